@@ -1,0 +1,102 @@
+"""The device seam: every stream, event, copy and allocation call of the engine.
+
+Three implementations exist: CUDA, CPU (real copies by worker threads into a host arena), and, in the tests, an
+adversarial device that delays every copy as long as the recorded order allows. The engine never calls
+`torch.cuda` itself, so an ordering bug on one of them is an ordering bug on all.
+
+Streams and events are opaque: only the device that made them looks inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Stream = Any
+Event = Any
+
+
+class CopyError(RuntimeError):
+    """A copy between the device and the host tier failed (disk full, I/O error)."""
+
+
+class HostSlab(Protocol):
+    """A contiguous range of host-tier bytes (pinned memory, plain memory or part of a file)."""
+
+    nbytes: int
+
+    def close(self) -> None:
+        """Give the bytes back to the system. Idempotent; no copy may be in flight."""
+
+
+class HostRegion(NamedTuple):
+    """Bytes `offset .. offset + nbytes` of a slab: the source of a copy-in, the target of a copy-out."""
+
+    slab: HostSlab
+    offset: int
+    nbytes: int
+
+
+class Device(Protocol):
+    """What the engine needs of a device. All calls come from the thread that runs the model or its backward."""
+
+    torch_device: torch.device
+    """Saved tensors on this device, and on no other, are moved."""
+
+    host_alignment: int
+    """Every `HostRegion.offset` and slab size is a multiple of this many bytes (a power of two)."""
+
+    def new_stream(self, name: str) -> Stream:
+        """Make a copy stream: a queue whose work runs in the order it was issued, beside the compute stream."""
+
+    def current_stream(self) -> Stream:
+        """The compute stream the caller's work is going to right now."""
+
+    def record_event(self, stream: Stream) -> Event:
+        """An event that completes when all work issued to `stream` so far has completed."""
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Work issued to `stream` from now on starts after `event`. Never blocks a host that runs ahead of it.
+
+        Raises:
+            CopyError: if the work that `event` stands for is already known to have failed.
+        """
+
+    def is_complete(self, event: Event) -> bool:
+        """True if `event` has completed without error; never blocks."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the host until `event` has completed.
+
+        Raises:
+            CopyError: if the work that `event` stands for failed.
+        """
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A 1-D uint8 device tensor from the memory pool of the current compute stream (its bytes are garbage)."""
+
+    def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
+        """Issue device-to-host copy of the 1-D uint8 tensor `source` on `stream`.
+
+        The caller keeps `source` alive, and unchanged, until an event recorded afterwards has completed.
+        """
+
+    def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
+        """Issue host-to-device copy into the 1-D uint8 tensor `target` on `stream`; lifetimes as for `copy_out`."""
+
+    def on_release(self, buffer: torch.Tensor) -> None:
+        """Told just before the engine drops its reference to `buffer` (1-D uint8): it may be reused from now on.
+
+        Nothing to do on real devices; the adversarial device poisons the bytes here.
+        """
+
+    def new_slab(self, nbytes: int) -> HostSlab:
+        """Obtain host-tier bytes (`nbytes` is a multiple of `host_alignment`).
+
+        Raises:
+            MemoryError: if the host tier has no room for them.
+        """
+
+    def close(self) -> None:
+        """Finish all issued copies, stop worker threads, and remove files. Idempotent."""
