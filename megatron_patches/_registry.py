@@ -1,0 +1,194 @@
+"""Patches as rows of a table: what is replaced, by what, why, and in which versions of megatron-core.
+
+Nothing is patched at import. `apply_patches` installs rows, all or none; `Applied.remove` puts everything back.
+Knows nothing about offloading.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_patches._versions import SUPPORTED, installed_version, is_in_range
+
+logger = logging.getLogger(__name__)
+
+# The book of rows in force is kept on the patched module or class itself: it lives exactly as long as what it
+# describes, and this module needs no global of its own.
+_BOOK = "_megatron_patches_in_force"
+
+
+class PatchError(RuntimeError):
+    """A row cannot be applied or removed; the message names target, reason and installed version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One replaced attribute. Two rows with the same target and reason are the same row."""
+
+    target: str
+    """"package.module:attribute" or "package.module:Class.attribute"."""
+
+    wrapper: Callable[[Any], Any]
+    """Takes the original attribute (a plain function where it is a static or class method), returns its replacement."""
+
+    why: str
+    """What goes wrong without this row."""
+
+    versions: str = SUPPORTED
+    """megatron-core versions that need it; with any other one the row is skipped."""
+
+    is_new: bool = False
+    """The target does not exist and is defined by this row: `wrapper` is called with None."""
+
+    def __post_init__(self) -> None:
+        module, separator, attribute = self.target.partition(":")
+        if not (module and separator and attribute):
+            raise ValueError(f"a patch target reads 'package.module:attribute', got {self.target!r}")
+        if not self.why:
+            raise ValueError(f"{self.target}: a patch needs a reason")
+
+    def __str__(self) -> str:
+        return f"{self.target} ({self.why})"
+
+
+class Applied:
+    """The rows that one call of `apply_patches` installed; also a context manager that removes them at its end."""
+
+    def __init__(self) -> None:
+        self._installed: list[_Installed] = []
+
+    @property
+    def rows(self) -> tuple[Patch, ...]:
+        """The rows in force, in the order they were applied; rows skipped for their versions are not among them."""
+        return tuple(installed.row for installed in self._installed)
+
+    def remove(self) -> None:
+        """Restores every target in reverse order. Idempotent.
+
+        Raises:
+            PatchError: if a row applied later to one of the targets is still in force; nothing above it is lost.
+        """
+        while self._installed:
+            self._installed[-1].restore()
+            self._installed.pop()
+
+    def _add(self, installed: _Installed) -> None:
+        self._installed.append(installed)
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"Applied({len(self._installed)} rows)"
+
+
+def apply_patches(rows: Sequence[Patch], *, version: str | None = None) -> Applied:
+    """Applies the rows in order, skipping those made for other versions; on an error none of them stays.
+
+    Args:
+        rows: the table.
+        version: of megatron-core; None: the installed one.
+
+    Raises:
+        PatchError: for a target that is missing (or, with `is_new`, exists), or a row that is in force already.
+    """
+    version = installed_version() if version is None else version
+    applied = Applied()
+    try:
+        for row in rows:
+            if is_in_range(version, row.versions):
+                applied._add(_install(row, version))
+            else:
+                logger.debug("not needed with megatron-core %s: %s", version, row)
+    except BaseException:
+        applied.remove()
+        raise
+    return applied
+
+
+class _Installed:
+    """One row in force: the owner of its target and what was there before."""
+
+    def __init__(self, row: Patch, owner: Any, name: str, before: Any, is_own: bool) -> None:
+        self.row = row
+        self._owner = owner
+        self._name = name
+        self._before = before
+        self._is_own = is_own  # False: the owner had no such attribute or inherited it
+
+    def restore(self) -> None:
+        book = _book(self._owner)
+        in_force = book.get(self._name, ())
+        if not in_force or in_force[-1] != _key(self.row):
+            later = in_force[-1][1] if in_force else "something unknown"
+            raise PatchError(
+                f"cannot remove {self.row}: the patch for '{later}' was applied after it. Remove that one first."
+            )
+        if self._is_own:
+            setattr(self._owner, self._name, self._before)
+        else:
+            delattr(self._owner, self._name)
+        _write_book(self._owner, self._name, in_force[:-1])
+
+
+def _install(row: Patch, version: str) -> _Installed:
+    owner, name = _locate(row, version)
+    in_force = _book(owner).get(name, ())
+    if _key(row) in in_force:
+        raise PatchError(f"already in force: {row}. Remove it before applying it again.")
+    if row.is_new == hasattr(owner, name):
+        fact = "exists already" if row.is_new else "does not exist"
+        raise PatchError(f"{row.target} {fact} in megatron-core {version}; the patch is for: {row.why}")
+    is_own = name in vars(owner)
+    before = vars(owner)[name] if is_own else None
+    setattr(owner, name, _replacement(row, owner, name, before))
+    _write_book(owner, name, (*in_force, _key(row)))
+    return _Installed(row, owner, name, before, is_own)
+
+
+def _replacement(row: Patch, owner: Any, name: str, before: Any) -> Any:
+    if row.is_new:
+        return row.wrapper(None)
+    if isinstance(before, (staticmethod, classmethod)):
+        return type(before)(row.wrapper(before.__func__))
+    return row.wrapper(getattr(owner, name))
+
+
+def _locate(row: Patch, version: str) -> tuple[Any, str]:
+    """The module or class that holds the target, and the attribute's name there."""
+    module, _, path = row.target.partition(":")
+    *outer, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for part in outer:
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(
+            f"{row.target} cannot be found in megatron-core {version} ({error}); the patch is for: {row.why}"
+        ) from error
+    return owner, name
+
+
+def _key(row: Patch) -> tuple[str, str]:
+    return row.target, row.why
+
+
+def _book(owner: Any) -> dict[str, tuple[tuple[str, str], ...]]:
+    # vars(): a subclass must not see the book of its base
+    return vars(owner).get(_BOOK, {})
+
+
+def _write_book(owner: Any, name: str, in_force: tuple[tuple[str, str], ...]) -> None:
+    book = {**_book(owner), name: in_force}
+    book = {target: keys for target, keys in book.items() if keys}
+    if book:
+        setattr(owner, _BOOK, book)
+    elif _BOOK in vars(owner):
+        delattr(owner, _BOOK)

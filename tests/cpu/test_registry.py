@@ -1,0 +1,141 @@
+"""Patch rows: applied all or none, refused twice, removed in reverse order, explicit about what is missing."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_patches._registry import Applied, Patch, PatchError, apply_patches
+from megatron_patches._versions import SUPPORTED, check_supported, installed_version, is_in_range
+
+VERSION = "0.17.0"
+
+
+class Base:
+    def inherited(self) -> str:
+        return "inherited"
+
+
+class Target(Base):
+    def method(self) -> str:
+        return "method"
+
+    @staticmethod
+    def static() -> str:
+        return "static"
+
+    @classmethod
+    def of_class(cls) -> str:
+        return cls.__name__
+
+
+@pytest.fixture
+def module() -> Iterator[types.ModuleType]:
+    fake = types.ModuleType("patched_module")
+    fake.__dict__.update(function=lambda: "function", Target=type("Target", (Target,), dict(vars(Target))), Base=Base)
+    sys.modules["patched_module"] = fake
+    yield fake
+    del sys.modules["patched_module"]
+
+
+def shout(original: Callable[..., str]) -> Callable[..., str]:
+    return lambda *args: original(*args).upper()
+
+
+def row(attribute: str, wrapper: Callable[[Any], Any] = shout, why: str = "test", **settings: Any) -> Patch:
+    return Patch(target=f"patched_module:{attribute}", wrapper=wrapper, why=why, **settings)
+
+
+def apply(*rows: Patch) -> Applied:
+    return apply_patches(rows, version=VERSION)
+
+
+def test_functions_and_methods_are_wrapped_and_restored(module: types.ModuleType) -> None:
+    before, before_class = dict(vars(module)), dict(vars(module.Target))
+    attributes = ["function", "Target.method", "Target.static", "Target.of_class", "Target.inherited"]
+    with apply(*[row(attribute) for attribute in attributes]) as applied:
+        assert [patch.target.partition(":")[2] for patch in applied.rows] == attributes
+        assert module.function() == "FUNCTION"
+        target = module.Target()
+        called = (target.method(), target.static(), module.Target.static(), target.of_class(), target.inherited())
+        assert called == ("METHOD", "STATIC", "STATIC", "TARGET", "INHERITED")
+        assert Base().inherited() == "inherited"
+    assert dict(vars(module)) == before
+    assert dict(vars(module.Target)) == before_class
+
+
+def test_a_missing_target_names_target_reason_and_version(module: types.ModuleType) -> None:
+    for target in ("patched_module:gone", "patched_module:Gone.method", "no_such_module:f"):
+        with pytest.raises(PatchError, match=f"{target}.*{VERSION}.*for: the test needs it"):
+            apply(Patch(target=target, wrapper=shout, why="the test needs it"))
+
+
+def test_one_error_leaves_no_row_behind(module: types.ModuleType) -> None:
+    before = dict(vars(module))
+    with pytest.raises(PatchError, match="gone"):
+        apply(row("function"), row("gone"))
+    assert dict(vars(module)) == before
+
+
+def test_the_same_row_twice_is_refused_until_removed(module: types.ModuleType) -> None:
+    applied = apply(row("function"))
+    with pytest.raises(PatchError, match="already in force"):
+        apply(row("function", wrapper=lambda original: original))
+    applied.remove()
+    applied.remove()
+    assert applied.rows == ()
+    apply(row("function")).remove()
+    assert module.function() == "function"
+
+
+def test_rows_on_one_target_stack_and_come_off_in_reverse(module: types.ModuleType) -> None:
+    first = apply(row("function"))
+    second = apply(row("function", wrapper=lambda original: lambda: original() + "!", why="another"))
+    assert module.function() == "FUNCTION!"
+    with pytest.raises(PatchError, match="'another' was applied after it"):
+        first.remove()
+    assert module.function() == "FUNCTION!"
+    second.remove()
+    assert module.function() == "FUNCTION"
+    first.remove()
+    assert module.function() == "function"
+
+
+def test_a_new_name_is_defined_and_deleted_again(module: types.ModuleType) -> None:
+    with apply(row("added", wrapper=lambda original: (original, 7), is_new=True)):
+        assert module.added == (None, 7)
+        with pytest.raises(PatchError, match="exists already"):
+            apply(row("added", why="another", is_new=True))
+    assert not hasattr(module, "added")
+
+
+def test_a_row_for_other_versions_is_skipped(module: types.ModuleType) -> None:
+    applied = apply(row("function", versions=">=0.18"), row("gone", versions="<0.17"))
+    assert applied.rows == ()
+    assert module.function() == "function"
+
+
+def test_a_row_needs_a_well_formed_target_and_a_reason() -> None:
+    for target in ("module.function", ":function", "module:"):
+        with pytest.raises(ValueError, match="package.module:attribute"):
+            Patch(target=target, wrapper=shout, why="test")
+    with pytest.raises(ValueError, match="needs a reason"):
+        Patch(target="module:function", wrapper=shout, why="")
+
+
+def test_ranges_and_the_supported_versions() -> None:
+    assert is_in_range("0.19.2", SUPPORTED) and is_in_range("0.17.0rc1", SUPPORTED)
+    assert not is_in_range("0.16.0", SUPPORTED) and not is_in_range("0.20.0rc0", SUPPORTED)
+    assert check_supported("0.16.1") == "0.16.1"
+    for version in ("0.15.3", "0.16.0", "0.20.0", "1.0"):
+        with pytest.raises(RuntimeError, match=f"{version} is not supported.*>=0.16.1,<0.20"):
+            check_supported(version)
+
+
+def test_the_installed_megatron_core_is_a_supported_one() -> None:
+    pytest.importorskip("megatron.core")
+    assert check_supported() == installed_version()
