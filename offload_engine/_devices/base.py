@@ -73,8 +73,12 @@ class Device(Protocol):
             CopyError: if the work that `event` stands for failed.
         """
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A 1-D uint8 device tensor from the memory pool of the current compute stream (its bytes are garbage)."""
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        """A 1-D uint8 device tensor from the memory pool of the compute stream `stream` (its bytes are garbage).
+
+        Work already issued to `stream` may still be using these bytes: a copy into them waits for an event that is
+        recorded on `stream` after this call.
+        """
 
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
         """Issue device-to-host copy of the 1-D uint8 tensor `source` on `stream`.

@@ -1,0 +1,151 @@
+"""Free ranges of host slabs: best fit, coalescing, and the events that earlier users of the bytes left behind.
+
+Pure Python: slabs are numbers and events are opaque, so the bookkeeping can be tested against a naive model.
+
+A free extent remembers which of its bytes are still being read by which copy ("guards"), and keeps that per byte
+range instead of one set of events per extent. After coalescing one set would make a copy-out wait for copies out of
+bytes it does not touch, and would grow with every merge.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+Event = Any
+
+
+class Guard(NamedTuple):
+    """Bytes `start .. end` of a slab may be written only after all of `events`."""
+
+    start: int
+    end: int
+    events: tuple[Event, ...]
+
+
+class Extent:
+    """A free range of one slab that touches no other free range. `order` grows with each return: small is old."""
+
+    __slots__ = ("slab", "start", "nbytes", "order", "guards")
+
+    def __init__(self, slab: int, start: int, nbytes: int, order: int, guards: list[Guard]) -> None:
+        self.slab = slab
+        self.start = start
+        self.nbytes = nbytes
+        self.order = order
+        self.guards = guards  # ascending and disjoint; bytes without a guard are free at once
+
+    @property
+    def end(self) -> int:
+        """First byte behind the extent."""
+        return self.start + self.nbytes
+
+
+class Taken(NamedTuple):
+    """What `FreeExtents.take` found: the range starts at byte `start` of `slab`."""
+
+    slab: int
+    start: int
+    events: tuple[Event, ...]
+
+
+class FreeExtents:
+    """All free extents of a pool; `take` and `put` are O(log n) searches plus a short `memmove`.
+
+    Args:
+        is_complete: tells whether an event has completed; completed events are dropped.
+    """
+
+    def __init__(self, is_complete: Callable[[Event], bool]) -> None:
+        self._is_complete = is_complete
+        self._by_size: list[tuple[int, int, Extent]] = []  # (nbytes, order, extent): orders differ, so a total order
+        self._by_start: dict[tuple[int, int], Extent] = {}
+        self._by_end: dict[tuple[int, int], Extent] = {}
+        self._next_order = 0
+
+    def __len__(self) -> int:
+        return len(self._by_size)
+
+    def __iter__(self) -> Iterator[Extent]:
+        return (extent for _, _, extent in self._by_size)
+
+    def take(self, nbytes: int) -> Taken | None:
+        """The front of the smallest extent that fits (of equal ones, the least recently returned), or None.
+
+        Returns:
+            The range, with those events of its bytes that have not completed yet.
+        """
+        index = bisect_left(self._by_size, (nbytes,))
+        if index == len(self._by_size):
+            return None
+        extent = self._by_size.pop(index)[2]
+        slab, start = extent.slab, extent.start
+        del self._by_start[slab, start]
+        if extent.nbytes == nbytes:
+            del self._by_end[slab, start + nbytes]
+        else:
+            extent.start = start + nbytes
+            extent.nbytes -= nbytes
+            self._by_start[slab, extent.start] = extent
+            insort(self._by_size, (extent.nbytes, extent.order, extent))
+        return Taken(slab, start, self._cut_guards(extent.guards, start + nbytes))
+
+    def put(self, slab: int, start: int, nbytes: int, events: Sequence[Event] = ()) -> None:
+        """Return a range; it merges with the free neighbours on both sides inside the same slab."""
+        end = start + nbytes
+        guards = [Guard(start, end, tuple(events))] if events else []
+        left = self._by_end.get((slab, start))
+        right = self._by_start.get((slab, end))
+        if left is not None:
+            self.remove(left)
+            left.guards.extend(guards)  # in place: the list only ever belongs to one extent
+            start, guards = left.start, left.guards
+        if right is not None:
+            self.remove(right)
+            guards.extend(right.guards)
+            end = right.end
+        self._insert(Extent(slab, start, end - start, self._next_order, guards))
+        self._next_order += 1
+
+    def remove(self, extent: Extent) -> None:
+        """Take a whole extent out."""
+        del self._by_size[bisect_left(self._by_size, (extent.nbytes, extent.order))]
+        del self._by_start[extent.slab, extent.start]
+        del self._by_end[extent.slab, extent.end]
+
+    def starting_at(self, slab: int, start: int) -> Extent | None:
+        """The free extent that begins exactly there, if there is one."""
+        return self._by_start.get((slab, start))
+
+    def pending_events(self, extent: Extent) -> tuple[Event, ...]:
+        """The events of the extent's bytes that have not completed; completed ones are forgotten."""
+        extent.guards = [guard for guard in extent.guards if not all(map(self._is_complete, guard.events))]
+        return self._pending(extent.guards)
+
+    def _insert(self, extent: Extent) -> None:
+        insort(self._by_size, (extent.nbytes, extent.order, extent))
+        self._by_start[extent.slab, extent.start] = extent
+        self._by_end[extent.slab, extent.end] = extent
+
+    def _cut_guards(self, guards: list[Guard], cut: int) -> tuple[Event, ...]:
+        """Split off the guards below byte `cut` and return their events; a guard across it stays on both sides."""
+        count = 0
+        while count < len(guards) and guards[count].start < cut:
+            count += 1
+        if not count:
+            return ()
+        below = guards[:count]
+        last = below[-1]
+        if last.end > cut:
+            count -= 1
+            guards[count] = Guard(cut, last.end, last.events)
+        del guards[:count]
+        return self._pending(below)
+
+    def _pending(self, guards: Sequence[Guard]) -> tuple[Event, ...]:
+        if len(guards) == 1 and len(guards[0].events) == 1:  # nearly always: the range was lent whole before
+            events = guards[0].events
+            return () if self._is_complete(events[0]) else events
+        distinct = {id(event): event for guard in guards for event in guard.events}  # events need not be hashable
+        return tuple(event for event in distinct.values() if not self._is_complete(event))

@@ -1,0 +1,240 @@
+"""Host bytes lent to storages that are on host.
+
+The pool obtains large slabs from the device and lends ranges of them. A range that comes back may still be read by a
+copy-in, so it comes back with events, and the next lease of any of these bytes carries them: the copy-out into it
+waits on them (DESIGN rule "host buffers are returned with the event of the copy-in that read them").
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from offload_engine._devices.base import CopyError, Device, Event, HostRegion, HostSlab
+from offload_engine._extents import Extent, FreeExtents
+
+MIB = 1 << 20
+_GROWTH_DIVISOR = 16
+"""A new slab is at least this fraction of what the pool has, so the pool overshoots its peak by no more than that,
+while slabs grow large against the storages in them and little is lost at their ends."""
+
+
+class HostLease:
+    """Host bytes lent to one storage, until `HostPool.give_back`.
+
+    Attributes:
+        region: exactly the requested bytes.
+        ready_after: events of earlier users of these bytes; a copy-out waits for all of them before the first byte.
+    """
+
+    __slots__ = ("region", "ready_after", "_pool", "_slab", "_extent_bytes", "__weakref__")
+
+    def __init__(
+        self, pool: HostPool, slab: int, extent_bytes: int, region: HostRegion, ready_after: tuple[Event, ...]
+    ) -> None:
+        self.region = region
+        self.ready_after = ready_after
+        self._pool: HostPool | None = pool  # None once returned
+        self._slab = slab
+        self._extent_bytes = extent_bytes
+
+    def __repr__(self) -> str:
+        state = "returned" if self._pool is None else "lent"
+        where = f"slab {self._slab} at {self.region.offset:,}"
+        return f"HostLease({self.region.nbytes:,} bytes, {where}, {state}, {len(self.ready_after)} events)"
+
+
+class HostPool:
+    """Lends host bytes of a device, within a limit.
+
+    `give_back` may be called at any time, also by the garbage collector in the middle of another call of this pool
+    or from another thread: it then only queues the lease, and the call in progress settles it.
+
+    Args:
+        device: where slabs come from.
+        limit_bytes: the pool never holds more slab bytes than this; None: no limit but the host tier's own.
+        slab_bytes: smallest slab to ask for, where the limit allows it.
+
+    Raises:
+        ValueError: for a negative limit or a slab size that is not positive.
+    """
+
+    def __init__(self, device: Device, limit_bytes: int | None = None, slab_bytes: int = 64 * MIB) -> None:
+        if limit_bytes is not None and limit_bytes < 0:
+            raise ValueError(f"limit_bytes must not be negative, got {limit_bytes:,}")
+        if slab_bytes <= 0:
+            raise ValueError(f"slab_bytes must be positive, got {slab_bytes:,}")
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._slab_bytes = slab_bytes
+        self._free = FreeExtents(device.is_complete)
+        self._slabs: dict[int, HostSlab] = {}
+        self._next_slab = 0
+        self._lock = threading.Lock()
+        self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
+        self._closed = False
+        self.lent_bytes = 0
+        self.peak_lent_bytes = 0
+        self.slab_bytes_total = 0
+        self.num_leases = 0
+
+    def lend(self, nbytes: int) -> HostLease | None:
+        """Lend `nbytes` bytes.
+
+        Returns:
+            The lease, or None where the limit is reached or the host tier is full.
+
+        Raises:
+            ValueError: if `nbytes` is not positive.
+            RuntimeError: if the pool has been closed.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"a lease needs at least one byte, got {nbytes}")
+        self._settle()
+        with self._lock:
+            lease = self._lend(nbytes)
+        self._settle()
+        return lease
+
+    def give_back(self, lease: HostLease, events: Sequence[Event] = ()) -> None:
+        """Return a lease; its bytes may be lent again at once, and whoever gets them waits for `events`.
+
+        After a copy of this lease failed, synchronize with it and pass no event: an event that failed never
+        completes, and the next user of the bytes would be told of a failure that is not its own.
+
+        Raises:
+            AssertionError: if the lease has been returned before, or belongs to another pool.
+        """
+        if lease._pool is not self:
+            reason = "returned twice" if lease._pool is None else "returned to a pool that did not lend it"
+            raise AssertionError(f"{lease!r} was {reason}")
+        lease._pool = None
+        self._returns.append((lease, events))
+        self._settle()
+
+    def reset_peak(self) -> None:
+        """Let `peak_lent_bytes` start again from what is lent now."""
+        self._settle()
+        self.peak_lent_bytes = self.lent_bytes
+
+    def trim(self) -> int:
+        """Close the slabs that are wholly free and that no copy reads any more.
+
+        Returns:
+            Number of bytes given back to the system.
+        """
+        self._settle()
+        with self._lock:
+            return sum(self._close_slab(extent) for extent in self._idle_slabs())
+
+    def close(self) -> None:
+        """Wait for the copies that still read free bytes, then give everything back. Idempotent.
+
+        Raises:
+            RuntimeError: if leases are out; nothing is closed then.
+        """
+        self._settle()
+        if self.num_leases:
+            raise RuntimeError(
+                f"host pool closed with {self.num_leases} leases ({self.lent_bytes:,} bytes) out. "
+                "Finish the iteration or call reset_iteration() first."
+            )
+        with self._lock:
+            self._closed = True
+            for extent in list(self._free):
+                self._wait_for(extent)
+                self._close_slab(extent)
+
+    def _settle(self) -> None:
+        """Do the queued returns, unless a call in progress (which does them when it ends) holds the lock."""
+        while self._returns and self._lock.acquire(blocking=False):
+            try:
+                while self._returns:
+                    self._take_back(*self._returns.popleft())
+            finally:
+                self._lock.release()
+
+    def _take_back(self, lease: HostLease, events: Sequence[Event]) -> None:
+        self._free.put(lease._slab, lease.region.offset, lease._extent_bytes, events)
+        self.lent_bytes -= lease.region.nbytes
+        self.num_leases -= 1
+
+    def _lend(self, nbytes: int) -> HostLease | None:
+        if self._closed:
+            raise RuntimeError("the host pool has been closed")
+        need = self._round_up(nbytes)
+        taken = self._free.take(need)
+        if taken is None:
+            if not self._grow(need):
+                return None
+            taken = self._free.take(need)
+            assert taken is not None, f"a slab grown for {need:,} bytes does not hold them"
+        slab, offset, events = taken
+        self.num_leases += 1
+        self.lent_bytes += nbytes
+        if self.lent_bytes > self.peak_lent_bytes:
+            self.peak_lent_bytes = self.lent_bytes
+        return HostLease(self, slab, need, HostRegion(self._slabs[slab], offset, nbytes), events)
+
+    def _round_up(self, nbytes: int) -> int:
+        return (nbytes + self._device.host_alignment - 1) & -self._device.host_alignment
+
+    def _grow(self, need: int) -> bool:
+        """Add a slab with room for `need` bytes; False where limit and host tier do not allow it."""
+        if not self._make_room(need):
+            return False
+        wanted = self._round_up(max(need, self._slab_bytes, self.slab_bytes_total // _GROWTH_DIVISOR))
+        wanted = min(wanted, self._room(wanted))
+        return self._add_slab(wanted) or self._add_slab(need)
+
+    def _room(self, wanted: int) -> int:
+        """How many more slab bytes the limit allows, `wanted` where there is no limit."""
+        if self._limit_bytes is None:
+            return wanted
+        return (self._limit_bytes - self.slab_bytes_total) & -self._device.host_alignment
+
+    def _make_room(self, need: int) -> bool:
+        """Close as few idle slabs (all too small, or they would have been lent) as the limit asks for."""
+        short = need - self._room(need)
+        if short <= 0:
+            return True
+        idle = self._idle_slabs()
+        if sum(extent.nbytes for extent in idle) < short:
+            return False
+        for extent in idle:
+            if self._room(need) < need:
+                self._close_slab(extent)
+        return True
+
+    def _add_slab(self, nbytes: int) -> bool:
+        try:
+            slab = self._device.new_slab(nbytes)
+        except MemoryError:
+            return False
+        index = self._next_slab
+        self._next_slab += 1
+        self._slabs[index] = slab
+        self.slab_bytes_total += nbytes
+        self._free.put(index, 0, nbytes)
+        return True
+
+    def _idle_slabs(self) -> list[Extent]:
+        """The slabs that are one free extent without pending events, smallest first."""
+        return [
+            extent
+            for extent in self._free
+            if extent.nbytes == self._slabs[extent.slab].nbytes and not self._free.pending_events(extent)
+        ]
+
+    def _close_slab(self, extent: Extent) -> int:
+        self._free.remove(extent)
+        self._slabs.pop(extent.slab).close()
+        self.slab_bytes_total -= extent.nbytes
+        return extent.nbytes
+
+    def _wait_for(self, extent: Extent) -> None:
+        for event in self._free.pending_events(extent):
+            with suppress(CopyError):  # a copy that failed no longer touches the bytes, and was reported to its user
+                self._device.synchronize(event)

@@ -1,0 +1,80 @@
+"""The one guarded import of TransformerEngine: the base class of `ChunkOffloadHandler`.
+
+TransformerEngine up to 2.9 has `AsyncDoubleBufferGroupOffloadHandler` in `pytorch.cpu_offload`, from 2.10 on in
+`pytorch.cpu_offload_v1`. Where it cannot be imported, a class of our own with the same contract takes its place, so
+that nothing else in the package asks whether TransformerEngine is there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# TransformerEngine dlopens CUDA libraries at import and, half installed or without a GPU, fails in all of these ways.
+_IMPORT_FAILURES = (ImportError, OSError, RuntimeError, AssertionError, subprocess.CalledProcessError)
+_TE_MODULES = ("transformer_engine.pytorch.cpu_offload_v1", "transformer_engine.pytorch.cpu_offload")
+
+
+class _GroupOffloadHandler:
+    """State that TransformerEngine's handlers share: what its hook and commit function may look at."""
+
+    def __init__(
+        self,
+        num_offload_group: int,
+        tensor_need_offloading_checker: Callable[[torch.Tensor], bool] = lambda _: True,
+        debug: bool = False,
+    ) -> None:
+        self.num_offload_group = num_offload_group
+        self.tensor_need_offloading_checker = tensor_need_offloading_checker
+        self.debug = debug
+        self.groupid_reset()
+
+    def groupid_reset(self) -> None:
+        """Count groups and their tensors from zero."""
+        self.current_group = 0
+        self.tensor_count_current_group = 0
+        self.tensor_tag_to_state: dict[Any, Any] = {}
+
+
+class _AsyncGroupOffloadHandler(_GroupOffloadHandler):
+    """The contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, to be filled in by a subclass."""
+
+    def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        """Take charge of a saved tensor; returns the tag for `tensor_pop`."""
+        raise NotImplementedError
+
+    def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
+        """Give back the tensor of a tag."""
+        raise NotImplementedError
+
+    def on_group_commit_forward(self) -> Any:
+        """The forward of a group is over."""
+        raise NotImplementedError
+
+    def on_group_commit_backward(self) -> None:
+        """The backward of a group begins."""
+        raise NotImplementedError
+
+    def bulk_offload_group(self, group_to_offload: int) -> None:
+        """Copy the tensors of a group out."""
+        raise NotImplementedError
+
+    def bulk_reload_group(self, group_to_reload: int) -> None:
+        """Copy the tensors of a group in."""
+        raise NotImplementedError
+
+
+def _find_base() -> tuple[type, bool]:
+    for name in _TE_MODULES:
+        try:
+            return importlib.import_module(name).AsyncDoubleBufferGroupOffloadHandler, True
+        except (*_IMPORT_FAILURES, AttributeError):
+            continue
+    return _AsyncGroupOffloadHandler, False
+
+
+HandlerBase, USES_TRANSFORMER_ENGINE = _find_base()

@@ -1,0 +1,11 @@
+"""Errors of the engine. A bad argument is a ValueError or TypeError where it is passed."""
+
+from __future__ import annotations
+
+from offload_engine._devices.base import CopyError
+
+__all__ = ["CopyError", "OffloadError"]
+
+
+class OffloadError(RuntimeError):
+    """A call in the wrong order, or an activation that is no longer there."""

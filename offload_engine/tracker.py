@@ -1,0 +1,64 @@
+"""Counts saved tensors that no engine manages, so that a run without offload can be measured like one with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+
+from offload_engine.meter import ResidencyMeter
+
+
+class SavedTensorTracker:
+    """Context manager: every tensor saved inside it, and not packed by hooks further inside, counts on `meter`.
+
+    It moves nothing and changes no value: autograd gets back the very tensor that it saved.
+
+    Args:
+        meter: where bytes are counted, from the moment autograd saves them until its graph frees them.
+        weights: tensors whose storages are not activations (parameters, buffers).
+    """
+
+    def __init__(self, meter: ResidencyMeter, weights: Iterable[torch.Tensor] = ()) -> None:
+        self._meter = meter
+        self._weights: frozenset[int] = frozenset(w.untyped_storage().data_ptr() for w in weights)
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def __enter__(self) -> SavedTensorTracker:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hooks.pop().__exit__(exc_type, exc, traceback)
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._weights:
+            return tensor
+        return _TrackedTensor(tensor, storage._cdata, storage.nbytes(), self._meter)
+
+
+class _TrackedTensor:
+    """Holds one saved tensor for autograd and counts it while autograd holds this object."""
+
+    __slots__ = ("tensor", "_storage", "_meter")
+
+    def __init__(self, tensor: torch.Tensor, storage: int, nbytes: int, meter: ResidencyMeter) -> None:
+        self.tensor = tensor
+        self._storage = storage
+        self._meter = meter
+        meter.hold(storage, nbytes)
+
+    def __del__(self) -> None:
+        self._meter.drop(self._storage)
+
+
+def _unpack(packed: object) -> torch.Tensor:
+    return packed.tensor if isinstance(packed, _TrackedTensor) else packed  # type: ignore[return-value]
