@@ -1,0 +1,72 @@
+"""Fixtures and skip rules of every test."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+# Markers that a folder gives to all of its tests.
+MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests by folder, and skips what this machine cannot run, saying why."""
+    tests = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(tests).parts[0]
+        if folder in MARKER_OF_FOLDER:
+            item.add_marker(MARKER_OF_FOLDER[folder])
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False"))
+        if item.get_closest_marker("dist") and not torch.distributed.is_available():
+            item.add_marker(pytest.mark.skip(reason="this torch was built without torch.distributed"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_objects_frozen() -> None:
+    """Takes what the imports made out of the collector's sight, so that a collection between tests is cheap."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def gc_off() -> Iterator[None]:
+    """The collector is off within a test: a reference cycle shows as memory that stays."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> int:
+    """The same random numbers in every test, whatever ran before it."""
+    value = 1234
+    random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+def _live_tensors() -> dict[int, torch.Tensor]:
+    # type(), not isinstance: asking some objects for __class__ runs their code.
+    return {id(o): o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)}
+
+
+@pytest.fixture
+def no_tensor_left(gc_off: None) -> Callable[[], AbstractContextManager[None]]:
+    """`with no_tensor_left():` fails if a tensor made inside is still alive at its end; the collector stays off."""
+
+    @contextmanager
+    def check() -> Iterator[None]:
+        before = _live_tensors()
+        yield
+        left = [t for key, t in _live_tensors().items() if before.get(key) is not t]
+        shapes = [f"{tuple(t.shape)} {t.dtype}" for t in left]
+        assert not left, f"{len(left)} tensors are still alive: {shapes[:10]}"
+
+    return check

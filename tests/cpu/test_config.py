@@ -1,0 +1,82 @@
+"""OffloadConfig: what it accepts, and what it says when it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from offload_engine.config import MIB, OffloadConfig
+
+SIZES = ["min_tensor_bytes", "host_limit_bytes", "horizon_bytes", "max_inflight_bytes"]
+OPTIONAL_SIZES = SIZES[1:]
+
+
+def test_defaults() -> None:
+    config = OffloadConfig()
+    assert config.min_tensor_bytes == MIB == 1024 * 1024
+    assert all(getattr(config, name) is None for name in [*OPTIONAL_SIZES, "directory"])
+    assert config.dry_run is False
+
+
+def test_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OffloadConfig().min_tensor_bytes = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        OffloadConfig(MIB)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_negative_size_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must not be negative, got -1"):
+        OffloadConfig(**{name: -1})
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [1.5, 1e6, "1MiB", True, False])
+def test_non_integer_size_is_refused(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be an integer number of bytes"):
+        OffloadConfig(**{name: value})
+
+
+def test_threshold_cannot_be_none() -> None:
+    with pytest.raises(TypeError, match="min_tensor_bytes"):
+        OffloadConfig(min_tensor_bytes=None)  # type: ignore[arg-type]
+
+
+def test_zero_is_a_size() -> None:
+    config = OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0, horizon_bytes=0, max_inflight_bytes=0)
+    assert all(getattr(config, name) == 0 for name in SIZES)
+
+
+def test_limit_below_threshold_is_refused_and_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match="nothing could ever be offloaded. Raise the limit or lower the threshold"):
+        OffloadConfig(host_limit_bytes=MIB - 1)
+    assert OffloadConfig(host_limit_bytes=MIB).host_limit_bytes == MIB
+
+
+@pytest.mark.parametrize("directory", ["none", "/somewhere", Path("/somewhere"), None])
+def test_directory_accepts_paths(directory: str | None) -> None:
+    assert OffloadConfig(directory=directory).directory == directory
+
+
+def test_directory_refuses_other_types() -> None:
+    with pytest.raises(TypeError, match="directory must be a path, 'none' or None, got 3"):
+        OffloadConfig(directory=3)  # type: ignore[arg-type]
+
+
+def test_replace_keeps_the_rest_and_validates() -> None:
+    config = OffloadConfig(min_tensor_bytes=10, horizon_bytes=7)
+    changed = config.replace(horizon_bytes=8)
+    assert (changed.min_tensor_bytes, changed.horizon_bytes) == (10, 8)
+    assert config.horizon_bytes == 7
+    with pytest.raises(ValueError, match="horizon_bytes"):
+        config.replace(horizon_bytes=-8)
+
+
+def test_every_field_has_a_docstring() -> None:
+    source = Path(__file__).parents[2].joinpath("offload_engine/config.py").read_text()
+    for field in dataclasses.fields(OffloadConfig):
+        declaration = source.split(f"    {field.name}: ", 1)[1]
+        assert declaration.split("\n", 2)[1].strip().startswith('"""'), f"{field.name} has no docstring"

@@ -1,0 +1,204 @@
+"""Who may import whom. Read from the source by `ast`, so that nothing has to be importable here.
+
+tools, examples, tests -> megatron_patches -> offload_engine, and inside offload_engine only downward in `LAYERS`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Bottom first. A module imports from rows below its own only; a name ending in "." covers everything beneath it.
+LAYERS = (
+    ("config", "schedule", "_extents", "_stats"),
+    ("_devices.", "_storage", "meter"),
+    ("errors", "_host_pool", "tracker", "_te_base"),
+    ("_transfers",),
+    ("_group",),
+    ("chunk",),
+    ("functions",),
+    ("engine",),
+    ("frontends.",),
+    ("",),
+)
+
+
+class Import(NamedTuple):
+    module: str  # absolute, dotted: the module itself, or module.name of `from module import name`
+    line: int
+    is_typing_only: bool  # inside `if TYPE_CHECKING:`, where a back reference is allowed
+
+
+def _sources(package: str) -> dict[str, Path]:
+    """Dotted module name -> file."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _resolve(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    base = parts[: len(parts) - node.level + is_package]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _imports(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    tree = ast.parse(source)
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, id(node) in typing_only)
+        elif isinstance(node, ast.ImportFrom):
+            base = _resolve(node, module, is_package)
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}", node.lineno, id(node) in typing_only)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield Import(node.args[0].value, node.lineno, id(node) in typing_only)
+
+
+def _all_imports(package: str) -> Iterator[tuple[str, Import]]:
+    for module, path in _sources(package).items():
+        for found in _imports(path.read_text(), module, path.name == "__init__.py"):
+            yield module, found
+
+
+def _top(name: str) -> str:
+    return name.split(".", 1)[0]
+
+
+def _layer(module: str) -> int | None:
+    """Row of `module` (dotted, without the package's name) in `LAYERS`."""
+    for row, names in enumerate(LAYERS):
+        for name in names:
+            if module == name or (name.endswith(".") and f"{module}.".startswith(name)):
+                return row
+    return None
+
+
+def _local(imported: str, modules: dict[str, Path]) -> str | None:
+    """The module of offload_engine that `imported` (a module, or a name in one) stands for."""
+    while _top(imported) == "offload_engine":
+        if imported in modules:
+            return imported.removeprefix("offload_engine").lstrip(".")
+        imported = imported.rpartition(".")[0]
+    return None
+
+
+def test_offload_engine_knows_nothing_of_megatron() -> None:
+    wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports("offload_engine") if "megatron" in _top(i.module)]
+    assert not wrong
+
+
+def test_only_the_seam_imports_transformer_engine() -> None:
+    packages = ("offload_engine", "megatron_patches")
+    users = {m for p in packages for m, i in _all_imports(p) if _top(i.module) == "transformer_engine"}
+    assert users <= {"offload_engine._te_base"}
+
+
+def test_megatron_patches_uses_public_names_only() -> None:
+    wrong = [
+        f"{module}:{found.line} {found.module}"
+        for module, found in _all_imports("megatron_patches")
+        if _top(found.module) == "offload_engine" and any(p.startswith("_") for p in found.module.split("."))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
+def test_packages_do_not_import_what_stands_around_them(package: str) -> None:
+    outside = {"tests", "tools", "examples"} | ({"megatron_patches"} if package == "offload_engine" else set())
+    wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports(package) if _top(i.module) in outside]
+    assert not wrong
+
+
+def test_imports_inside_offload_engine_go_downward() -> None:
+    modules = _sources("offload_engine")
+    wrong = []
+    for module, found in _all_imports("offload_engine"):
+        target = _local(found.module, modules)
+        if target is None or found.is_typing_only:
+            continue
+        importer = module.removeprefix("offload_engine").lstrip(".")
+        here, there = _layer(importer), _layer(target)
+        assert here is not None, f"{module} has no row in LAYERS: give it one"
+        assert there is not None, f"offload_engine.{target} has no row in LAYERS: give it one"
+        same_family = _top(importer) == _top(target) and f"{_top(importer)}." in LAYERS[here]
+        if there >= here and not same_family:
+            wrong.append(f"{module}:{found.line} imports {target}, which is not below it")
+    assert not wrong
+
+
+def _module_level_state(tree: ast.Module) -> Iterator[str]:
+    """Names bound at module level to something that invites mutation: not a constant, not an alias, not a logger."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if _is_declaration(node) else []
+        for target in targets:
+            name = ast.unparse(target)
+            mutable = isinstance(node.value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+            if mutable and name != "__all__" and not name.lstrip("_").isupper():
+                yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"global {', '.join(node.names)}"
+
+
+def _is_declaration(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and node.value is not None
+
+
+@pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
+def test_no_state_at_module_level(package: str) -> None:
+    found = {m: list(_module_level_state(ast.parse(p.read_text()))) for m, p in _sources(package).items()}
+    assert not {m: names for m, names in found.items() if names}
+
+
+@pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
+def test_no_print(package: str) -> None:
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, path in _sources(package).items()
+        if not module.endswith(".__main__")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not wrong
+
+
+def test_the_reader_itself() -> None:
+    """A check that finds nothing proves nothing unless it can find."""
+    source = (
+        "from . import a\nfrom ..b import c\nimport megatron.core as m\n"
+        "if TYPE_CHECKING:\n    from .engine import E\n"
+        "def f():\n    import transformer_engine\n    importlib.import_module('x.y')\n"
+        "cache = {}\nNAMES = ['a']\n"
+    )
+    found = {i.module: i.is_typing_only for i in _imports(source, "offload_engine.sub.mod")}
+    assert found == {
+        "offload_engine.sub.a": False,
+        "offload_engine.b.c": False,
+        "megatron.core": False,
+        "offload_engine.sub.engine.E": True,
+        "transformer_engine": False,
+        "x.y": False,
+    }
+    assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
+    assert list(_module_level_state(ast.parse(source))) == ["cache"]
+    assert _layer("_devices.cpu") == 1 and _layer("nonsense") is None
