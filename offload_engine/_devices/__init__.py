@@ -1,0 +1,34 @@
+"""Devices: where streams, events, copies and host bytes come from. `make_device` picks the one of this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .base import CopyError, Device, HostRegion, HostSlab
+from .cpu import CpuDevice, resolve_directory
+from .file_slab import check_directory
+
+if TYPE_CHECKING:
+    from ..config import OffloadConfig
+
+__all__ = ["CopyError", "CpuDevice", "Device", "HostRegion", "HostSlab", "check_directory", "make_device"]
+
+
+def make_device(config: OffloadConfig) -> Device:
+    """The device of this process: the current CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: if `config.directory` is set with CUDA, or has less free than `config.host_limit_bytes`.
+        OSError: if `config.directory` is missing, not a directory, or not writable.
+    """
+    if torch.cuda.is_available():
+        from .cuda import CudaDevice
+
+        return CudaDevice(directory=config.directory)
+    device = CpuDevice(config.directory)
+    directory = resolve_directory(config.directory)
+    if directory is not None and config.host_limit_bytes is not None:
+        check_directory(directory, config.host_limit_bytes)
+    return device

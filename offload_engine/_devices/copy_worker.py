@@ -1,0 +1,190 @@
+"""A copy stream made of one thread and a queue, and its events: the asynchronous half of the CPU device.
+
+NOTE [Errors on a stream]
+1. A copy that fails stops nothing by itself: the worker notes the error and goes on to the next entry.
+2. From the failure to the next `record_event`, further copies of the stream are skipped; that event carries the error
+   and the stream is then as new. An error therefore reaches the events of the work it belongs to, and no later step.
+3. A stream that waits for a failed event takes the error over, as if one of its own copies had failed (rule 2).
+4. The host learns of it as a `CopyError` when it waits for such an event, with the original error as its cause.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .base import CopyError
+
+
+class CopyableSlab(Protocol):
+    """A host slab that moves bytes from and to a memory address on the calling thread."""
+
+    nbytes: int
+
+    def write(self, address: int, offset: int, nbytes: int) -> None: ...
+
+    def read(self, address: int, offset: int, nbytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Failure(NamedTuple):
+    """What went wrong in a copy: a sentence for people, and the error as raised (without its frames)."""
+
+    message: str
+    cause: Exception
+
+
+class CopyEvent:
+    """Completes once, with or without a failure. Cheap to make: one is recorded for every group."""
+
+    __slots__ = ("_lock", "failure", "is_done")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held until the event completes; waiting is taking it
+        self._lock.acquire()
+        self.is_done = False
+        self.failure: Failure | None = None
+
+    def complete(self, failure: Failure | None = None) -> None:
+        """Called once, by the worker."""
+        self.failure = failure
+        self.is_done = True
+        self._lock.release()
+
+    def wait(self) -> None:
+        """Block until the event is complete; raises nothing for a failure."""
+        if not self.is_done:
+            with self._lock:
+                pass
+
+    def raise_failure(self) -> None:
+        """Raise the `CopyError` of a failed event; nothing on any other."""
+        if self.failure is not None:
+            raise CopyError(self.failure.message) from self.failure.cause
+
+
+class ProcessGuard:
+    """Binds a device to the process that first used it: threads do not survive a fork, and files would be shared."""
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self.is_closed = False
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another process used the device first."""
+        return self._pid is not None and self._pid != os.getpid()
+
+    def claim(self) -> int:
+        """Bind to this process, or confirm it.
+
+        Raises:
+            RuntimeError: if the device is closed, or belongs to the process this one was forked from.
+        """
+        if self.is_closed:
+            raise RuntimeError("the CPU device is closed: make a new one")
+        if self.is_foreign:
+            raise RuntimeError(
+                f"the CPU device was in use in process {self._pid} when it forked this one ({os.getpid()}): "
+                "make a new engine in the child"
+            )
+        self._pid = os.getpid()
+        return self._pid
+
+
+class CopyStream:
+    """Owns one worker thread, started by the first entry, and the queue it works through in order."""
+
+    def __init__(self, name: str, guard: ProcessGuard) -> None:
+        self.name = name
+        self._guard = guard
+        self._queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+        self._pid = 0  # of the process the thread runs in
+
+    def __repr__(self) -> str:
+        return f"CopyStream({self.name})"
+
+    def record(self) -> CopyEvent:
+        event = CopyEvent()
+        self._put((_record, event))
+        return event
+
+    def wait(self, event: CopyEvent) -> None:
+        self._put((_wait, event))
+
+    def write(self, source: torch.Tensor, slab: CopyableSlab, offset: int) -> None:
+        self._put((_write, source, slab, offset))
+
+    def read(self, slab: CopyableSlab, offset: int, target: torch.Tensor) -> None:
+        self._put((_read, target, slab, offset))
+
+    def close(self) -> None:
+        """Finish the queue and join the thread. Idempotent; joins nothing in a forked child."""
+        thread, self._thread, self._pid = self._thread, None, 0
+        if thread is not None and not self._guard.is_foreign:
+            self._queue.put(None)
+            thread.join()
+
+    def _put(self, entry: tuple[Any, ...]) -> None:
+        if self._pid != os.getpid():
+            self._start()
+        self._queue.put(entry)
+
+    def _start(self) -> None:
+        pid = self._guard.claim()
+        with self._start_lock:
+            if self._thread is None:
+                # The thread knows the queue only, so an engine that is dropped without close() can be collected.
+                self._thread = threading.Thread(
+                    target=_work, args=(self._queue,), name=f"offload-{self.name}", daemon=True
+                )
+                self._thread.start()
+            self._pid = pid
+
+
+def _work(queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
+    failure: Failure | None = None
+    while (entry := queue.get()) is not None:
+        failure = entry[0](failure, *entry[1:])
+        del entry  # the queue waits without a reference to the tensor
+
+
+def _record(failure: Failure | None, event: CopyEvent) -> None:
+    event.complete(failure)
+
+
+def _wait(failure: Failure | None, event: CopyEvent) -> Failure | None:
+    event.wait()
+    return failure or event.failure
+
+
+def _write(failure: Failure | None, source: torch.Tensor, slab: CopyableSlab, offset: int) -> Failure | None:
+    if failure is not None:
+        return failure
+    try:
+        slab.write(source.data_ptr(), offset, source.numel())
+    except Exception as error:  # whatever it is belongs to the thread that waits, not to this one
+        return _failure(f"copy-out of {source.numel():,} bytes to {slab} failed", error)
+    return None
+
+
+def _read(failure: Failure | None, target: torch.Tensor, slab: CopyableSlab, offset: int) -> Failure | None:
+    if failure is not None:
+        return failure
+    try:
+        slab.read(target.data_ptr(), offset, target.numel())
+    except Exception as error:
+        return _failure(f"copy-in of {target.numel():,} bytes from {slab} failed", error)
+    return None
+
+
+def _failure(what: str, error: Exception) -> Failure:
+    # Without its traceback: the frames would keep the tensor alive as long as the event.
+    return Failure(f"{what}: {error}", error.with_traceback(None))

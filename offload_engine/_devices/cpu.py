@@ -1,0 +1,141 @@
+"""The CPU device: real, asynchronous copies between memory and a host tier, without a GPU.
+
+Each copy stream is a thread (`copy_worker.py`, which also says how errors travel). The compute stream is the thread
+that calls: its work is complete when the call returns, so an event recorded on it is complete, and a wait on it blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from typing import cast
+
+import torch
+
+from .base import Event, HostRegion, HostSlab, Stream
+from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
+from .file_slab import FileSlab, check_directory
+from .memory_slab import MemorySlab
+
+COMPUTE = "compute"
+"""The one compute stream: whatever thread calls."""
+
+
+class CpuDevice:
+    """Owns the copy threads and the host tier of one engine on the CPU.
+
+    Threads start with the first copy and files are opened with the first slab, so a device that has not been used
+    survives a fork; one that has been used belongs to its process, and says so in any other.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        """Validate the host tier; nothing is started or opened yet.
+
+        Args:
+            directory: of the file-backed host tier; None is the system's directory for temporary files, and
+                "none" keeps the host tier in plain memory.
+
+        Raises:
+            FileNotFoundError: if the directory does not exist.
+            NotADirectoryError: if it is not a directory.
+            PermissionError: if it is not writable.
+            ValueError: if it is too full for one minimal slab.
+        """
+        self.torch_device = torch.device("cpu")
+        self.directory = resolve_directory(directory)
+        # Whole pages in a file: a partial one would be read before it is written.
+        self.host_alignment = 64 if self.directory is None else 4096
+        if self.directory is not None:
+            check_directory(self.directory)
+        self._guard = ProcessGuard()
+        self._streams: list[CopyStream] = []
+        self._slabs: weakref.WeakSet[FileSlab | MemorySlab] = weakref.WeakSet()
+        self._ready = CopyEvent()
+        self._ready.complete()
+        # Also at interpreter exit: a thread must not be copying from memory that is being torn down.
+        self._close = weakref.finalize(self, _shut_down, self._guard, self._streams, self._slabs)
+
+    def __repr__(self) -> str:
+        return f"CpuDevice(host tier in {self.directory or 'plain memory'})"
+
+    def new_stream(self, name: str) -> Stream:
+        stream = CopyStream(name, self._guard)
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> Stream:
+        return COMPUTE
+
+    def record_event(self, stream: Stream) -> Event:
+        return self._ready if stream is COMPUTE else stream.record()
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        if stream is COMPUTE:
+            self.synchronize(event)
+        elif not event.is_done:
+            stream.wait(event)
+        else:
+            event.raise_failure()
+
+    def is_complete(self, event: Event) -> bool:
+        return event.is_done and event.failure is None
+
+    def synchronize(self, event: Event) -> None:
+        if not event.is_done:
+            self._guard.claim()  # in a forked child nobody would ever complete it
+            event.wait()
+        event.raise_failure()
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
+        _check_copy(source, target)
+        stream.write(source, target.slab, target.offset)
+
+    def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
+        _check_copy(target, source)
+        stream.read(source.slab, source.offset, target)
+
+    def on_release(self, buffer: torch.Tensor) -> None:
+        pass
+
+    def new_slab(self, nbytes: int) -> HostSlab:
+        if nbytes <= 0 or nbytes % self.host_alignment:
+            raise ValueError(f"a slab must be a positive multiple of {self.host_alignment} bytes, got {nbytes:,}")
+        self._guard.claim()
+        slab = MemorySlab(nbytes) if self.directory is None else FileSlab(self.directory, nbytes)
+        self._slabs.add(slab)
+        return slab
+
+    def close(self) -> None:
+        self._close()
+
+
+def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:
+    """The directory of the file-backed host tier, or None where the host tier is plain memory."""
+    if directory is None:
+        return tempfile.gettempdir()
+    path = os.fspath(directory)
+    return None if path == "none" else path
+
+
+def _check_copy(tensor: torch.Tensor, region: HostRegion) -> None:
+    # The worker copies raw memory: a size that does not fit must not get there.
+    nbytes = region.nbytes
+    if tensor.dtype is not torch.uint8 or tensor.numel() != nbytes or not tensor.is_contiguous():
+        raise ValueError(
+            f"a copy of {nbytes:,} bytes needs a contiguous uint8 tensor of that size, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
+    if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
+        raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
+
+
+def _shut_down(guard: ProcessGuard, streams: list[CopyStream], slabs: weakref.WeakSet[FileSlab | MemorySlab]) -> None:
+    guard.is_closed = True
+    for stream in streams:
+        stream.close()
+    for slab in list(slabs):
+        cast(CopyableSlab, slab).close()

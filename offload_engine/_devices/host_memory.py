@@ -1,0 +1,88 @@
+"""How much memory this process may still take: what the machine has free, within the limits of its control group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+HOST_RESERVE_BYTES = 512 << 20
+"""Left free by the memory-backed host tiers, so that the rest of the process does not meet the out-of-memory killer."""
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that can still be taken: the smaller of `MemAvailable` and each control group's remainder.
+
+    Args:
+        root: where `/proc` and `/sys` are found; another folder only in tests.
+    """
+    remainders = [_machine_available(root), *_control_group_remainders(root)]
+    return max(0, min(remainders))
+
+
+def check_memory(nbytes: int, purpose: str) -> None:
+    """Refuse to take `nbytes` of memory that are not there.
+
+    Raises:
+        MemoryError: if less than `nbytes` plus a reserve is available.
+    """
+    available = available_host_bytes()
+    if nbytes + HOST_RESERVE_BYTES > available:
+        raise MemoryError(
+            f"no room for {nbytes:,} bytes of {purpose}: {available:,} available, "
+            f"of which {HOST_RESERVE_BYTES:,} stay in reserve"
+        )
+
+
+def _machine_available(root: Path) -> int:
+    fields = _key_values(root / "proc/meminfo")
+    if "MemAvailable:" in fields:
+        return fields["MemAvailable:"] * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no /proc: not Linux
+
+
+def _control_group_remainders(root: Path) -> Iterator[int]:
+    """Limit minus use of every control group above this process that has a limit, versions 1 and 2."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _remainders_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            yield from _remainders_upwards(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _remainders_upwards(mount: Path, path: str, limit_file: str, usage_file: str) -> Iterator[int]:
+    # Inside a container the path may be the host's and not exist here: the walk then ends at the mount itself,
+    # which is the container's own group.
+    group = mount / path.lstrip("/")
+    while True:
+        limit, usage = _number(group / limit_file), _number(group / usage_file)
+        if limit is not None and usage is not None:
+            yield limit - usage + _reclaimable(group / "memory.stat")
+        if group == mount or mount not in group.parents:
+            return
+        group = group.parent
+
+
+def _reclaimable(stat_file: Path) -> int:
+    """Page cache that the kernel drops before anything else: it counts as used, but is as good as free."""
+    fields = _key_values(stat_file)
+    return fields.get("total_inactive_file", fields.get("inactive_file", 0))
+
+
+def _key_values(file: Path) -> dict[str, int]:
+    rows = (line.split() for line in _read(file).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _number(file: Path) -> int | None:
+    text = _read(file).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
