@@ -17,8 +17,17 @@ from offload_engine._extents import Extent, FreeExtents
 
 MIB = 1 << 20
 _GROWTH_DIVISOR = 16
-"""A new slab is at least this fraction of what the pool has, so the pool overshoots its peak by no more than that,
-while slabs grow large against the storages in them and little is lost at their ends."""
+"""A new slab is at least this fraction of what the pool has: large against the storages in it, so that little is lost
+at its end, and small enough that the last one overshoots the peak by little."""
+
+_WASTE_TOLERATED = 1.08
+"""Slab bytes, as a multiple of the peak ever lent, from which on the slabs are worth being replaced by one."""
+
+_CONSOLIDATION_HEADROOM = 1 / 32
+"""The one slab that replaces them is larger than the peak by this: sizes that change from step to step leave holes."""
+
+_PEAK_GROWTH_BETWEEN_CONSOLIDATIONS = 1.25
+"""Obtaining slabs is slow (0.1 to 0.6 s per GiB when pinned): replace them again only after the peak grew by this."""
 
 
 class HostLease:
@@ -75,6 +84,8 @@ class HostPool:
         self._lock = threading.Lock()
         self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
         self._closed = False
+        self._peak_ever = 0
+        self._peak_at_consolidation = 0
         self.lent_bytes = 0
         self.peak_lent_bytes = 0
         self.slab_bytes_total = 0
@@ -117,6 +128,7 @@ class HostPool:
     def reset_peak(self) -> None:
         """Let `peak_lent_bytes` start again from what is lent now."""
         self._settle()
+        self._peak_ever = max(self._peak_ever, self.peak_lent_bytes)
         self.peak_lent_bytes = self.lent_bytes
 
     def trim(self) -> int:
@@ -164,13 +176,14 @@ class HostPool:
     def _lend(self, nbytes: int) -> HostLease | None:
         if self._closed:
             raise RuntimeError("the host pool has been closed")
+        if not self.num_leases:
+            self._consolidate()
         need = self._round_up(nbytes)
         taken = self._free.take(need)
-        if taken is None:
-            if not self._grow(need):
-                return None
+        if taken is None and self._grow(need):
             taken = self._free.take(need)
-            assert taken is not None, f"a slab grown for {need:,} bytes does not hold them"
+        if taken is None:
+            return None
         slab, offset, events = taken
         self.num_leases += 1
         self.lent_bytes += nbytes
@@ -187,7 +200,29 @@ class HostPool:
             return False
         wanted = self._round_up(max(need, self._slab_bytes, self.slab_bytes_total // _GROWTH_DIVISOR))
         wanted = min(wanted, self._room(wanted))
-        return self._add_slab(wanted) or self._add_slab(need)
+        if self._add_slab(wanted) or (wanted > need and self._add_slab(need)):
+            return True
+        closed = [self._close_slab(extent) for extent in self._idle_slabs()]  # the tier is full, perhaps of these
+        return bool(closed) and self._add_slab(need)
+
+    def _consolidate(self) -> None:
+        """With nothing lent, replace slabs that waste too much by one large slab.
+
+        A pool that grew storage by storage loses the end of each slab, up to half of it where storages are about as
+        large as slabs. In one slab of the size of the peak there is one end.
+        """
+        peak = max(self._peak_ever, self.peak_lent_bytes)
+        wasteful = len(self._slabs) > 1 and self.slab_bytes_total > _WASTE_TOLERATED * peak
+        if not wasteful or peak < _PEAK_GROWTH_BETWEEN_CONSOLIDATIONS * self._peak_at_consolidation:
+            return
+        idle = self._idle_slabs()
+        if len(idle) < len(self._slabs):  # copies are still reading: the next iteration will do
+            return
+        for extent in idle:
+            self._close_slab(extent)
+        self._peak_at_consolidation = peak
+        wanted = self._round_up(int(peak * (1 + _CONSOLIDATION_HEADROOM)))
+        self._add_slab(min(wanted, self._room(wanted)))  # where that fails, the pool grows step by step again
 
     def _room(self, wanted: int) -> int:
         """How many more slab bytes the limit allows, `wanted` where there is no limit."""
