@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,19 @@ import torch
 
 # Markers that a folder gives to all of its tests.
 MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
+
+
+def pytest_report_header() -> str:
+    """The versions that decide what these tests prove."""
+    packages = ("torch", "megatron-core", "transformer-engine")
+    return "offload: " + ", ".join(f"{name} {_installed_version(name)}" for name in packages)
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

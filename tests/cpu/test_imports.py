@@ -6,6 +6,7 @@ tools, examples, tests -> megatron_patches -> offload_engine, and inside offload
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,16 +18,21 @@ ROOT = Path(__file__).parents[2]
 # Bottom first. A module imports from rows below its own only; a name ending in "." covers everything beneath it.
 LAYERS = (
     ("config", "schedule", "_extents", "_stats"),
-    ("_devices.", "_storage", "meter"),
+    ("_devices.", "_saved", "_storage", "meter"),
     ("errors", "_host_pool", "tracker", "_te_base"),
     ("_transfers",),
     ("_group",),
+    ("_prefetch",),
     ("chunk",),
     ("functions",),
     ("engine",),
     ("frontends.",),
     ("",),
 )
+
+
+# A string that names a module of an optional package is an import in the making (`importlib.import_module`).
+OPTIONAL_MODULE = re.compile(r"(megatron|transformer_engine|apex)(\.\w+)+")
 
 
 class Import(NamedTuple):
@@ -69,9 +75,8 @@ def _imports(source: str, module: str, is_package: bool = False) -> Iterator[Imp
             base = _resolve(node, module, is_package)
             for alias in node.names:
                 yield Import(f"{base}.{alias.name}", node.lineno, id(node) in typing_only)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                yield Import(node.args[0].value, node.lineno, id(node) in typing_only)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OPTIONAL_MODULE.fullmatch(node.value):
+            yield Import(node.value, node.lineno, id(node) in typing_only)
 
 
 def _all_imports(package: str) -> Iterator[tuple[str, Import]]:
@@ -187,7 +192,7 @@ def test_the_reader_itself() -> None:
     source = (
         "from . import a\nfrom ..b import c\nimport megatron.core as m\n"
         "if TYPE_CHECKING:\n    from .engine import E\n"
-        "def f():\n    import transformer_engine\n    importlib.import_module('x.y')\n"
+        "def f():\n    import transformer_engine\n    importlib.import_module('megatron.y')\n"
         "cache = {}\nNAMES = ['a']\n"
     )
     found = {i.module: i.is_typing_only for i in _imports(source, "offload_engine.sub.mod")}
@@ -197,7 +202,7 @@ def test_the_reader_itself() -> None:
         "megatron.core": False,
         "offload_engine.sub.engine.E": True,
         "transformer_engine": False,
-        "x.y": False,
+        "megatron.y": False,
     }
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]

@@ -1,0 +1,26 @@
+"""The environment is the one that the run promised: a silently missing optional package must not pass for tested."""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import pytest
+
+from offload_engine import _te_base
+
+
+@pytest.mark.skipif("OFFLOAD_TESTS_EXPECT_TE" not in os.environ, reason="this run did not promise TransformerEngine")
+def test_transformer_engine_is_the_base() -> None:
+    assert _te_base.USES_TRANSFORMER_ENGINE
+    assert _te_base.HandlerBase.__module__.startswith("transformer_engine.")
+
+
+def test_without_transformer_engine_our_own_class_is_the_base() -> None:
+    try:
+        metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        assert not _te_base.USES_TRANSFORMER_ENGINE
+        assert _te_base.HandlerBase.__module__ == "offload_engine._te_base"
+    else:
+        pytest.skip("TransformerEngine is installed")
