@@ -60,7 +60,8 @@ def check_directory(path: str, need_bytes: int = MIN_FREE_BYTES) -> None:
     Raises:
         FileNotFoundError: if it does not exist.
         NotADirectoryError: if it is something else than a directory.
-        PermissionError: if no file can be made in it.
+        PermissionError: if no file may be made in it.
+        OSError: if none can be made for another reason.
         ValueError: if its file system has less than `need_bytes` free.
     """
     if not os.path.exists(path):
@@ -70,9 +71,8 @@ def check_directory(path: str, need_bytes: int = MIN_FREE_BYTES) -> None:
     try:
         os.close(_open_unlinked(path))
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise PermissionError(
+        kind = PermissionError if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else OSError
+        raise kind(
             f"offload directory {path!r} is not writable ({error.strerror}): change its permissions, "
             "or name another one"
         ) from error

@@ -1,0 +1,594 @@
+"""The CPU device: asynchronous copies in order, errors that reach whom they concern, memory that really goes away."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload_engine._devices import CopyError, CpuDevice, HostRegion, check_directory, file_slab, make_device
+from offload_engine.config import OffloadConfig
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["file", "none"])
+def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuDevice]:
+    device = CpuDevice(tmp_path if request.param == "file" else "none")
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def file_device(tmp_path: Path) -> Iterator[CpuDevice]:
+    device = CpuDevice(tmp_path)
+    yield device
+    device.close()
+
+
+class GatedSlab:
+    """A slab whose copies block until the test lets them through, and which writes down what ran."""
+
+    nbytes = MIB
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.ran: list[int] = []
+
+    def write(self, address: int, offset: int, nbytes: int) -> None:
+        assert self.gate.wait(30)
+        self.ran.append(offset)
+
+    read = write
+
+    def close(self) -> None:
+        pass
+
+
+def garbage(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def finish(device: CpuDevice, stream: object) -> None:
+    device.synchronize(device.record_event(stream))
+
+
+# Copies and their order
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 4097, MIB + 3])
+@pytest.mark.parametrize("offset_units", [0, 3])
+def test_bytes_come_back_equal(device: CpuDevice, nbytes: int, offset_units: int) -> None:
+    stream = device.new_stream("copy")
+    slab = device.new_slab(2 * MIB)
+    region = HostRegion(slab, offset_units * device.host_alignment, nbytes)
+    source, target = garbage(nbytes), device.allocate(nbytes, device.current_stream())
+    device.copy_out(stream, source, region)
+    device.copy_in(stream, region, target)
+    finish(device, stream)
+    assert torch.equal(source, target)
+
+
+def test_neighbours_are_not_touched(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), device.new_slab(2 * device.host_alignment)
+    whole = HostRegion(slab, 0, slab.nbytes)
+    before, after = garbage(slab.nbytes), torch.empty(slab.nbytes, dtype=torch.uint8)
+    device.copy_out(stream, before, whole)
+    device.copy_out(stream, torch.zeros(7, dtype=torch.uint8), HostRegion(slab, device.host_alignment, 7))
+    device.copy_in(stream, whole, after)
+    finish(device, stream)
+    before[device.host_alignment : device.host_alignment + 7] = 0
+    assert torch.equal(before, after)
+
+
+def test_short_counts_are_continued(file_device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1000], offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:999]], offset))
+    stream, region = file_device.new_stream("copy"), HostRegion(file_device.new_slab(MIB), 0, 10_001)
+    source, target = garbage(10_001), torch.zeros(10_001, dtype=torch.uint8)
+    file_device.copy_out(stream, source, region)
+    file_device.copy_in(stream, region, target)
+    finish(file_device, stream)
+    assert torch.equal(source, target)
+
+
+def test_copies_proceed_while_the_caller_goes_on(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), GatedSlab()
+    device.copy_out(stream, garbage(10), HostRegion(slab, 0, 10))
+    event = device.record_event(stream)
+    assert not device.is_complete(event)  # the caller is here although the copy has not run
+    slab.gate.set()
+    device.synchronize(event)
+    assert device.is_complete(event)
+    assert slab.ran == [0]
+
+
+def test_one_stream_is_first_in_first_out(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), GatedSlab()
+    for offset in range(20):
+        device.copy_out(stream, garbage(1), HostRegion(slab, offset, 1))
+    slab.gate.set()
+    finish(device, stream)
+    assert slab.ran == list(range(20))
+
+
+def test_streams_do_not_wait_for_each_other_unless_told(device: CpuDevice) -> None:
+    late, early, slow, fast = device.new_stream("late"), device.new_stream("early"), GatedSlab(), GatedSlab()
+    fast.gate.set()
+    device.copy_out(late, garbage(1), HostRegion(slow, 0, 1))
+    late_event = device.record_event(late)
+    device.copy_in(early, HostRegion(fast, 0, 1), garbage(1))
+    finish(device, early)
+    assert fast.ran == [0]
+    device.wait_event(early, late_event)
+    device.copy_in(early, HostRegion(fast, 1, 1), garbage(1))
+    event = device.record_event(early)
+    assert not device.is_complete(event)
+    slow.gate.set()
+    device.synchronize(event)
+    assert fast.ran == [0, 1]
+
+
+def test_the_compute_stream_is_the_caller(device: CpuDevice) -> None:
+    compute = device.current_stream()
+    assert device.is_complete(device.record_event(compute))
+    stream, slab = device.new_stream("copy"), GatedSlab()
+    device.copy_out(stream, garbage(1), HostRegion(slab, 0, 1))
+    event = device.record_event(stream)
+    threading.Timer(0.05, slab.gate.set).start()
+    device.wait_event(compute, event)  # blocks
+    assert slab.ran == [0]
+
+
+def test_a_ping_pong_of_streams_keeps_every_byte(device: CpuDevice) -> None:
+    out, back = device.new_stream("out"), device.new_stream("in")
+    region = HostRegion(device.new_slab(64 * 1024), 0, 50_001)
+    pairs = [(garbage(50_001, seed), torch.zeros(50_001, dtype=torch.uint8)) for seed in range(40)]
+    for source, target in pairs:  # one region for all: only the events keep them apart
+        device.copy_out(out, source, region)
+        device.wait_event(back, device.record_event(out))
+        device.copy_in(back, region, target)
+        device.wait_event(out, device.record_event(back))
+    finish(device, back)
+    assert all(torch.equal(source, target) for source, target in pairs)
+
+
+def test_the_source_is_dropped_once_copied(device: CpuDevice) -> None:
+    stream, region = device.new_stream("copy"), HostRegion(device.new_slab(4096), 0, 100)
+    source = garbage(100)
+    gone = weakref.ref(source)
+    device.copy_out(stream, source, region)
+    event = device.record_event(stream)
+    del source
+    device.synchronize(event)
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(9, dtype=torch.uint8), torch.zeros(8), torch.zeros(16, dtype=torch.uint8)[::2]],
+    ids=["size", "dtype", "strides"],
+)
+def test_a_copy_that_does_not_fit_is_refused(device: CpuDevice, tensor: torch.Tensor) -> None:
+    stream, slab = device.new_stream("copy"), device.new_slab(4096)
+    with pytest.raises(ValueError, match="contiguous uint8"):
+        device.copy_out(stream, tensor, HostRegion(slab, 0, 8))
+    with pytest.raises(ValueError, match="contiguous uint8"):
+        device.copy_in(stream, HostRegion(slab, 0, 8), tensor)
+
+
+def test_a_region_outside_its_slab_is_refused(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), device.new_slab(4096)
+    with pytest.raises(ValueError, match="not inside"):
+        device.copy_out(stream, garbage(8), HostRegion(slab, 4090, 8))
+
+
+# Memory
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_process_gets_smaller_with_a_file_and_not_with_memory(device: CpuDevice) -> None:
+    num, nbytes = 8, 32 * MIB  # large enough for malloc to give the pages back when they are freed
+    stream, slab = device.new_stream("copy"), device.new_slab(num * nbytes)
+    sources = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(num)]
+    before = resident_bytes()
+    for i, source in enumerate(sources):
+        device.copy_out(stream, source, HostRegion(slab, i * nbytes, nbytes))
+    finish(device, stream)
+    sources.clear()
+    del source
+    shrunk = before - resident_bytes()
+    if device.directory is None:
+        assert abs(shrunk) < 0.1 * num * nbytes
+    else:
+        assert shrunk > 0.9 * num * nbytes
+    back = torch.empty(nbytes, dtype=torch.uint8)
+    device.copy_in(stream, HostRegion(slab, 5 * nbytes, nbytes), back)
+    finish(device, stream)
+    assert bool((back == 5).all())
+
+
+def test_a_file_slab_leaves_no_name_and_gives_its_space_back(file_device: CpuDevice, tmp_path: Path) -> None:
+    slab = file_device.new_slab(8 * MIB)
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(slab._fd).st_blocks * 512 >= 8 * MIB  # reserved, so that the disk cannot fill up later
+    fd = slab._fd
+    slab.close()
+    slab.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_slab.ctypes, "CDLL", lambda *args, **kwargs: object())
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    device = CpuDevice(tmp_path)
+    slab = device.new_slab(MIB)
+    assert os.fstat(slab._fd).st_size == MIB
+    assert list(tmp_path.iterdir()) == []
+    device.close()
+
+
+def test_no_room_is_a_memory_error(device: CpuDevice) -> None:
+    with pytest.raises(MemoryError, match="no room"):
+        device.new_slab(1 << 50)
+
+
+def test_no_room_for_the_reservation_is_a_memory_error(file_device: CpuDevice) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(MemoryError, match="gives no file"):
+            file_device.new_slab(2 * MIB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_slab_is_a_multiple_of_the_alignment(device: CpuDevice) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        device.new_slab(device.host_alignment + 1)
+
+
+# Errors
+
+
+class DiskFull:
+    """Stands in for `os.pwrite`: fails as a full disk does, on the calls named."""
+
+    def __init__(self, *failing: int) -> None:
+        self.failing = set(failing)
+        self.calls = 0
+        self._pwrite = os.pwrite
+
+    def __call__(self, fd: int, data: memoryview, offset: int) -> int:
+        self.calls += 1
+        if self.calls - 1 in self.failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._pwrite(fd, data, offset)
+
+
+@pytest.fixture
+def first_write_fails(monkeypatch: pytest.MonkeyPatch) -> DiskFull:
+    full = DiskFull(0)
+    monkeypatch.setattr(os, "pwrite", full)
+    return full
+
+
+def failed_copy(device: CpuDevice, stream: object) -> HostRegion:
+    region = HostRegion(device.new_slab(4096), 0, 100)
+    device.copy_out(stream, garbage(100), region)
+    return region
+
+
+def wait_until_done(event: object) -> None:
+    event.wait()  # type: ignore[attr-defined]  # completes, without raising
+
+
+def test_a_full_disk_is_a_copy_error(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
+    stream = file_device.new_stream("out")
+    failed_copy(file_device, stream)
+    event = file_device.record_event(stream)
+    for wait in (file_device.synchronize, lambda e: file_device.wait_event(file_device.current_stream(), e)):
+        with pytest.raises(CopyError, match="copy-out of 100 bytes to FileSlab.*No space left") as caught:
+            wait(event)
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == errno.ENOSPC
+    assert not file_device.is_complete(event)
+
+
+def test_a_real_limit_of_the_system_is_a_copy_error(file_device: CpuDevice) -> None:
+    stream, slab = file_device.new_stream("out"), file_device.new_slab(MIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the system signals and fails writes behind it
+    try:
+        file_device.copy_out(stream, garbage(8192), HostRegion(slab, 0, 8192))
+        with pytest.raises(CopyError):
+            finish(file_device, stream)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:
+    stream, slab = file_device.new_stream("in"), file_device.new_slab(MIB)
+    os.ftruncate(slab._fd, 100)
+    file_device.copy_in(stream, HostRegion(slab, 0, 200), garbage(200))
+    with pytest.raises(CopyError, match="100 bytes early"):
+        finish(file_device, stream)
+
+
+def test_an_error_does_not_reach_the_next_step(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
+    stream = file_device.new_stream("out")
+    region = failed_copy(file_device, stream)
+    with pytest.raises(CopyError):
+        finish(file_device, stream)
+    source, target = garbage(100, 1), torch.zeros(100, dtype=torch.uint8)
+    file_device.copy_out(stream, source, region)
+    file_device.copy_in(stream, region, target)
+    finish(file_device, stream)
+    assert torch.equal(source, target)
+
+
+def test_copies_behind_a_failed_one_are_skipped_up_to_the_event(
+    file_device: CpuDevice, first_write_fails: DiskFull
+) -> None:
+    stream, slab = file_device.new_stream("out"), GatedSlab()
+    slab.gate.set()
+    failed_copy(file_device, stream)
+    file_device.copy_out(stream, garbage(1), HostRegion(slab, 1, 1))
+    failed = file_device.record_event(stream)
+    file_device.copy_out(stream, garbage(1), HostRegion(slab, 2, 1))
+    finish(file_device, stream)
+    assert slab.ran == [2]
+    assert not file_device.is_complete(failed)
+
+
+def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
+    out, back, gate, seen = (
+        file_device.new_stream("out"),
+        file_device.new_stream("in"),
+        GatedSlab(),
+        GatedSlab(),
+    )
+    seen.gate.set()
+    file_device.copy_out(out, garbage(1), HostRegion(gate, 0, 1))  # the failure is not known yet when `back` waits
+    failed_copy(file_device, out)
+    event = file_device.record_event(out)
+    file_device.wait_event(back, event)
+    file_device.copy_in(back, HostRegion(seen, 0, 1), garbage(1))
+    dependent = file_device.record_event(back)
+    gate.gate.set()
+    with pytest.raises(CopyError, match="No space left"):
+        file_device.synchronize(dependent)
+    assert seen.ran == []
+    with pytest.raises(CopyError):  # known by now: told at once
+        file_device.wait_event(back, event)
+    file_device.copy_in(back, HostRegion(seen, 0, 1), garbage(1))
+    finish(file_device, back)
+
+
+def test_a_failure_keeps_no_tensor(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
+    stream, region = file_device.new_stream("out"), HostRegion(file_device.new_slab(4096), 0, 100)
+    source = garbage(100)
+    gone = weakref.ref(source)
+    file_device.copy_out(stream, source, region)
+    event = file_device.record_event(stream)
+    del source
+    wait_until_done(event)
+    assert event.failure is not None
+    assert gone() is None
+
+
+def test_a_copy_with_a_closed_slab_fails_and_hits_no_other_file(file_device: CpuDevice, tmp_path: Path) -> None:
+    stream, slab = file_device.new_stream("out"), file_device.new_slab(4096)
+    slab.close()
+    bystander = tmp_path / "bystander"
+    with bystander.open("wb"):  # takes over the number of the closed file
+        file_device.copy_out(stream, garbage(100), HostRegion(slab, 0, 100))
+        with pytest.raises(CopyError):
+            finish(file_device, stream)
+    assert bystander.read_bytes() == b""
+
+
+# Life of the device
+
+
+def offload_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("offload-")]
+
+
+def test_close_finishes_the_copies_and_is_idempotent(device: CpuDevice) -> None:
+    stream, region = device.new_stream("copy"), HostRegion(device.new_slab(MIB), 0, MIB)
+    source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8)
+    device.copy_out(stream, source, region)
+    device.copy_in(stream, region, target)
+    event = device.record_event(stream)
+    device.close()
+    device.close()
+    assert torch.equal(source, target)
+    assert offload_threads() == []
+    device.synchronize(event)
+    with pytest.raises(RuntimeError, match="closed"):
+        device.record_event(stream)
+    with pytest.raises(RuntimeError, match="closed"):
+        device.new_slab(4096)
+
+
+def test_close_of_an_unused_device(device: CpuDevice) -> None:
+    device.new_stream("copy")
+    device.close()
+
+
+def test_a_dropped_device_stops_its_threads_and_closes_its_files(tmp_path: Path) -> None:
+    device = CpuDevice(tmp_path)
+    slab = device.new_slab(4096)
+    finish(device, device.new_stream("copy"))
+    assert offload_threads() == ["offload-copy"]
+    del device
+    gc.collect()
+    assert offload_threads() == []
+    assert slab._fd == -1
+
+
+def test_threads_start_with_the_first_copy(device: CpuDevice) -> None:
+    stream = device.new_stream("copy")
+    assert offload_threads() == []
+    finish(device, stream)
+    assert offload_threads() == ["offload-copy"]
+
+
+def in_forked_child(body: Callable[[], object]) -> int:
+    """Exit status of a forked child that ran `body`: 0 if it returned, 1 if it raised, -14 if it hung."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            import signal
+
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            body()
+            os._exit(0)
+        except BaseException:  # pytest must not go on in the child
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def use(device: CpuDevice, stream: object) -> None:
+    region = HostRegion(device.new_slab(4096), 0, 100)
+    source, target = garbage(100), torch.zeros(100, dtype=torch.uint8)
+    device.copy_out(stream, source, region)
+    device.copy_in(stream, region, target)
+    finish(device, stream)
+    assert torch.equal(source, target)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_unused_device_works_on_both_sides_of_a_fork(device: CpuDevice) -> None:
+    stream = device.new_stream("copy")
+
+    def child() -> None:
+        use(device, stream)
+        device.close()
+
+    assert in_forked_child(child) == 0
+    use(device, stream)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_used_device_refuses_to_work_in_a_forked_child(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), GatedSlab()
+    device.copy_out(stream, garbage(1), HostRegion(slab, 0, 1))
+    pending = device.record_event(stream)
+
+    def child() -> None:
+        for call in (
+            lambda: device.record_event(stream),
+            lambda: device.synchronize(pending),
+            lambda: device.new_slab(4096),
+        ):
+            with pytest.raises(RuntimeError, match="new engine in the child"):
+                call()
+        device.close()  # joins no thread: there is none
+
+    assert in_forked_child(child) == 0
+    slab.gate.set()
+    device.synchronize(pending)
+    use(device, stream)
+
+
+def test_the_interpreter_exits_with_copies_under_way(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from offload_engine._devices import CpuDevice, HostRegion
+        device = CpuDevice(sys.argv[1])
+        stream, slab = device.new_stream("out"), device.new_slab(16 << 20)
+        for _ in range(4):
+            device.copy_out(stream, torch.ones(16 << 20, dtype=torch.uint8), HostRegion(slab, 0, 16 << 20))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# The directory
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist: create it"):
+        CpuDevice(tmp_path / "missing")
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(NotADirectoryError, match="is not a directory"):
+        CpuDevice(file)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_directory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*args: object, **kwargs: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError, match="is not writable .*permissions"):
+        CpuDevice(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory in which nobody may make a file")
+def test_a_directory_of_the_kernel() -> None:
+    with pytest.raises(OSError, match="is not writable"):
+        CpuDevice("/proc/self")
+
+
+def test_a_directory_that_is_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_slab, "free_bytes", lambda path: MIB - 1)
+    with pytest.raises(ValueError, match="too full: 1,048,575 bytes free, 1,048,576 needed"):
+        CpuDevice(tmp_path)
+
+
+def test_check_directory_with_a_need(tmp_path: Path) -> None:
+    check_directory(str(tmp_path), MIB)
+    with pytest.raises(ValueError, match="lower host_limit_bytes"):
+        check_directory(str(tmp_path), 1 << 60)
+
+
+# make_device
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("directory", [None, "none", "here"])
+def test_make_device_without_cuda(no_cuda: None, tmp_path: Path, directory: str | None) -> None:
+    place = str(tmp_path) if directory == "here" else directory
+    device = make_device(OffloadConfig(directory=place, host_limit_bytes=16 * MIB))
+    assert isinstance(device, CpuDevice)
+    assert device.torch_device == torch.device("cpu")
+    device.close()
+
+
+def test_make_device_checks_the_limit_against_the_directory(no_cuda: None, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="too full"):
+        make_device(OffloadConfig(directory=str(tmp_path), host_limit_bytes=1 << 60))
