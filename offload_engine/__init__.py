@@ -1,0 +1,28 @@
+"""Activation offload for training: saved tensors live in host memory between forward and backward."""
+
+from offload_engine._stats import IterationStats
+from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.config import OffloadConfig
+from offload_engine.engine import OffloadEngine
+from offload_engine.errors import CopyError, OffloadError
+from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
+from offload_engine.meter import ResidencyMeter
+from offload_engine.schedule import Action, ChunkKey
+from offload_engine.tracker import SavedTensorTracker
+
+__all__ = [
+    "Action",
+    "ChunkKey",
+    "ChunkOffloadHandler",
+    "CopyError",
+    "GroupCommitFunction",
+    "GroupStartFunction",
+    "IterationStats",
+    "OffloadConfig",
+    "OffloadEngine",
+    "OffloadError",
+    "ResidencyMeter",
+    "SavedTensorTracker",
+    "group_commit",
+    "group_start",
+]

@@ -1,0 +1,60 @@
+"""What happens at each group boundary, in forward and in backward."""
+
+from __future__ import annotations
+
+from offload_engine._prefetch import ChunkGroups, Prefetcher
+from offload_engine._release import ReleaseQueue
+from offload_engine._saved import Residency, TensorGroup
+from offload_engine._store import ActivationStore
+
+
+class Mover:
+    """Turns the boundaries of groups into copy-outs, releases and copy-ins."""
+
+    def __init__(self, store: ActivationStore, releases: ReleaseQueue, prefetcher: Prefetcher, dry_run: bool) -> None:
+        self.store: ActivationStore = store
+        self.releases: ReleaseQueue = releases
+        self.prefetcher: Prefetcher = prefetcher
+        self._dry_run = dry_run
+
+    def start_chunk(self, chunk: ChunkGroups) -> None:
+        """The forward of `chunk` begins."""
+        self.prefetcher.start_chunk(chunk)
+        self._advance()
+
+    def commit(self, group: TensorGroup) -> None:
+        """The forward of `group` is over."""
+        stats = self.store.stats
+        stats.num_groups += 1
+        self.prefetcher.note_group(group)
+        if group.is_kept:
+            stats.num_kept_groups += 1
+        elif not self._dry_run:
+            self.copy_out(group)
+        self._advance()
+
+    def copy_out(self, group: TensorGroup) -> None:
+        """Issue the copy-out of what `group` saved first."""
+        storages = self.store.issue_copy_out(group)
+        if storages:
+            self.releases.push(storages)
+
+    def copy_in(self, group: TensorGroup) -> None:
+        """Issue the copy-in of what `group` has on host, ahead of the prefetch."""
+        on_host = [saved for saved in group.storages if saved.residency is Residency.ON_HOST]
+        if on_host:
+            self.store.issue_copy_in(on_host)
+
+    def begin_backward(self, chunk: ChunkGroups, index: int) -> None:
+        """The backward of group `index` of `chunk` begins."""
+        self.releases.advance()
+        self.prefetcher.reach(chunk, index)
+
+    def end_backward(self) -> None:
+        """The backward of a group is over."""
+        self._advance()
+
+    def _advance(self) -> None:
+        # Release first: the host bytes and the device bytes it frees are there for the copy-ins.
+        self.releases.advance()
+        self.prefetcher.advance()

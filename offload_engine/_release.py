@@ -1,0 +1,62 @@
+"""When the device bytes of copied-out groups are released."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from offload_engine._devices.base import Device, Event
+from offload_engine._saved import SavedStorage
+from offload_engine._store import ActivationStore
+
+
+class _CopyOut(NamedTuple):
+    storages: list[SavedStorage]
+    nbytes: int
+    copied_out: Event
+
+
+class ReleaseQueue:
+    """Groups with a copy-out issued, oldest first.
+
+    A group whose copy has completed is released at the next group boundary. Beyond `limit_bytes` of unreleased copies
+    the compute stream is made to wait for the oldest: that is the back-pressure, and it never blocks a host that runs
+    ahead of its device.
+    """
+
+    def __init__(self, store: ActivationStore, device: Device, max_inflight_bytes: int | None) -> None:
+        self._store = store
+        self._device = device
+        self._max_inflight_bytes = max_inflight_bytes
+        self._largest_bytes = 0
+        self._queue: deque[_CopyOut] = deque()
+        self._inflight_bytes = 0
+
+    def push(self, storages: list[SavedStorage]) -> None:
+        """Queue storages whose copy-out was just issued together."""
+        nbytes = sum(saved.nbytes for saved in storages)
+        self._queue.append(_CopyOut(storages, nbytes, storages[0].pending))
+        self._inflight_bytes += nbytes
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+
+    def advance(self) -> None:
+        """Release what has been copied out, and as many more as the limit on copies in flight asks for."""
+        limit = self._largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
+        while self._queue and (self._inflight_bytes > limit or self._device.is_complete(self._queue[0].copied_out)):
+            self._release_oldest()
+
+    def drain(self) -> None:
+        """Release everything."""
+        while self._queue:
+            self._release_oldest()
+
+    def clear(self) -> None:
+        """Forget everything, after the store has abandoned it."""
+        self._queue.clear()
+        self._inflight_bytes = 0
+
+    def _release_oldest(self) -> None:
+        oldest = self._queue.popleft()
+        self._inflight_bytes -= oldest.nbytes
+        for saved in oldest.storages:
+            self._store.release(saved)

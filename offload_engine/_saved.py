@@ -1,0 +1,142 @@
+"""Saved storages, the groups they move in, and the handles that autograd keeps instead of tensors."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload_engine.schedule import ChunkKey
+
+if TYPE_CHECKING:
+    from offload_engine._devices.base import Event, Stream
+    from offload_engine._host_pool import HostLease
+    from offload_engine._store import ActivationStore
+
+
+class Residency(enum.Enum):
+    """Where the bytes of a storage are. One transition leads to each member."""
+
+    RESIDENT = "resident"
+    """On the device only: just saved, kept by the plan, recalled before its release, or copied in and used."""
+    COPYING_OUT = "copying out"
+    """Still whole on the device, with a copy-out issued (`ActivationStore.issue_copy_out`)."""
+    ON_HOST = "on host"
+    """On the host only (`ActivationStore.release`)."""
+    COPYING_IN = "copying in"
+    """A copy-in is issued; the compute stream has not waited for it (`ActivationStore.issue_copy_in`)."""
+    RETIRED = "retired"
+    """No handle is left: the bytes are gone (`ActivationStore.retire`)."""
+
+
+class SavedStorage:
+    """One storage that autograd needs again: the unit that is copied once, however many tensors and groups saved it.
+
+    `buffer` is a detached alias of the saved tensor, or the bytes of a copy-in: it holds the storage alive and nothing
+    else, no autograd graph.
+    """
+
+    __slots__ = (
+        "key",
+        "version",
+        "nbytes",
+        "residency",
+        "buffer",
+        "stream",
+        "readers",
+        "pending",
+        "copied_out",
+        "lease",
+        "num_handles",
+        "group",
+        "_pin",
+    )
+
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, stream: Stream, group: TensorGroup) -> None:
+        self.key: int = storage._cdata
+        self.version: int | None = tensor._version  # None once the buffer is a copied-in one
+        self.nbytes: int = storage.nbytes()
+        self.residency: Residency = Residency.RESIDENT
+        self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
+        self.stream: Stream = stream  # the compute stream whose memory pool the bytes go back to
+        self.readers: list[Stream] = []  # other compute streams that read a copied-in buffer
+        self.pending: Event | None = None  # last copy touching `buffer`
+        self.copied_out: Event | None = None
+        self.lease: HostLease | None = None
+        self.num_handles: int = 0
+        self.group: TensorGroup = group  # the group that saved it first, and so moves it out
+        # Keeps the address `key` from being given to another storage while this object is registered under it.
+        self._pin = StorageWeakRef(storage)
+
+    def is_modified(self) -> bool:
+        """True if the saved bytes were written in place, or discarded, since they were saved."""
+        assert self.buffer is not None
+        if self.version is None:
+            return False
+        return self.buffer._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
+
+    def __repr__(self) -> str:
+        return f"<SavedStorage {self.nbytes:,} bytes {self.residency.value} of {self.group}>"
+
+
+class TensorGroup:
+    """What one call of one bracketed submodule saved."""
+
+    __slots__ = ("chunk", "index", "name", "is_kept", "is_implicit", "storages", "nbytes")
+
+    def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_implicit: bool) -> None:
+        self.chunk = chunk
+        self.index = index
+        self.name = name
+        self.is_kept = is_kept  # the plan leaves it resident
+        self.is_implicit = is_implicit  # opened by a push outside any bracket, as TransformerEngine's hook does
+        self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once
+        self.nbytes = 0
+
+    def add(self, storage: SavedStorage) -> None:
+        """Note that this group saved `storage`. Idempotent."""
+        if storage not in self.storages:
+            self.storages[storage] = None
+            self.nbytes += storage.nbytes
+
+    def __repr__(self) -> str:
+        return f"group {self.index} ({self.name}) of chunk (stage {self.chunk.stage}, microbatch {self.chunk.microbatch})"
+
+
+class PackedTensor:
+    """Stands for one saved tensor inside autograd: a view of a `SavedStorage`, with everything to rebuild it exactly.
+
+    Autograd owns it. When the graph is freed the last handle of a storage goes, and with it the bytes: that is why a
+    retained graph, an unused branch and an abandoned one all end well.
+    """
+
+    __slots__ = ("storage", "group", "_store", "_shape", "_stride", "_offset", "_dtype", "_is_conj", "_is_neg")
+
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, group: TensorGroup, store: ActivationStore) -> None:
+        self.storage = storage
+        self.group = group
+        self._store = store
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._dtype = tensor.dtype
+        self._is_conj = tensor.is_conj()
+        self._is_neg = tensor.is_neg()
+        storage.num_handles += 1
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The saved tensor over `buffer`, the bytes of its whole storage: same shape, stride, offset and dtype."""
+        tensor = torch.empty(0, dtype=self._dtype, device=buffer.device)
+        tensor.set_(buffer.untyped_storage(), self._offset, self._shape, self._stride)
+        if self._is_conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self._is_neg else tensor
+
+    def __del__(self) -> None:
+        storage: Any = getattr(self, "storage", None)
+        if storage is not None:
+            storage.num_handles -= 1
+            if storage.num_handles == 0:
+                self._store.retire(storage)

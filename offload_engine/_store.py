@@ -1,0 +1,263 @@
+"""The activation store: which saved tensors move, where their bytes are, and each step from one place to another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from offload_engine._host_pool import HostLease, HostPool
+from offload_engine._saved import PackedTensor, Residency, SavedStorage, TensorGroup
+from offload_engine._stats import IterationStats
+from offload_engine._transfers import TransferContext, await_copy_in, copy_in, copy_out, drop_buffer
+from offload_engine.errors import CopyError, OffloadError
+from offload_engine.meter import ResidencyMeter
+
+logger = logging.getLogger(__name__)
+
+
+class ActivationStore:
+    """Owns every saved storage from the moment it is packed until autograd drops its last handle.
+
+    Attributes:
+        live: storages with a handle left.
+        resident_bytes: bytes of `live` that are on the device, or have a buffer there for a copy-in.
+        prefetched_bytes: bytes of copy-in that are issued and not used yet.
+    """
+
+    def __init__(
+        self, context: TransferContext, pool: HostPool, meter: ResidencyMeter, min_tensor_bytes: int
+    ) -> None:
+        self.stats: IterationStats = IterationStats()
+        self.live: dict[SavedStorage, None] = {}
+        self.resident_bytes: int = 0
+        self.prefetched_bytes: int = 0
+        self._context = context
+        self._pool = pool
+        self._meter = meter
+        self._min_tensor_bytes = min_tensor_bytes
+        self._by_key: dict[int, SavedStorage] = {}
+        self._weights: frozenset[int] = frozenset()
+        self._excluded: dict[int, torch.Tensor] = {}
+
+    def begin(self, weights: Iterable[torch.Tensor]) -> None:
+        """Start counting anew; the storages of `weights` are not activations."""
+        self.stats = IterationStats(peak_resident_bytes=self.resident_bytes)
+        self._pool.reset_peak()
+        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+        self._excluded.clear()
+
+    def finish(self) -> IterationStats:
+        """Complete the statistics of the iteration."""
+        self._excluded.clear()
+        self.stats.peak_host_bytes = self._pool.peak_lent_bytes
+        self.stats.host_bytes = self._pool.slab_bytes_total
+        self.stats.num_storages_left = len(self.live)
+        return self.stats
+
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Never copy the storage of `tensor` in this iteration."""
+        # The alias keeps the address from being given to another storage.
+        self._excluded[tensor.untyped_storage()._cdata] = tensor.detach()
+
+    def pack(self, tensor: torch.Tensor, group: TensorGroup) -> object:
+        """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
+        if not self._can_move(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes == 0 or nbytes < self._min_tensor_bytes or storage.data_ptr() in self._weights:
+            return tensor
+        key = storage._cdata
+        if key in self._excluded:
+            return tensor
+        saved = self._by_key.get(key)
+        if saved is None or saved.version != tensor._version:
+            saved = self._admit(tensor, storage, group)
+        group.add(saved)
+        return PackedTensor(tensor, saved, group, self)
+
+    def unpack(self, handle: PackedTensor) -> torch.Tensor:
+        """The tensor that `handle` stands for, ready for the current stream.
+
+        Raises:
+            OffloadError: if `reset_iteration()` dropped it.
+            RuntimeError: if it was modified in place after it was saved, as autograd itself would.
+            CopyError: if its copy-in failed.
+        """
+        saved = handle.storage
+        if saved.residency is Residency.RETIRED:
+            raise OffloadError(f"a saved tensor of {handle.group} was dropped by reset_iteration(); run forward again")
+        if saved.residency is Residency.ON_HOST:
+            self.stats.prefetch_misses += 1
+            self.issue_copy_in([saved])
+        elif saved.residency is Residency.COPYING_OUT:
+            self._keep(saved)
+        if saved.is_modified():
+            raise RuntimeError(
+                f"a tensor saved for backward by {handle.group} has been modified by an inplace operation since; "
+                "clone it before the modification"
+            )
+        if saved.version is None:
+            self._await_copy_in(saved)
+        assert saved.buffer is not None
+        return handle.view(saved.buffer)
+
+    def issue_copy_out(self, group: TensorGroup) -> list[SavedStorage]:
+        """Copy out what `group` saved first; returns the storages now being copied (none where there is no room)."""
+        storages = [saved for saved in group.storages if saved.group is group and self._is_movable(saved)]
+        leases = self._lend_all(storages)
+        if leases is None:
+            self.stats.num_host_limit_groups += 1
+            return []
+        if not storages:
+            return []
+        copied_out = copy_out(storages, leases, self._context)
+        for saved, lease in zip(storages, leases, strict=True):
+            saved.lease, saved.pending, saved.copied_out = lease, copied_out, copied_out
+            saved.residency = Residency.COPYING_OUT
+            self.stats.copied_out_bytes += saved.nbytes
+        self.stats.num_offloaded_groups += 1
+        return storages
+
+    def release(self, saved: SavedStorage) -> None:
+        """Drop the device bytes of a storage being copied out, unless it was recalled or is gone.
+
+        Raises:
+            CopyError: if its copy-out failed; names the group.
+        """
+        if saved.residency is not Residency.COPYING_OUT or saved.is_modified():
+            return
+        self._meter_out(saved)
+        try:
+            drop_buffer(saved, self._context)
+        except CopyError as error:
+            self._meter_in(saved)
+            raise _named(error, "copy-out", saved) from error
+        saved.residency = Residency.ON_HOST
+
+    def recall(self, group: TensorGroup) -> None:
+        """`group` is needed soon: what is still being copied out stays on the device, where its bytes still are."""
+        for saved in group.storages:
+            if saved.residency is Residency.COPYING_OUT:
+                self._keep(saved)
+
+    def issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
+        """Copy in storages that are on host; their leases go back at once, together with the event of the copy."""
+        copied_in = copy_in(storages, self._context)
+        for saved in storages:
+            saved.residency, saved.pending, saved.version = Residency.COPYING_IN, copied_in, None
+            self._give_back(saved)
+            self.stats.copied_in_bytes += saved.nbytes
+            self.prefetched_bytes += saved.nbytes
+            self._meter_in(saved)
+
+    def retire(self, saved: SavedStorage) -> None:
+        """Autograd has dropped the last handle: give everything back. No-op for a storage that is gone."""
+        if saved.residency is Residency.RETIRED:
+            return
+        if saved.residency is Residency.COPYING_IN:
+            self.prefetched_bytes -= saved.nbytes
+        if saved.buffer is not None:
+            self._meter_out(saved)
+            try:
+                drop_buffer(saved, self._context)
+            except CopyError as error:
+                # Nobody needs the bytes any more, and a failed copy no longer touches them.
+                logger.warning("%s", _named(error, "copy", saved))
+                saved.buffer = saved.pending = saved.copied_out = None
+        if saved.lease is not None:
+            self._give_back(saved)
+        self._forget(saved)
+
+    def abandon_all(self) -> None:
+        """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
+        device = self._context.device
+        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
+            try:
+                device.synchronize(device.record_event(stream))
+            except CopyError as error:
+                logger.warning("a copy had failed before the reset: %s", error)
+        for saved in list(self.live):
+            saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
+            self.retire(saved)
+        self.prefetched_bytes = 0
+        self._excluded.clear()
+
+    def _can_move(self, tensor: torch.Tensor) -> bool:
+        # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.device == self._context.device.torch_device
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+            and not hasattr(tensor, "_TE_do_not_offload")
+        )
+
+    def _admit(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> SavedStorage:
+        saved = SavedStorage(tensor, storage, self._context.device.current_stream(), group)
+        self._by_key[saved.key] = saved
+        self.live[saved] = None
+        self.stats.managed_bytes += saved.nbytes
+        self._meter_in(saved)
+        return saved
+
+    def _is_movable(self, saved: SavedStorage) -> bool:
+        return saved.residency is Residency.RESIDENT and saved.lease is None and not saved.is_modified()
+
+    def _lend_all(self, storages: Sequence[SavedStorage]) -> list[HostLease] | None:
+        """A lease for each storage, or None, and nothing lent, where there is no room for all."""
+        leases: list[HostLease] = []
+        for saved in storages:
+            lease = self._pool.lend(saved.nbytes)
+            if lease is None:
+                for lent in leases:
+                    self._pool.give_back(lent, lent.ready_after)
+                return None
+            leases.append(lease)
+        return leases
+
+    def _keep(self, saved: SavedStorage) -> None:
+        # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
+        saved.residency = Residency.RESIDENT
+        self._give_back(saved)
+
+    def _await_copy_in(self, saved: SavedStorage) -> None:
+        if saved.residency is Residency.COPYING_IN:
+            saved.residency = Residency.RESIDENT
+            self.prefetched_bytes -= saved.nbytes
+        try:
+            await_copy_in(saved, self._context)
+        except CopyError as error:
+            raise _named(error, "copy-in", saved) from error
+
+    def _give_back(self, saved: SavedStorage) -> None:
+        assert saved.lease is not None
+        last_copy = saved.pending if saved.residency is Residency.COPYING_IN else saved.copied_out
+        self._pool.give_back(saved.lease, () if last_copy is None else (last_copy,))
+        saved.lease = None
+
+    def _forget(self, saved: SavedStorage) -> None:
+        saved.residency = Residency.RETIRED
+        self.live.pop(saved, None)
+        if self._by_key.get(saved.key) is saved:
+            del self._by_key[saved.key]
+
+    def _meter_in(self, saved: SavedStorage) -> None:
+        assert saved.buffer is not None
+        self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
+        self.resident_bytes += saved.nbytes
+        self.stats.peak_resident_bytes = max(self.stats.peak_resident_bytes, self.resident_bytes)
+
+    def _meter_out(self, saved: SavedStorage) -> None:
+        assert saved.buffer is not None
+        self._meter.drop(saved.buffer.untyped_storage()._cdata)
+        self.resident_bytes -= saved.nbytes
+
+
+def _named(error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
+    return CopyError(
+        f"the {copy} of {saved.group} failed: {error}. Model parameters are untouched; "
+        "remove the cause, call reset_iteration() and run the step again."
+    )

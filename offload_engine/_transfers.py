@@ -1,0 +1,102 @@
+"""Moves bytes between the device and the host tier: streams and events, and every rule that orders them.
+
+[Rules of order] "Compute" is the stream that ran the model's kernels and whose memory pool owns the buffer.
+
+ 1. Produce, then copy out. Copy-out reads what compute wrote: the copy-out stream waits for an event recorded on
+    compute when the group commits.
+ 2. Reuse of a lease. Earlier copies still touch the host bytes that a lease lends again. The pool lends them together
+    with the events of those copies, and the copy-out stream waits for each before the first byte.
+ 3. Copy, then drop the buffer. The allocator gives a dropped buffer to compute at once. Compute therefore waits for
+    the last copy that touched it (a copy-out reading it, or a copy-in that nobody used) before the reference goes.
+ 4. Allocate, then copy in. The buffer of a copy-in comes from compute's pool, where kernels issued earlier may still
+    use the same bytes: the copy-in stream waits for an event recorded on compute after the allocation.
+ 5. Copy in, then use. Whichever stream reads a copied-in buffer waits for its copy first.
+ 6. Read elsewhere, then drop the buffer. Where another compute stream read a copied-in buffer, the stream whose pool
+    gets it back waits for that reader first.
+
+Copy-in after its own copy-out needs no wait of its own: the host holds the only copy just when the buffer was dropped,
+that is, after compute waited for the copy-out (3), and the copy-in waits for compute (4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from offload_engine._devices.base import Device, Event, Stream
+from offload_engine._host_pool import HostLease
+from offload_engine._saved import SavedStorage
+
+
+class TransferContext:
+    """The device and the two copy streams that all chunks share."""
+
+    def __init__(self, device: Device) -> None:
+        self.device: Device = device
+        # Two streams: in one queue, a copy-in that the backward waits for would stand behind copy-outs.
+        self.copy_out_stream: Stream = device.new_stream("copy_out")  # trails the forward
+        self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
+
+
+def copy_out(storages: Sequence[SavedStorage], leases: Sequence[HostLease], context: TransferContext) -> Event:
+    """Issue the copy-out of `storages` into `leases`; returns the event after the last byte."""
+    device, stream = context.device, context.copy_out_stream
+    for compute in _distinct(storage.stream for storage in storages):
+        device.wait_event(stream, device.record_event(compute))  # Rule 1
+    for storage, lease in zip(storages, leases, strict=True):
+        for event in lease.ready_after:
+            device.wait_event(stream, event)  # Rule 2
+        device.copy_out(stream, _bytes_of(storage.buffer), lease.region)
+    return device.record_event(stream)
+
+
+def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
+    """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
+    device, stream = context.device, context.copy_in_stream
+    for storage in storages:
+        storage.buffer = device.allocate(storage.nbytes, storage.stream)
+    for compute in _distinct(storage.stream for storage in storages):
+        device.wait_event(stream, device.record_event(compute))  # Rule 4
+    for storage in storages:
+        assert storage.lease is not None and storage.buffer is not None
+        device.copy_in(stream, storage.lease.region, storage.buffer)
+    return device.record_event(stream)
+
+
+def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
+    """Let go of the device bytes of `storage`.
+
+    Raises:
+        CopyError: if its last copy failed; the bytes are still there then.
+    """
+    device = context.device
+    if storage.pending is not None and not device.is_complete(storage.pending):
+        device.wait_event(storage.stream, storage.pending)  # Rule 3
+    for reader in storage.readers:
+        device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
+    device.on_release(_bytes_of(storage.buffer))
+    storage.buffer = storage.pending = None
+    storage.readers.clear()
+
+
+def await_copy_in(storage: SavedStorage, context: TransferContext) -> None:
+    """Make the stream that is about to read `storage`, whose last copy was a copy-in, wait for it."""
+    device = context.device
+    reader = device.current_stream()
+    device.wait_event(reader, storage.pending)  # Rule 5
+    if reader != storage.stream and reader not in storage.readers:
+        storage.readers.append(reader)
+
+
+def _bytes_of(buffer: torch.Tensor | None) -> torch.Tensor:
+    assert buffer is not None
+    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
+
+
+def _distinct(streams: Iterable[Stream]) -> list[Stream]:
+    found: list[Stream] = []
+    for stream in streams:
+        if stream not in found:
+            found.append(stream)
+    return found

@@ -1,0 +1,159 @@
+"""`ChunkOffloadHandler`: the groups of one forward of one model chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload_engine._prefetch import ChunkGroups
+from offload_engine._saved import PackedTensor, TensorGroup
+from offload_engine._te_base import HandlerBase
+from offload_engine.errors import OffloadError
+from offload_engine.schedule import ChunkKey
+
+if TYPE_CHECKING:
+    from offload_engine._moves import Mover
+
+
+def _any_tensor(_: torch.Tensor) -> bool:
+    return True
+
+
+class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc, valid-type]
+    """Brackets the groups of one chunk and hands what they save to the engine. Made by `OffloadEngine.start_chunk`.
+
+    It keeps the contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, so that library's
+    `CpuOffloadHookWithOffloadHandler` and `GroupCommitFunction` can drive it for a stack of layers: without an open
+    group, a push opens one and the next commit closes it. Unlike its base it shares streams and host memory with all
+    chunks, has no window map, and takes any number of microbatches in flight.
+
+    Args:
+        key: virtual stage and microbatch.
+        mover: the engine's part that moves groups.
+        keep_groups: indices of the groups that stay resident.
+        num_offload_group: groups from this index on stay resident too; None: no bound.
+        tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
+        double_buffering: must be False.
+
+    Raises:
+        NotImplementedError: for `double_buffering=True`.
+    """
+
+    def __init__(
+        self,
+        key: ChunkKey,
+        mover: Mover,
+        *,
+        keep_groups: frozenset[int] = frozenset(),
+        num_offload_group: int | None = None,
+        tensor_need_offloading_checker: Callable[[torch.Tensor], bool] = _any_tensor,
+        double_buffering: bool = False,
+    ) -> None:
+        if double_buffering:
+            raise NotImplementedError(
+                "double_buffering=True is not supported: with it TransformerEngine's handler returns wrong data as soon "
+                "as its windows are uneven. Leave it off; copy-ins are prefetched into fresh buffers anyway."
+            )
+        # Skips the base's own __init__, which makes two streams per instance and the window map.
+        bound = 2**63 if num_offload_group is None else num_offload_group
+        super(HandlerBase, self).__init__(bound, tensor_need_offloading_checker)
+        self.key: ChunkKey = key
+        self.chunk_groups: ChunkGroups = ChunkGroups(key)
+        self._mover = mover
+        self._keep_groups = keep_groups
+        self._open: list[TensorGroup] = []  # innermost last
+
+    def __repr__(self) -> str:
+        return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def open_group(self, name: str) -> TensorGroup:
+        """Start a group: what is saved from now on belongs to it, until `close_group`."""
+        return self._open_group(name, is_implicit=False)
+
+    def close_group(self) -> TensorGroup:
+        """Commit the innermost open group: its copy-out is issued.
+
+        Raises:
+            OffloadError: if no group is open.
+            CopyError: if the copy-out of an earlier group has failed.
+        """
+        if not self._open:
+            raise OffloadError(f"{self!r} has no open group to commit; call open_group() or group_start() first")
+        group = self._open.pop()
+        self.tensor_count_current_group = 0
+        self._mover.commit(group)
+        return group
+
+    def abandon_group(self) -> None:
+        """Forget the innermost open group, whose forward raised. What it saved goes with its graph."""
+        if self._open:
+            self._open.pop()
+
+    def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context manager for the forward of a group: hands what autograd saves to this handler."""
+        return torch.autograd.graph.saved_tensors_hooks(self.tensor_push, self.tensor_pop)
+
+    # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
+
+    def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        """Pack one saved tensor: returns a handle, or the tensor itself where it stays."""
+        group = self._open[-1] if self._open else self._open_group("layer", is_implicit=True)
+        self.tensor_count_current_group += 1
+        if not self.tensor_need_offloading_checker(tensor):
+            return tensor
+        return self._mover.store.pack(tensor, group)
+
+    def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
+        """Unpack what `tensor_push` returned; may be called more than once, as for a retained graph."""
+        if not isinstance(tensor_tag, PackedTensor):
+            return tensor_tag
+        return self._mover.store.unpack(tensor_tag)
+
+    def on_group_commit_forward(self) -> TensorGroup | None:
+        """Close the open group; no-op where nothing was opened, as in evaluation."""
+        return self.close_group() if self._open else None
+
+    def on_group_commit_backward(self, group: TensorGroup | None = None) -> None:
+        """The backward of `group` begins; TransformerEngine's function names none and means the next one down."""
+        index = max(self.current_group - 1, 0) if group is None else group.index
+        self.current_group = index
+        self._mover.begin_backward(self.chunk_groups, index)
+
+    def on_group_start_backward(self) -> None:
+        """The backward of a group is over."""
+        self._mover.end_backward()
+
+    def bulk_offload_group(self, group_to_offload: int) -> None:
+        """Issue the copy-out of the group with this index. No-op for what has been copied out already."""
+        self._mover.copy_out(self._group(group_to_offload))
+
+    def bulk_reload_group(self, group_to_reload: int) -> None:
+        """Issue the copy-in of the group with this index. No-op for what is resident."""
+        self._mover.copy_in(self._group(group_to_reload))
+
+    # -- private -----------------------------------------------------------------------------------------------------
+
+    def _open_group(self, name: str, is_implicit: bool) -> TensorGroup:
+        groups = self.chunk_groups.groups
+        if self.current_group == 0 and groups and self.chunk_groups.is_forward_done:
+            # Driven for another pass, after the backward of the last one came down to the first group.
+            self.chunk_groups = ChunkGroups(self.key)
+            self._mover.start_chunk(self.chunk_groups)
+            groups = self.chunk_groups.groups
+        index = len(groups)
+        is_kept = index in self._keep_groups or index >= self.num_offload_group
+        group = TensorGroup(self.key, index, name, is_kept, is_implicit)
+        groups.append(group)
+        self._open.append(group)
+        self.current_group = index + 1
+        return group
+
+    def _group(self, index: int) -> TensorGroup:
+        groups = self.chunk_groups.groups
+        if not 0 <= index < len(groups):
+            raise IndexError(f"{self!r} has {len(groups)} groups, there is no group {index}")
+        return groups[index]

@@ -1,0 +1,190 @@
+"""`OffloadEngine`: owns the streams, the host pool and the chunks in flight, and wires the parts together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from offload_engine._devices import make_device
+from offload_engine._devices.base import Device
+from offload_engine._host_pool import HostPool
+from offload_engine._moves import Mover
+from offload_engine._prefetch import Prefetcher
+from offload_engine._release import ReleaseQueue
+from offload_engine._stats import IterationStats
+from offload_engine._store import ActivationStore
+from offload_engine._transfers import TransferContext
+from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.config import OffloadConfig
+from offload_engine.errors import OffloadError
+from offload_engine.meter import ResidencyMeter
+from offload_engine.schedule import Action, ChunkKey
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadEngine:
+    """Moves the saved activations of one model to the host and back.
+
+    An iteration is one training step: any number of forwards and backwards of chunks. Between iterations, under
+    `no_grad` and while a backward runs (recomputation) the engine is passive.
+
+    Args:
+        config: bounds and thresholds.
+        device: where activations are; None: CUDA where there is a GPU, else the CPU.
+        meter: where resident bytes are counted; None: one of its own.
+
+    Raises:
+        ValueError: if the configuration does not fit the device.
+    """
+
+    def __init__(
+        self, config: OffloadConfig | None = None, device: Device | None = None, meter: ResidencyMeter | None = None
+    ) -> None:
+        self.config: OffloadConfig = config or OffloadConfig()
+        self.device: Device = device if device is not None else make_device(self.config)
+        self.meter: ResidencyMeter = meter or ResidencyMeter()
+        self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes)
+        self.current_chunk: ChunkOffloadHandler | None = None
+        context = TransferContext(self.device)
+        self._store = ActivationStore(context, self.pool, self.meter, self.config.min_tensor_bytes)
+        releases = ReleaseQueue(self._store, self.device, self.config.max_inflight_bytes)
+        prefetcher = Prefetcher(self._store, self.config.horizon_bytes)
+        self._mover = Mover(self._store, releases, prefetcher, self.config.dry_run)
+        self._is_in_iteration = False
+        self._num_chunks = 0
+
+    @property
+    def is_active(self) -> bool:
+        """True where groups may be opened: in an iteration, with gradients, outside any running backward."""
+        return self._is_in_iteration and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    @property
+    def stats(self) -> IterationStats:
+        """Counters of the running iteration, or of the last one."""
+        return self._store.stats
+
+    def begin_iteration(
+        self, actions: Sequence[Action] | None = None, weights: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Start a training step.
+
+        Args:
+            actions: the order in which this rank will run forwards and backwards of chunks, for prefetch; None: the
+                backward takes chunks in the reverse order of their forwards.
+            weights: parameters and buffers; their storages, and views of them, never move.
+
+        Raises:
+            OffloadError: if an iteration is running.
+        """
+        if self._is_in_iteration:
+            raise OffloadError(
+                "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
+                "reset_iteration() if it raised"
+            )
+        self._store.begin(weights)
+        self._mover.prefetcher.begin(actions)
+        self._num_chunks = 0
+        self._is_in_iteration = True
+
+    def start_chunk(
+        self,
+        key: ChunkKey | None = None,
+        *,
+        keep_groups: frozenset[int] = frozenset(),
+        num_offload_group: int | None = None,
+        tensor_need_offloading_checker: Callable[[torch.Tensor], bool] | None = None,
+        double_buffering: bool = False,
+    ) -> ChunkOffloadHandler:
+        """The forward of a chunk begins; the forward of the chunk before it, if any, is over.
+
+        Args:
+            key: virtual stage and microbatch; None: the next microbatch of stage 0.
+            keep_groups: indices of groups that stay resident, because their backward comes at once.
+            num_offload_group: groups from this index on stay resident too.
+            tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
+            double_buffering: for callers of TransformerEngine's handler; must be False.
+
+        Raises:
+            OffloadError: outside an iteration.
+            NotImplementedError: for `double_buffering=True`.
+        """
+        if not self._is_in_iteration:
+            raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
+        options: dict[str, Any] = {}
+        if tensor_need_offloading_checker is not None:
+            options["tensor_need_offloading_checker"] = tensor_need_offloading_checker
+        chunk = ChunkOffloadHandler(
+            key if key is not None else ChunkKey(0, self._num_chunks),
+            self._mover,
+            keep_groups=keep_groups,
+            num_offload_group=num_offload_group,
+            double_buffering=double_buffering,
+            **options,
+        )
+        self._num_chunks += 1
+        self.current_chunk = chunk
+        self._mover.start_chunk(chunk.chunk_groups)
+        return chunk
+
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
+        self._store.exclude(tensor)
+
+    def end_iteration(self) -> IterationStats:
+        """End a training step, after its last backward.
+
+        What a graph still holds stays valid; it is counted in `num_storages_left` and named in a warning.
+
+        Raises:
+            OffloadError: outside an iteration.
+            CopyError: if a copy-out failed.
+        """
+        if not self._is_in_iteration:
+            raise OffloadError("end_iteration() outside an iteration")
+        self._mover.releases.drain()
+        self._mover.prefetcher.clear()
+        self._is_in_iteration = False
+        self.current_chunk = None
+        stats = self._store.finish()
+        if stats.num_storages_left:
+            logger.warning(
+                "%d saved storages outlive the iteration, first %s: a graph is kept alive, or a backward has not run",
+                stats.num_storages_left,
+                next(iter(self._store.live)),
+            )
+        return stats
+
+    def reset_iteration(self) -> None:
+        """Recover after an exception: wait for copies in flight, then drop every saved activation. Idempotent.
+
+        Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward.
+        """
+        self._mover.releases.clear()
+        self._mover.prefetcher.clear()
+        self._store.abandon_all()
+        self._is_in_iteration = False
+        self.current_chunk = None
+
+    @contextlib.contextmanager
+    def iteration(
+        self, actions: Sequence[Action] | None = None, weights: Iterable[torch.Tensor] = ()
+    ) -> Iterator[OffloadEngine]:
+        """`begin_iteration` and `end_iteration`, with `reset_iteration` where the body raises."""
+        self.begin_iteration(actions, weights)
+        try:
+            yield self
+            self.end_iteration()
+        except BaseException:
+            self.reset_iteration()
+            raise
+
+    def close(self) -> None:
+        """Drop everything and give the host memory back. Idempotent."""
+        self.reset_iteration()
+        self.pool.close()
+        self.device.close()

@@ -1,0 +1,56 @@
+"""Autograd identities that mark where a group begins and ends, in forward and in backward.
+
+Each returns an alias of its input that is not a view of it, so a model may go on to modify it in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload_engine.chunk import ChunkOffloadHandler
+
+
+class GroupStartFunction(torch.autograd.Function):
+    """Identity on the input of a bracketed submodule. Its backward is the end of the group's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> torch.Tensor:
+        """Open the group `name` of `chunk`."""
+        ctx.chunk = chunk
+        chunk.open_group(name)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Tell the chunk; the gradient passes unchanged."""
+        ctx.chunk.on_group_start_backward()
+        return grads[0], None, None
+
+
+class GroupCommitFunction(torch.autograd.Function):
+    """Identity on the output of a bracketed submodule. Its backward is the start of the group's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
+        """Commit the open group of `chunk`."""
+        ctx.chunk = chunk
+        ctx.group = chunk.on_group_commit_forward()
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Tell the chunk; the gradient passes unchanged."""
+        ctx.chunk.on_group_commit_backward(ctx.group)
+        return grads[0], None
+
+
+def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> torch.Tensor:
+    """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input."""
+    return GroupStartFunction.apply(tensor, chunk, name)
+
+
+def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
+    """Commit the open group of `chunk` behind a submodule; use the returned tensor as its output."""
+    return GroupCommitFunction.apply(tensor, chunk)
