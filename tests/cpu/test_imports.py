@@ -17,12 +17,14 @@ ROOT = Path(__file__).parents[2]
 
 # Bottom first. A module imports from rows below its own only; a name ending in "." covers everything beneath it.
 LAYERS = (
-    ("config", "schedule", "_extents", "_stats"),
-    ("_devices.", "_saved", "_storage", "meter"),
+    ("config", "schedule", "_extents", "_stats", "meter"),
+    ("_devices.",),
     ("errors", "_host_pool", "tracker", "_te_base"),
+    ("_saved",),
     ("_transfers",),
-    ("_group",),
-    ("_prefetch",),
+    ("_store",),
+    ("_release", "_prefetch"),
+    ("_moves",),
     ("chunk",),
     ("functions",),
     ("engine",),
