@@ -114,10 +114,6 @@ class FreeExtents:
         del self._by_start[extent.slab, extent.start]
         del self._by_end[extent.slab, extent.end]
 
-    def starting_at(self, slab: int, start: int) -> Extent | None:
-        """The free extent that begins exactly there, if there is one."""
-        return self._by_start.get((slab, start))
-
     def pending_events(self, extent: Extent) -> tuple[Event, ...]:
         """The events of the extent's bytes that have not completed; completed ones are forgotten."""
         extent.guards = [guard for guard in extent.guards if not all(map(self._is_complete, guard.events))]

@@ -103,10 +103,12 @@ class HostPool:
         """
         if nbytes <= 0:
             raise ValueError(f"a lease needs at least one byte, got {nbytes}")
-        self._settle()
+        if self._returns:
+            self._settle()
         with self._lock:
             lease = self._lend(nbytes)
-        self._settle()
+        if self._returns:  # of the garbage collector, while the lock was held
+            self._settle()
         return lease
 
     def give_back(self, lease: HostLease, events: Sequence[Event] = ()) -> None:

@@ -1,0 +1,175 @@
+"""Free extents against a naive model that looks at every byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_engine._extents import FreeExtents
+
+SLABS = 3
+SLAB_BYTES = 24
+
+
+class FakeEvent:
+    """An event that completes when the test says so. Equal to others, to catch bookkeeping that relies on equality."""
+
+    done = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeEvent)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def is_complete(event: FakeEvent) -> bool:
+    return event.done
+
+
+@dataclass
+class NaiveExtents:
+    """Every byte on its own; `order` is that of the free run a byte belongs to."""
+
+    order: list[dict[int, int]] = field(default_factory=lambda: [{} for _ in range(SLABS)])
+    events: list[dict[int, list[FakeEvent]]] = field(default_factory=lambda: [{} for _ in range(SLABS)])
+    next_order: int = 0
+
+    def runs(self) -> list[tuple[int, int, int, int]]:
+        """Maximal free runs as (bytes, order, slab, start): the smallest tuple that fits is the one to take."""
+        found = []
+        for slab in range(SLABS):
+            free = self.order[slab]
+            for start in sorted(free):
+                if start - 1 not in free:
+                    end = start
+                    while end in free:
+                        end += 1
+                    found.append((end - start, free[start], slab, start))
+        return sorted(found)
+
+    def take(self, nbytes: int) -> tuple[int, int, list[FakeEvent]] | None:
+        fitting = [run for run in self.runs() if run[0] >= nbytes]
+        if not fitting:
+            return None
+        _, _, slab, start = fitting[0]
+        distinct = {}
+        for byte in range(start, start + nbytes):
+            del self.order[slab][byte]
+            distinct.update({id(event): event for event in self.events[slab].pop(byte, []) if not event.done})
+        return slab, start, list(distinct.values())
+
+    def put(self, slab: int, start: int, nbytes: int, events: list[FakeEvent]) -> None:
+        for byte in range(start, start + nbytes):
+            self.order[slab][byte] = self.next_order
+            self.events[slab][byte] = events
+        for run_bytes, _, run_slab, run_start in self.runs():
+            if run_slab == slab and run_start <= start < run_start + run_bytes:
+                self.order[slab].update(dict.fromkeys(range(run_start, run_start + run_bytes), self.next_order))
+        self.next_order += 1
+
+
+def ids(events: object) -> set[int]:
+    return {id(event) for event in events}  # type: ignore[attr-defined]
+
+
+take_ops = st.tuples(st.just("take"), st.integers(1, SLAB_BYTES))
+put_ops = st.tuples(st.just("put"), st.integers(0, 50), st.integers(0, 2))
+done_ops = st.tuples(st.just("done"), st.integers(0, 50))
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(st.lists(st.one_of(take_ops, put_ops, done_ops), max_size=60))
+def test_like_the_naive_model(ops):
+    extents, naive = FreeExtents(is_complete), NaiveExtents()
+    live: list[tuple[int, int, int]] = []
+    events: list[FakeEvent] = []
+    for slab in range(SLABS):
+        extents.put(slab, 0, SLAB_BYTES)
+        naive.put(slab, 0, SLAB_BYTES, [])
+    for op in ops:
+        if op[0] == "take":
+            taken, expected = extents.take(op[1]), naive.take(op[1])
+            assert (taken is None) == (expected is None)
+            if taken is not None:
+                assert (taken.slab, taken.start) == expected[:2]
+                assert len(taken.events) == len(expected[2]), "an event twice, or lost"
+                assert ids(taken.events) == ids(expected[2])
+                live.append((taken.slab, taken.start, op[1]))
+        elif op[0] == "put" and live:
+            returned = live.pop(op[1] % len(live))
+            fresh = [FakeEvent() for _ in range(op[2])]
+            events += fresh
+            extents.put(*returned, fresh)
+            naive.put(*returned, fresh)
+        elif op[0] == "done" and events:
+            events[op[1] % len(events)].done = True
+        assert [(e.nbytes, e.order, e.slab, e.start) for e in extents] == naive.runs()
+    for returned in live:
+        extents.put(*returned)
+    assert sorted((e.slab, e.start, e.nbytes) for e in extents) == [(s, 0, SLAB_BYTES) for s in range(SLABS)]
+
+
+def test_equal_sizes_least_recently_returned_first():
+    extents = FreeExtents(is_complete)
+    for slab in (2, 0, 1):
+        extents.put(slab, 0, 8)
+    assert [extents.take(8).slab for _ in range(3)] == [2, 0, 1]
+
+
+def test_smallest_that_fits():
+    extents = FreeExtents(is_complete)
+    for slab, nbytes in enumerate((16, 4, 8)):
+        extents.put(slab, 0, nbytes)
+    assert [extents.take(n)[:2] for n in (5, 5, 5)] == [(2, 0), (0, 0), (0, 5)]
+    assert extents.take(7) is None
+    assert sorted(extent.nbytes for extent in extents) == [3, 4, 6]
+
+
+def test_no_merge_across_slabs():
+    extents = FreeExtents(is_complete)
+    extents.put(0, 0, 8)
+    extents.put(1, 8, 8)
+    assert len(extents) == 2
+
+
+def test_events_stay_with_their_bytes():
+    """After a merge, a range waits for those who used these bytes, not for those who used their neighbours."""
+    extents = FreeExtents(is_complete)
+    first, second, third = FakeEvent(), FakeEvent(), FakeEvent()
+    extents.put(0, 0, 8, [first])
+    extents.put(0, 16, 8, [third])
+    extents.put(0, 8, 8, [second])
+    assert len(extents) == 1
+    assert ids(extents.take(4).events) == ids([first])
+    assert ids(extents.take(8).events) == ids([first, second]), "a split guard holds on both sides"
+    assert ids(extents.take(12).events) == ids([second, third])
+
+
+def test_one_event_for_several_ranges_is_waited_for_once():
+    extents, event = FreeExtents(is_complete), FakeEvent()
+    for start in (0, 8, 16):
+        extents.put(0, start, 8, [event])
+    assert ids(extents.take(24).events) == ids([event])
+
+
+def test_completed_events_are_dropped():
+    extents, event = FreeExtents(is_complete), FakeEvent()
+    extents.put(0, 0, 8, [event])
+    (extent,) = extents
+    assert ids(extents.pending_events(extent)) == ids([event])
+    event.done = True
+    assert extents.pending_events(extent) == ()
+    assert extent.guards == []
+    assert extents.take(8).events == ()
+
+
+def test_remove():
+    extents = FreeExtents(is_complete)
+    extents.put(0, 0, 8)
+    extents.put(1, 0, 8)
+    extents.remove(next(iter(extents)))
+    assert [extent.slab for extent in extents] == [1]
+    extents.put(0, 8, 8)
+    assert len(extents) == 2, "removed bytes are nobody's neighbour"

@@ -1,0 +1,425 @@
+"""The host pool: no overlap, ordering by events, the limit, and how much it takes from the system."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_engine._devices.base import CopyError
+from offload_engine._host_pool import MIB, HostLease, HostPool
+
+ALIGNMENT = 4
+
+
+class FakeEvent:
+    def __init__(self, fails: bool = False) -> None:
+        self.done = False
+        self.fails = fails
+
+
+@dataclass(eq=False)
+class FakeSlab:
+    nbytes: int
+    closed: bool = False
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+@dataclass
+class FakeDevice:
+    """A host tier of `capacity` bytes that only counts."""
+
+    capacity: int = 1 << 60
+    host_alignment: int = ALIGNMENT
+    slabs: list[FakeSlab] = field(default_factory=list)
+
+    @property
+    def open_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs if not slab.closed)
+
+    def new_slab(self, nbytes: int) -> FakeSlab:
+        assert nbytes > 0 and nbytes % self.host_alignment == 0
+        if self.open_bytes + nbytes > self.capacity:
+            raise MemoryError(nbytes)
+        self.slabs.append(FakeSlab(nbytes))
+        return self.slabs[-1]
+
+    def is_complete(self, event: FakeEvent) -> bool:
+        return event.done and not event.fails
+
+    def synchronize(self, event: FakeEvent) -> None:
+        if event.fails:
+            raise CopyError("no space left on device")
+        event.done = True
+
+
+def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: int) -> tuple[HostPool, FakeDevice]:
+    fake = FakeDevice(**device)
+    return HostPool(fake, limit_bytes, slab_bytes), fake  # type: ignore[arg-type]
+
+
+class CheckedPool:
+    """A pool whose every lease is compared with all others, and with the events of the bytes' earlier users."""
+
+    def __init__(self, limit_bytes: int | None, slab_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.pool, self.device = make_pool(limit_bytes, slab_bytes)
+        self.live: list[HostLease] = []
+        self.used: list[tuple[int, int, int, FakeEvent]] = []  # (slab id, start, end, event), oldest first
+        self.events: list[FakeEvent] = []
+        self.peak = 0
+
+    def lend(self, nbytes: int) -> None:
+        lease = self.pool.lend(nbytes)
+        if lease is None:
+            assert self.limit_bytes is not None
+            return
+        slab, start, end = self._range(lease)
+        assert (
+            lease.region.nbytes == nbytes and start % ALIGNMENT == 0 and 0 <= start and end <= lease.region.slab.nbytes
+        )
+        assert not lease.region.slab.closed
+        for other in self.live:
+            other_slab, other_start, other_end = self._range(other)
+            assert other_slab != slab or other_end <= start or end <= other_start, "two live leases overlap"
+        expected = {id(e) for s, a, b, e in self.used if s == slab and a < end and start < b and not e.done}
+        assert {id(event) for event in lease.ready_after} == expected
+        assert len(lease.ready_after) == len(expected)
+        self.used = [use for use in self.used if use[0] != slab or use[2] <= start or end <= use[1]] + [
+            piece for use in self.used if use[0] == slab for piece in self._outside(use, start, end)
+        ]
+        self.live.append(lease)
+
+    def give_back(self, index: int, num_events: int) -> None:
+        if not self.live:
+            return
+        lease = self.live.pop(index % len(self.live))
+        fresh = [FakeEvent() for _ in range(num_events)]
+        self.events += fresh
+        self.used += [(*self._range(lease), event) for event in fresh]
+        self.pool.give_back(lease, fresh)
+
+    def complete(self, index: int) -> None:
+        if self.events:
+            self.events[index % len(self.events)].done = True
+
+    def check(self) -> None:
+        assert self.pool.num_leases == len(self.live)
+        assert self.pool.lent_bytes == sum(lease.region.nbytes for lease in self.live)
+        self.peak = max(self.peak, self.pool.lent_bytes)
+        assert self.pool.peak_lent_bytes == self.peak
+        assert self.pool.slab_bytes_total == self.device.open_bytes
+        assert self.limit_bytes is None or self.device.open_bytes <= self.limit_bytes
+
+    def finish(self) -> None:
+        while self.live:
+            self.give_back(0, 1)
+        self.check()
+        whole = sorted((extent.start, extent.nbytes) for extent in self.pool._free)
+        assert whole == sorted((0, slab.nbytes) for slab in self.device.slabs if not slab.closed)
+        for event in self.events:
+            event.done = True
+        self.pool.trim()
+        assert self.device.open_bytes == self.pool.slab_bytes_total == 0
+        self.pool.close()
+
+    @staticmethod
+    def _range(lease: HostLease) -> tuple[int, int, int]:
+        """Slab id, start and end of the aligned bytes."""
+        start, nbytes = lease.region.offset, lease.region.nbytes
+        return id(lease.region.slab), start, start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    @staticmethod
+    def _outside(use: tuple[int, int, int, FakeEvent], start: int, end: int) -> list[tuple[int, int, int, FakeEvent]]:
+        """The parts of an overlapping use on both sides of bytes that have got a new user."""
+        slab, a, b, event = use
+        if b <= start or end <= a:
+            return []
+        return [(slab, x, y, event) for x, y in ((a, start), (end, b)) if x < y]
+
+
+ops = st.lists(
+    st.one_of(
+        st.tuples(st.just("lend"), st.integers(1, 100)),
+        st.tuples(st.just("lend"), st.integers(1, 100)),
+        st.tuples(st.just("give_back"), st.integers(0, 50), st.integers(0, 2)),
+        st.tuples(st.just("complete"), st.integers(0, 50)),
+        st.tuples(st.just("trim")),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(ops, st.one_of(st.none(), st.integers(0, 400)), st.sampled_from([4, 32, 64]))
+def test_random_use(ops, limit_bytes, slab_bytes):
+    checked = CheckedPool(limit_bytes, slab_bytes)
+    for name, *arguments in ops:
+        checked.pool.trim() if name == "trim" else getattr(checked, name)(*arguments)
+        checked.check()
+    checked.finish()
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="limit_bytes must not be negative, got -1"):
+        make_pool(limit_bytes=-1)
+    with pytest.raises(ValueError, match="slab_bytes must be positive"):
+        make_pool(slab_bytes=0)
+    pool, _ = make_pool()
+    with pytest.raises(ValueError, match="at least one byte, got 0"):
+        pool.lend(0)
+
+
+def test_first_in_first_out_among_equals():
+    pool, _ = make_pool(slab_bytes=16)
+    leases = [pool.lend(16) for _ in range(3)]
+    slabs = [lease.region.slab for lease in leases]
+    for index in (1, 2, 0):
+        pool.give_back(leases[index])
+    assert [slabs.index(pool.lend(16).region.slab) for _ in range(3)] == [1, 2, 0]
+
+
+def test_a_lease_waits_for_the_copies_of_its_bytes_and_no_others():
+    pool, _ = make_pool(slab_bytes=64)
+    first, second = pool.lend(32), pool.lend(32)
+    reading_first, reading_second = FakeEvent(), FakeEvent()
+    pool.give_back(second, [reading_second])
+    pool.give_back(first, [reading_first])
+    assert pool.lend(32).ready_after == (reading_first,)
+    assert pool.lend(16).ready_after == (reading_second,)
+    reading_second.done = True
+    assert pool.lend(16).ready_after == ()
+
+
+def test_returned_twice():
+    pool, _ = make_pool()
+    lease = pool.lend(10)
+    pool.give_back(lease)
+    with pytest.raises(
+        AssertionError, match=r"HostLease\(10 bytes, slab 0 at 0, returned, 0 events\) was returned twice"
+    ):
+        pool.give_back(lease)
+    assert pool.num_leases == 0
+
+
+def test_returned_to_another_pool():
+    pool, other = make_pool()[0], make_pool()[0]
+    with pytest.raises(AssertionError, match="did not lend it"):
+        other.give_back(pool.lend(10))
+
+
+@pytest.mark.parametrize("limit_bytes", [64, 100, 103])
+def test_limit_to_the_byte(limit_bytes):
+    """All aligned bytes below the limit are usable, and not one above."""
+    pool, device = make_pool(limit_bytes)
+    leases = [pool.lend(ALIGNMENT) for _ in range(limit_bytes // ALIGNMENT)]
+    assert all(leases)
+    assert pool.lend(1) is None
+    assert device.open_bytes == pool.slab_bytes_total == limit_bytes // ALIGNMENT * ALIGNMENT
+    pool.give_back(leases[7])
+    assert pool.lend(1) is not None
+
+
+def test_more_than_the_limit_takes_nothing():
+    pool, device = make_pool(limit_bytes=64)
+    assert pool.lend(65) is None
+    assert device.slabs == []
+
+
+def test_idle_slabs_make_room_below_the_limit():
+    pool, device = make_pool(limit_bytes=96, slab_bytes=32)
+    leases = [pool.lend(32) for _ in range(3)]
+    reading = FakeEvent()
+    pool.give_back(leases[0], [reading])
+    pool.give_back(leases[1])
+    assert pool.lend(64) is None, "one idle slab is still being read"
+    assert device.open_bytes == 96, "nothing is closed when that would not be enough"
+    reading.done = True
+    assert pool.lend(64) is not None
+    assert [slab.closed for slab in device.slabs] == [True, True, False, False]
+    assert device.open_bytes == 96
+
+
+def test_full_host_tier():
+    pool, device = make_pool(slab_bytes=64, capacity=80)
+    first, second = pool.lend(60), pool.lend(16)
+    assert [slab.nbytes for slab in device.slabs] == [64, 16], "not room for a whole slab, but for what is needed"
+    assert pool.lend(8) is None
+    pool.give_back(first)
+    assert pool.lend(64) is not None
+    assert second.region.slab.nbytes == 16
+
+
+def test_full_host_tier_reuses_idle_slabs():
+    pool, device = make_pool(slab_bytes=32, capacity=96)
+    kept, *leases = [pool.lend(32) for _ in range(3)]
+    for lease in leases:
+        pool.give_back(lease)
+    assert pool.lend(64) is not None
+    assert device.open_bytes == 96
+    assert not kept.region.slab.closed
+
+
+def test_trim_leaves_what_is_in_use_or_being_read():
+    pool, device = make_pool(slab_bytes=32)
+    _, read, idle = [pool.lend(32) for _ in range(3)]
+    reading = FakeEvent()
+    pool.give_back(read, [reading])
+    pool.give_back(idle)
+    assert pool.trim() == 32
+    assert [slab.closed for slab in device.slabs] == [False, False, True]
+    reading.done = True
+    assert pool.trim() == 32
+    assert pool.slab_bytes_total == 32
+
+
+def test_reset_peak():
+    pool, _ = make_pool()
+    first, _ = pool.lend(30), pool.lend(10)
+    pool.give_back(first)
+    assert pool.peak_lent_bytes == 40
+    pool.reset_peak()
+    assert pool.peak_lent_bytes == 10
+
+
+def test_close_waits_for_copies_also_failed_ones():
+    pool, device = make_pool(slab_bytes=32)
+    reading, failed = FakeEvent(), FakeEvent(fails=True)
+    leases = [pool.lend(16), pool.lend(16)]
+    pool.give_back(leases[0], [failed])
+    pool.give_back(leases[1], [reading])
+    pool.close()
+    pool.close()
+    assert reading.done
+    assert device.open_bytes == pool.slab_bytes_total == 0
+    with pytest.raises(RuntimeError, match="has been closed"):
+        pool.lend(1)
+
+
+def test_close_with_a_lease_out():
+    pool, _ = make_pool()
+    lease = pool.lend(10)
+    with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) out.*reset_iteration"):
+        pool.close()
+    pool.give_back(lease)
+    pool.close()
+
+
+def test_returns_by_the_garbage_collector_in_the_middle_of_a_call():
+    """A cycle that owns a lease may be collected at any allocation, also at those of the pool itself."""
+    pool, device = make_pool()
+
+    class Owner:
+        def __init__(self) -> None:
+            self.lease = pool.lend(8)
+            self.cycle = self
+
+        def __del__(self) -> None:
+            pool.give_back(self.lease)
+
+    class CollectingDevice(FakeDevice):
+        def new_slab(self, nbytes: int) -> FakeSlab:
+            gc.collect()
+            return super().new_slab(nbytes)
+
+    device.__class__ = CollectingDevice
+    for _ in range(4):
+        Owner()
+    lease = pool.lend(100)
+    assert (pool.num_leases, pool.lent_bytes) == (1, 100)
+    pool.give_back(lease)
+    pool.close()
+
+
+def test_returns_from_other_threads():
+    pool, _ = make_pool()
+    leases = [pool.lend(8) for _ in range(400)]
+
+    def give_back_all(part: list[HostLease]) -> None:
+        for lease in part:
+            pool.give_back(lease)
+
+    threads = [threading.Thread(target=give_back_all, args=(leases[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        pool.give_back(pool.lend(12))
+    for thread in threads:
+        thread.join()
+    assert (pool.num_leases, pool.lent_bytes) == (0, 0)
+    pool.close()
+
+
+class MoeSteps:
+    """The leases of a model whose tensors change size by 40% either way with every call, under 1F1B."""
+
+    def __init__(self, tensor_bytes: int, chunk_tensors: int, chunks_in_flight: int, microbatches: int) -> None:
+        self.pool, self.device = make_pool(slab_bytes=64 * MIB, host_alignment=4096)
+        self.tensor_bytes = tensor_bytes
+        self.chunk_tensors = chunk_tensors
+        self.chunks_in_flight = chunks_in_flight
+        self.microbatches = microbatches
+        self.random = random.Random(0)
+
+    def step(self) -> None:
+        in_flight: list[list[HostLease]] = []
+        for _ in range(self.microbatches):
+            in_flight.append([self._lend() for _ in range(self.chunk_tensors)])
+            if len(in_flight) == self.chunks_in_flight:
+                self._backward(in_flight.pop(0))
+        while in_flight:
+            self._backward(in_flight.pop(0))
+
+    def _lend(self) -> HostLease:
+        lease = self.pool.lend(int(self.tensor_bytes * self.random.uniform(0.6, 1.4)))
+        assert lease is not None
+        return lease
+
+    def _backward(self, leases: list[HostLease]) -> None:
+        for lease in reversed(leases):
+            self.pool.give_back(lease)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8 * MIB, 40, 4, 6), (40 * MIB, 40, 4, 6), (70 * MIB, 20, 6, 8), (130 * MIB, 8, 8, 10)], ids=str
+)
+def test_changing_sizes_take_little_more_than_their_peak(shape):
+    steps = MoeSteps(*shape)
+    for _ in range(200):
+        steps.step()
+    pool = steps.pool
+    assert pool.peak_lent_bytes > 1024 * MIB
+    assert pool.slab_bytes_total <= 1.10 * pool.peak_lent_bytes
+    assert sum(slab.nbytes for slab in steps.device.slabs) <= 2.5 * pool.peak_lent_bytes, "replaced slabs too often"
+    pool.close()
+
+
+def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read():
+    pool, device = make_pool(slab_bytes=64)
+    reading = FakeEvent()
+    for _ in range(2):
+        leases = [pool.lend(40) for _ in range(8)]
+        for lease in leases:
+            pool.give_back(lease, [reading])
+    assert len(device.slabs) == 8, "a slab each, and a copy is still reading one"
+    reading.done = True
+    pool.lend(40)
+    assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332], "the peak of 320 and a little"
+
+
+def test_replacing_slabs_in_a_full_host_tier_loses_nothing():
+    pool, device = make_pool(slab_bytes=64)
+    for lease in [pool.lend(40) for _ in range(8)]:
+        pool.give_back(lease)
+    device.capacity = 110
+    leases = [pool.lend(40) for _ in range(2)]
+    assert all(leases)
+    assert pool.lend(40) is None
