@@ -1,0 +1,357 @@
+"""The checker checked: each wait left out of a small correct program gives a wrong number and a hazard, every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from offload_engine._devices.base import CopyError, HostRegion
+from tests.adversarial import AdversarialDevice, AdversarialSlab
+
+NBYTES = 64
+NUMEL = NBYTES // 4
+
+
+@pytest.fixture(params=[None, 0, 1, 2, 3, 4], ids=lambda seed: f"seed={seed}")
+def device(request: pytest.FixtureRequest) -> Iterator[AdversarialDevice]:
+    device = AdversarialDevice(request.param)
+    with device.observe_compute():
+        yield device
+    device.close()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def as_floats(buffer: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0).set_(buffer.untyped_storage(), 0, (NUMEL,))
+
+
+class Program:
+    """Copies a tensor out and in again. `skip` names the one wait that is left out."""
+
+    def __init__(self, device: AdversarialDevice, skip: str | None = None) -> None:
+        self.device = device
+        self.skip = skip
+        self.out_stream = device.new_stream("out")
+        self.in_stream = device.new_stream("in")
+        self.main = device.current_stream()
+        self.slab: AdversarialSlab = device.new_slab(NBYTES)
+        self.region = HostRegion(self.slab, 0, NBYTES)
+
+    def wait(self, name: str, stream: object, event: object) -> None:
+        if name != self.skip:
+            self.device.wait_event(stream, event)
+
+    def copy_out(self, tensor: torch.Tensor, earlier: object = None) -> object:
+        self.wait("produce", self.out_stream, self.device.record_event(self.main))
+        if earlier is not None:
+            self.wait("lease", self.out_stream, earlier)
+        self.device.copy_out(self.out_stream, as_bytes(tensor), self.region)
+        return self.device.record_event(self.out_stream)
+
+    def drop(self, tensor: torch.Tensor, copied_out: object) -> None:
+        """The caller drops its own reference afterwards."""
+        self.wait("drop", self.main, copied_out)
+        self.device.on_release(as_bytes(tensor))
+
+    def copy_in(self, copied_out: object) -> tuple[torch.Tensor, object]:
+        self.wait("copied_out", self.in_stream, copied_out)
+        buffer = self.device.allocate(NBYTES, self.main)
+        self.wait("allocate", self.in_stream, self.device.record_event(self.main))
+        self.device.copy_in(self.in_stream, self.region, buffer)
+        return buffer, self.device.record_event(self.in_stream)
+
+    def use(self, buffer: torch.Tensor, copied_in: object) -> torch.Tensor:
+        self.wait("use", self.main, copied_in)
+        return as_floats(buffer) * 1
+
+    def round_trip(self, value: float, earlier: object = None) -> tuple[torch.Tensor, object]:
+        """Returns what the model reads in the end (it should be `value` throughout), and the event of the copy-in."""
+        tensor = torch.full((NUMEL,), value)
+        copied_out = self.copy_out(tensor, earlier)
+        self.drop(tensor, copied_out)
+        del tensor
+        buffer, copied_in = self.copy_in(copied_out)
+        result = self.use(buffer, copied_in)
+        self.device.on_release(buffer)
+        return result, copied_in
+
+
+def test_the_correct_program_gives_the_right_numbers_and_no_hazard(device: AdversarialDevice) -> None:
+    program = Program(device)
+    first, copied_in = program.round_trip(3.0)
+    second, _ = program.round_trip(5.0, earlier=copied_in)
+    assert first.eq(3.0).all() and second.eq(5.0).all()
+    assert device.hazards == []
+    assert device.num_copies == {"out": 2, "in": 2}
+
+
+@pytest.mark.parametrize("skip", ["produce", "drop", "allocate", "use"])
+def test_a_missing_wait_gives_a_wrong_number_and_a_hazard(device: AdversarialDevice, skip: str) -> None:
+    result, _ = Program(device, skip).round_trip(3.0)
+    if skip == "drop":
+        # The copy-in still waits for the copy-out, but the source may be overwritten while it is read.
+        assert any("released" in hazard for hazard in device.hazards)
+    assert not result.eq(3.0).any(), "the number should be wrong"
+    assert device.hazards
+
+
+def test_a_copy_in_not_ordered_after_its_copy_out(device: AdversarialDevice) -> None:
+    # With the wait before the drop it is ordered through compute, so both have to go to lose the order.
+    program = Program(device, skip="copied_out")
+    result, _ = program.round_trip(3.0)
+    assert result.eq(3.0).all() and device.hazards == []
+
+    tensor = torch.full((NUMEL,), 4.0)
+    program = Program(device, skip="copied_out")
+    copied_out = program.copy_out(tensor)
+    result = program.use(*program.copy_in(copied_out))
+    assert not result.eq(4.0).any()
+    assert any("reads host bytes not ordered after copy-out" in hazard for hazard in device.hazards)
+
+
+def test_a_lease_lent_again_before_its_copy_in_ran(device: AdversarialDevice) -> None:
+    program = Program(device, skip="lease")
+    tensor = torch.full((NUMEL,), 3.0)
+    copied_out = program.copy_out(tensor)
+    program.drop(tensor, copied_out)
+    buffer, copied_in = program.copy_in(copied_out)
+    other = torch.full((NUMEL,), 5.0)
+    program.copy_out(other, earlier=copied_in)
+    assert not program.use(buffer, copied_in).eq(3.0).any()
+    assert any("overwrites host bytes not ordered after copy-in" in hazard for hazard in device.hazards)
+
+
+def test_a_source_dropped_without_a_word_while_its_copy_waits() -> None:
+    device = AdversarialDevice()
+    program = Program(device)
+    copied_out = program.copy_out(torch.full((NUMEL,), 3.0))  # nobody keeps it
+    result = program.use(*program.copy_in(copied_out))
+    assert not result.eq(3.0).any()
+    assert any("was dropped" in hazard for hazard in device.hazards)
+
+
+def test_a_source_dropped_after_its_copy_ran_but_unknown_to_compute(device: AdversarialDevice) -> None:
+    program = Program(device)
+    tensor = torch.full((NUMEL,), 3.0)
+    copied_out = program.copy_out(tensor)
+    device.drain()  # the copy has run, but nothing on the compute stream is ordered after it
+    del tensor
+    result = program.use(*program.copy_in(copied_out))
+    assert not result.eq(3.0).any()
+    assert any("was dropped" in hazard for hazard in device.hazards)
+
+
+def test_a_source_overwritten_in_place_while_its_copy_waits(device: AdversarialDevice) -> None:
+    program = Program(device)
+    tensor = torch.full((NUMEL,), 3.0)
+    copied_out = program.copy_out(tensor)
+    tensor.mul_(2)
+    result = program.use(*program.copy_in(copied_out))
+    assert not result.eq(3.0).any()
+    assert any("overwrites a buffer" in hazard for hazard in device.hazards)
+
+
+def test_a_buffer_dropped_while_its_copy_in_waits_does_not_reach_its_next_owner_unseen() -> None:
+    device = AdversarialDevice()
+    program = Program(device)
+    tensor = torch.full((NUMEL,), 3.0)
+    program.copy_out(tensor)
+    buffer, _ = program.copy_in(device.record_event(program.out_stream))
+    address = buffer.data_ptr()
+    del buffer
+    owner = device.allocate(NBYTES, program.main)
+    assert owner.data_ptr() == address, "a released block should be handed out again"
+    device.drain()
+    assert not owner.eq(as_bytes(tensor)).all()
+    assert any("dropped" in hazard for hazard in device.hazards)
+
+
+def test_a_released_buffer_is_poisoned(device: AdversarialDevice) -> None:
+    buffer = device.allocate(NBYTES, device.current_stream())
+    address = buffer.data_ptr()
+    buffer.zero_()
+    del buffer
+    again = device.allocate(NBYTES, device.current_stream())
+    assert again.data_ptr() == address and again.eq(0xFF).all()
+    assert device.hazards == []
+
+
+def test_a_copy_into_a_released_buffer(device: AdversarialDevice) -> None:
+    program = Program(device)
+    tensor = torch.full((NUMEL,), 3.0)
+    copied_out = program.copy_out(tensor)
+    buffer = device.allocate(NBYTES, program.main)
+    device.on_release(buffer)
+    device.wait_event(program.in_stream, copied_out)
+    device.wait_event(program.in_stream, device.record_event(program.main))
+    device.copy_in(program.in_stream, program.region, buffer)
+    assert any("after its release" in hazard for hazard in device.hazards)
+
+
+def test_a_copy_in_of_bytes_that_nobody_wrote(device: AdversarialDevice) -> None:
+    program = Program(device)
+    buffer, copied_in = program.copy_in(device.record_event(program.out_stream))
+    assert program.use(buffer, copied_in).isnan().all()
+    assert any("nobody wrote" in hazard for hazard in device.hazards)
+
+
+def test_a_slab_closed_before_the_host_knows_that_its_copies_are_done(device: AdversarialDevice) -> None:
+    program = Program(device)
+    tensor = torch.ones(NUMEL)
+    copied_out = program.copy_out(tensor)
+    device.wait_event(program.main, copied_out)  # compute knows, the host does not
+    program.slab.close()
+    assert any("slab was closed" in hazard for hazard in device.hazards)
+
+    device.hazards.clear()
+    program = Program(device)
+    device.synchronize(program.copy_out(tensor))
+    program.slab.close()
+    assert device.hazards == []
+
+
+def test_what_the_host_has_seen_complete_needs_no_further_wait() -> None:
+    device = AdversarialDevice()
+    with device.observe_compute():
+        program = Program(device, skip="drop")
+        tensor = torch.full((NUMEL,), 3.0)
+        copied_out = program.copy_out(tensor)
+        assert not device.is_complete(copied_out), "no copy runs before it is waited for"
+        device.drain()
+        assert device.is_complete(copied_out)
+        program.drop(tensor, copied_out)
+    assert device.hazards == []
+
+
+def test_compute_is_asynchronous_to_the_host() -> None:
+    device = AdversarialDevice()
+    event = device.record_event(device.current_stream())
+    assert not device.is_complete(event)
+    device.synchronize(event)
+    assert device.is_complete(event)
+
+
+# ---- several compute streams
+
+
+def test_a_release_must_be_ordered_on_the_stream_whose_pool_gets_the_bytes(device: AdversarialDevice) -> None:
+    program = Program(device)
+    with device.compute_stream("comm") as comm:
+        tensor = torch.full((NUMEL,), 3.0)
+    device.wait_event(program.main, device.record_event(comm))
+    copied_out = program.copy_out(tensor)
+    program.drop(tensor, copied_out)  # main waits for the copy; comm, whose pool gets the bytes, does not
+    assert any("released" in hazard for hazard in device.hazards)
+
+
+def test_a_use_on_another_stream_must_be_ordered_before_the_drop(device: AdversarialDevice) -> None:
+    program = Program(device)
+    for is_ordered in (True, False):
+        tensor = torch.full((NUMEL,), 3.0)
+        buffer, copied_in = program.copy_in(program.copy_out(tensor))
+        with device.compute_stream("comm") as comm:
+            device.wait_event(comm, copied_in)
+            result = as_floats(buffer) * 1
+        if is_ordered:
+            device.wait_event(program.main, device.record_event(comm))
+        device.wait_event(program.main, copied_in)
+        device.wait_event(program.out_stream, copied_in)
+        del buffer
+        assert result.eq(3.0).all()
+        assert bool(device.hazards) is not is_ordered
+
+
+def test_each_stream_waits_for_itself(device: AdversarialDevice) -> None:
+    program = Program(device)
+    tensor = torch.full((NUMEL,), 3.0)
+    buffer, copied_in = program.copy_in(program.copy_out(tensor))
+    with device.compute_stream("comm"):
+        device.wait_event(device.current_stream(), copied_in)
+    as_floats(buffer) * 1  # main has not waited
+    assert any("reads or writes a buffer" in hazard for hazard in device.hazards)
+
+
+# ---- observation, order, failures
+
+
+def test_operations_of_backward_are_seen() -> None:
+    device = AdversarialDevice()
+    with device.observe_compute():
+        program = Program(device, skip="use")
+        leaf = torch.ones(NUMEL, requires_grad=True)
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+            copied_out = program.copy_out(tensor)
+            program.drop(tensor, copied_out)
+            return program.copy_in(copied_out)
+
+        def unpack(packed: tuple[torch.Tensor, object]) -> torch.Tensor:
+            return as_floats(packed[0])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            (leaf * 2).exp().sum().backward()
+    assert leaf.grad is not None and leaf.grad.isnan().all()
+    assert any("aten::mul on <stream main> reads or writes a buffer" in hazard for hazard in device.hazards)
+
+
+def test_queues_run_late_in_order_and_through_each_other() -> None:
+    device = AdversarialDevice()
+    first, second = device.new_stream("first"), device.new_stream("second")
+    slab = device.new_slab(2 * NBYTES)
+    source = torch.arange(NBYTES, dtype=torch.uint8)
+    device.wait_event(first, device.record_event(device.current_stream()))
+    device.copy_out(first, source, HostRegion(slab, 0, NBYTES))
+    device.wait_event(second, device.record_event(first))
+    device.copy_out(second, source, HostRegion(slab, NBYTES, NBYTES))
+    last = device.record_event(second)
+    assert slab.bytes.eq(0xFF).all(), "nothing has asked for the copies yet"
+    device.wait_event(device.current_stream(), last)
+    assert torch.equal(slab.bytes, torch.cat([source, source]))
+    assert device.hazards == []
+
+
+@pytest.mark.parametrize("kind", ["out", "in"])
+def test_an_injected_failure_reaches_whoever_waits_and_no_later_step(device: AdversarialDevice, kind: str) -> None:
+    program = Program(device)
+    device.fail_next_copy(kind, after=1)
+    result, copied_in = program.round_trip(3.0)
+    assert result.eq(3.0).all()
+    with pytest.raises(CopyError, match=f"copy-{kind}"):
+        program.round_trip(5.0, earlier=copied_in)
+    device.synchronize_all()
+    result, _ = program.round_trip(7.0)
+    assert result.eq(7.0).all()
+
+
+def test_a_stream_takes_over_the_failure_it_waits_for() -> None:
+    device = AdversarialDevice()
+    program = Program(device)
+    device.fail_next_copy("out")
+    tensor = torch.ones(NUMEL)
+    _, copied_in = program.copy_in(program.copy_out(tensor))
+    with pytest.raises(CopyError):
+        device.synchronize(copied_in)
+    assert not device.is_complete(copied_in)
+
+
+def test_host_capacity_is_a_memory_error() -> None:
+    device = AdversarialDevice(host_capacity=128)
+    slab = device.new_slab(128)
+    with pytest.raises(MemoryError):
+        device.new_slab(64)
+    slab.close()
+    slab.close()
+    assert device.new_slab(64).nbytes == device.host_bytes == 64
+
+
+def test_a_closed_device_refuses_work() -> None:
+    device = AdversarialDevice()
+    device.close()
+    device.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        device.record_event(device.current_stream())
