@@ -1,0 +1,20 @@
+"""Activation offload for megatron-core: patches applied by an explicit call, and removable.
+
+`apply()` is the whole of it; nothing is patched at import.
+"""
+
+from megatron_patches._arguments import add_offload_arguments, offload_config_from_args
+from megatron_patches._cpu import apply_cpu_support
+from megatron_patches._handle import Handle, apply
+from megatron_patches._modules import known_names
+from megatron_patches._registry import PatchError
+
+__all__ = [
+    "Handle",
+    "PatchError",
+    "add_offload_arguments",
+    "apply",
+    "apply_cpu_support",
+    "known_names",
+    "offload_config_from_args",
+]

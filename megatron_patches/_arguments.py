@@ -1,0 +1,253 @@
+"""The settings as fields of TransformerConfig and as command-line flags, and what they amount to for one model.
+
+megatron.training makes a flag of every field of TransformerConfig, and copies every flag into the configuration it
+builds, so that the new fields alone teach a stock script the new flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
+
+from megatron_patches._modules import canonical_names, known_names
+from megatron_patches._registry import Patch
+from offload_engine import OffloadConfig
+
+_CONFIGS = "megatron.core.transformer.transformer_config"
+_WHY = "settings of activation offload in the model's configuration"
+_PREFIX = "offload_"
+_DEFAULT_MODULES = ("core_attn",)
+
+
+class _Setting(NamedTuple):
+    """One new field of TransformerConfig, and its flag."""
+
+    name: str
+    type: Any  # typing.Optional and not "| None": megatron reads it to make the flag
+    default: Any
+    help: str
+    parse: Callable[[str], Any] | None = None  # None: a switch
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def argparse_kwargs(self) -> dict[str, Any]:
+        how = {"action": "store_true"} if self.parse is None else {"type": self.parse}
+        return {"dest": self.name, "default": self.default, "help": self.help, **how}
+
+    def definition(self) -> tuple[str, Any, Any]:
+        metadata = {"argparse_meta": self.argparse_kwargs()}
+        return self.name, self.type, dataclasses.field(default=self.default, metadata=metadata)
+
+
+def _size(text: str) -> int:
+    """A number of bytes on the command line."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value:,} is negative; it must be a number of bytes")
+    return value
+
+
+# Sizes default to None here, which stands for what `apply(config=...)` was given, else for OffloadConfig's default.
+_SIZE = Optional[int]  # noqa: UP045
+_PATH = Optional[str]  # noqa: UP045
+_SETTINGS = (
+    _Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
+    _Setting(
+        "offload_min_tensor_bytes", _SIZE, None, "Storages smaller than this stay on the device. Default: 1 MiB.", _size
+    ),
+    _Setting(
+        "offload_host_limit_bytes",
+        _SIZE,
+        None,
+        "Upper bound on host memory of each process; what finds no room stays on the device. Default: none.",
+        _size,
+    ),
+    _Setting(
+        "offload_horizon_bytes",
+        _SIZE,
+        None,
+        "How many bytes may be copied in ahead of their use. Default: twice the largest group.",
+        _size,
+    ),
+    _Setting(
+        "offload_max_inflight_bytes",
+        _SIZE,
+        None,
+        "How many bytes of copy-out may be under way before compute waits. Default: the largest group.",
+        _size,
+    ),
+    _Setting(
+        "offload_dir",
+        _PATH,
+        None,
+        "Without a GPU: directory of the host tier's file, 'none' for plain memory. Default: a temporary directory.",
+        str,
+    ),
+    _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
+)
+_SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
+
+
+class Settings(NamedTuple):
+    """What to do for one model, or for models whose configuration does not say."""
+
+    engine: OffloadConfig
+    modules: tuple[str, ...]
+
+
+def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the offload flags to a parser, except those it has already; returns the parser."""
+    group = parser.add_argument_group("activation offload")
+    for setting in _SETTINGS:
+        _add_unless_there(group, setting.flag, **setting.argparse_kwargs())
+    names = ", ".join(known_names())
+    _add_unless_there(
+        group,
+        "--offload-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"What to offload, with --offload-activation. Default: {_DEFAULT_MODULES[0]}. Names: {names}.",
+    )
+    return parser
+
+
+def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
+    """The engine's configuration from parsed flags; a flag that was not given leaves the engine's default.
+
+    Raises:
+        ValueError, TypeError: for a value that `OffloadConfig` rejects.
+    """
+    return _engine_config(args, OffloadConfig())
+
+
+def resolve(config: Any, defaults: Settings) -> Settings | None:
+    """What the configuration of a model asks for; None: nothing.
+
+    Raises:
+        ValueError: for settings that exclude each other.
+    """
+    if not (getattr(config, "offload_activation", False) or defaults.modules):
+        return None
+    _check_others_are_off(config)
+    own = getattr(config, "offload_modules", None) if getattr(config, "offload_activation", False) else None
+    modules = canonical_names(own or defaults.modules or _DEFAULT_MODULES)
+    return Settings(_engine_config(config, defaults.engine), modules)
+
+
+def config_rows() -> list[Patch]:
+    """Rows that give TransformerConfig and MLATransformerConfig the new fields."""
+    base = f"{_CONFIGS}:TransformerConfig"
+    rows = [_class_default(base, setting) for setting in _SETTINGS]
+    for owner in (base, f"{_CONFIGS}:MLATransformerConfig"):
+        rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_with_fields, why=_WHY))
+        rows.append(Patch(target=f"{owner}.__init__", wrapper=_accepting, why=_WHY))
+    rows.append(Patch(target=f"{base}.__post_init__", wrapper=_validating, why=_WHY))
+    return rows
+
+
+def _add_unless_there(group: argparse._ArgumentGroup, flag: str, **kwargs: Any) -> None:
+    try:
+        group.add_argument(flag, **kwargs)
+    except argparse.ArgumentError:
+        # megatron.training made it from the configuration's fields
+        return
+
+
+def _class_default(owner: str, setting: _Setting) -> Patch:
+    # A configuration made before `apply()` has no such attribute of its own: it finds the class's, as with any field.
+    return Patch(target=f"{owner}.{setting.name}", wrapper=lambda _: setting.default, why=_WHY, is_new=True)
+
+
+def _with_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    definitions = [setting.definition() for setting in _SETTINGS]
+    new = dataclasses.fields(dataclasses.make_dataclass("_OffloadFields", definitions, kw_only=True))
+    return {**fields, **{field.name: field for field in new}}
+
+
+def _accepting(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for setting in _SETTINGS:
+            setattr(self, setting.name, kwargs.pop(setting.name, setting.default))
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _validating(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        original(self)
+        check_fields(self)
+
+    return post_init
+
+
+def check_fields(config: Any) -> None:
+    """Checks the offload fields of a configuration against each other and against megatron-core's own.
+
+    Raises:
+        ValueError: for an unknown module name, a size that is negative or no integer, `offload_modules` without
+            `offload_activation`, or megatron-core's own offloading switched on as well.
+    """
+    for name in _SIZES:
+        _check_size(name, getattr(config, name, None))
+    if config.offload_activation:
+        _check_others_are_off(config)
+        canonical_names(config.offload_modules or ())
+        _engine_config(config, OffloadConfig())
+    elif config.offload_modules and not config.fine_grained_activation_offloading:
+        raise ValueError(
+            f"offload_modules={config.offload_modules} without offload_activation=True moves nothing: set "
+            "offload_activation (--offload-activation), or leave offload_modules empty"
+        )
+
+
+def _check_size(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number of bytes, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value:,}")
+
+
+def _check_others_are_off(config: Any) -> None:
+    for other in ("fine_grained_activation_offloading", "cpu_offloading"):
+        if getattr(config, other, False):
+            raise ValueError(
+                f"offload_activation and megatron-core's own {other} would both move the same tensors: "
+                "switch one of them off"
+            )
+
+
+def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
+    given = {field.name: getattr(source, _source_name(field.name), None) for field in dataclasses.fields(base)}
+    changes = {name: value for name, value in given.items() if value is not None and value is not False}
+    return base.replace(**changes)
+
+
+def _source_name(field: str) -> str:
+    return _PREFIX + {"directory": "dir"}.get(field, field)
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separates the launcher's own flags from the script and what follows it.
+
+    The script is the first argument that ends in ".py" and is not the value of a flag.
+    """
+    takes_value = {setting.flag for setting in _SETTINGS if setting.parse is not None}
+    for position, token in enumerate(argv):
+        is_value = position > 0 and argv[position - 1] in takes_value
+        if token.endswith(".py") and not is_value and not token.startswith("-"):
+            return list(argv[:position]), list(argv[position:])
+    return list(argv), []

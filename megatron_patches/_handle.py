@@ -1,0 +1,173 @@
+"""`apply()` and the handle it returns: which patches are in force, and one engine for each model that trains."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_patches._arguments import Settings, config_rows, resolve
+from megatron_patches._attach import Attachment, GroupBracket
+from megatron_patches._modules import canonical_names, drop_parts
+from megatron_patches._recompute import recompute_rows
+from megatron_patches._registry import Applied, apply_patches
+from megatron_patches._schedules import Step, schedule_rows
+from megatron_patches._validate import check_host_limit, check_model, check_recomputation, check_supported_features
+from megatron_patches._versions import check_supported
+from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
+
+logger = logging.getLogger(__name__)
+
+
+class Handle:
+    """The patches in force since one call of `apply()`, and the engines they made. Also a context manager."""
+
+    def __init__(self, defaults: Settings, meter: ResidencyMeter | None) -> None:
+        self._defaults: Settings = defaults
+        self._meter: ResidencyMeter | None = meter
+        self._applied: Applied | None = None
+        # By the first of a model's chunks: an attachment goes when its model does.
+        self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
+        self._running: Attachment | None = None
+        self._latest: weakref.ref[Attachment] | None = None
+
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """Engine of the model that took the last training step; None before the first one."""
+        attachment = self._latest() if self._latest is not None else None
+        return attachment.engine if attachment is not None else None
+
+    @property
+    def stats(self) -> IterationStats | None:
+        """Counters of the running or last training step; None before the first one."""
+        return self.engine.stats if self.engine is not None else None
+
+    def remove(self) -> None:
+        """Takes every hook and patch back and closes the engines. Idempotent.
+
+        Raises:
+            PatchError: if patches applied later are still in force on top of these.
+        """
+        for attachment in list(self._attachments.values()):
+            attachment.close()
+        self._attachments.clear()
+        self._running = None
+        if self._applied is not None:
+            self._applied.remove()
+            self._applied = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    # -- what the rows report to --------------------------------------------------------------------------------------
+
+    @property
+    def active_engine(self) -> OffloadEngine | None:
+        """The engine of the running step where groups may be opened, else None."""
+        running = self._running
+        return running.engine if running is not None and running.engine.is_active else None
+
+    def checkpoint_bracket(self) -> GroupBracket | None:
+        """The bracket for the input of fully recomputed layers, if the running step has it."""
+        return self._running.checkpoint_bracket if self._running is not None else None
+
+    def step(self, step: Step) -> AbstractContextManager[object] | None:
+        """A context for one training step; None if nothing is to be offloaded.
+
+        Raises:
+            ValueError, NotImplementedError: if the model cannot do what is asked, before its first training step.
+        """
+        settings = resolve(step.config, self._defaults)
+        if settings is None:
+            return None
+        attachment = self._attachments.get(step.chunks[0])
+        if attachment is None:
+            attachment = self._attach(step, settings)
+        self._latest = weakref.ref(attachment)
+        return self._running_step(attachment, step)
+
+    # -- private ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _running_step(self, attachment: Attachment, step: Step) -> Iterator[None]:
+        actions = step.order(step.config)
+        weights = [tensor for chunk in step.wrapped for tensor in (*chunk.parameters(), *chunk.buffers())]
+        attachment.begin_iteration(actions)
+        self._running = attachment
+        try:
+            with attachment.engine.iteration(actions, weights):
+                yield
+        except BaseException:
+            attachment.abandon_iteration()
+            raise
+        finally:
+            self._running = None
+        attachment.warn_of_unused_names()
+
+    def _attach(self, step: Step, settings: Settings) -> Attachment:
+        """Checks a model and puts the hooks on it. Every rank of its pipeline takes part, whatever it finds."""
+        engine, problem = None, None
+        try:
+            engine = self._make_engine(step, settings)
+        except Exception as error:
+            problem = error
+        try:
+            text = f"{problem}" if problem is not None else None
+            check_model(step.chunks, settings.modules, step.config, text, step.pipeline)
+        except ValueError as error:
+            if engine is not None:
+                engine.close()
+            raise (problem or error) from None
+        assert engine is not None
+        attachment = self._put_hooks(engine, step, settings)
+        self._attachments[step.chunks[0]] = attachment
+        weakref.finalize(step.chunks[0], attachment.close)
+        return attachment
+
+    def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
+        check_supported_features(step.config)
+        check_recomputation(step.config, settings.modules)
+        check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
+        return OffloadEngine(settings.engine, meter=self._meter)
+
+    def _put_hooks(self, engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
+        names, inside = drop_parts(settings.modules)
+        if inside:
+            logger.info("offload of %s is part of offload of %s", ", ".join(inside), ", ".join(names))
+        is_full = step.config.recompute_granularity == "full"
+        return Attachment(engine, step.chunks, names, brackets_checkpoints=is_full and "layer_input" in names)
+
+
+def apply(
+    config: OffloadConfig | None = None, *, modules: Sequence[str] = (), meter: ResidencyMeter | None = None
+) -> Handle:
+    """Teaches megatron-core to offload activations, until `Handle.remove()`.
+
+    Call it before the configuration of a model is made. What is moved is set by that configuration:
+    `TransformerConfig(offload_activation=True, offload_modules=[...])`.
+
+    Args:
+        config: settings of the engines, for what the model's configuration leaves open.
+        modules: names to offload in models whose configuration does not ask for offload; empty: none.
+        meter: where resident bytes are counted; None: each engine has its own.
+
+    Raises:
+        RuntimeError: if megatron-core is missing or of a version that is not supported.
+        PatchError: if the patches are in force already.
+        ValueError: for an unknown module name.
+    """
+    check_supported()
+    handle = Handle(Settings(config or OffloadConfig(), canonical_names(modules)), meter)
+    handle._applied = apply_patches(_rows(handle))
+    return handle
+
+
+def _rows(handle: Handle) -> list[Any]:
+    return [*config_rows(), *schedule_rows(handle), *recompute_rows(handle)]

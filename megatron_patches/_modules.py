@@ -1,0 +1,328 @@
+"""The one table from module names to submodules of a transformer layer, and how a model is searched with it.
+
+To add a name, add a row. A bracket is what one group spans: one call of a submodule, or the stretch from the output of
+one submodule to the input of another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Bracket(NamedTuple):
+    """One call of `path`, or from the output of `path` to the input of `until`; "*" stands for any one name."""
+
+    path: str
+    until: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleRow:
+    """One name a user can ask for."""
+
+    name: str
+    saves: str
+    """What its backward needs, that is, what is moved."""
+
+    brackets: tuple[Bracket, ...]
+    """Paths relative to a transformer layer."""
+
+    aliases: tuple[str, ...] = ()
+    recomputed_by: tuple[str, ...] = ()
+    """Values of `recompute_modules` under which the module itself is recomputed: it saves nothing then."""
+
+    discarded_by: tuple[str, ...] = ()
+    """Values of `recompute_modules` under which what it saves is discarded and computed again."""
+
+    parts: tuple[str, ...] = ()
+    """Names inside this one: asked for together, this one's groups hold their tensors too."""
+
+    where: str = ""
+    """Where a model has it, for the error when it does not."""
+
+    instead: str = ""
+    """What to ask for where it is an identity, because its work is fused into another module."""
+
+
+def _calls(*paths: str) -> tuple[Bracket, ...]:
+    return tuple(Bracket(path) for path in paths)
+
+
+def _ranges(owner_paths: Iterable[str]) -> tuple[Bracket, ...]:
+    return tuple(Bracket(f"{owner}.linear_fc1", f"{owner}.linear_fc2") for owner in owner_paths)
+
+
+_EXPERTS = ("mlp.experts", "mlp.experts.local_experts.*")
+_MOE = "layers with experts (MoELayer)"
+_EXPERT_LINEARS = (
+    "experts with linear_fc1 and linear_fc2 (TEGroupedMLP or SequentialMLP; the legacy GroupedMLP has none)"
+)
+_DENSE = "layers with a dense MLP"
+_NORM = "layers with a norm module of their own"
+
+# In the order in which a layer runs them: which groups of a chunk come last follows from it.
+MODULES: tuple[ModuleRow, ...] = (
+    ModuleRow(
+        name="layer_input",
+        saves="the input of the layer (with full recomputation: all that is saved)",
+        brackets=_calls("input_layernorm"),
+        recomputed_by=("layernorm",),
+        parts=("attn_norm",),
+        where=_NORM,
+        instead="qkv_linear",
+    ),
+    ModuleRow(
+        name="attn_norm",
+        saves="input of the norm before attention",
+        brackets=_calls("input_layernorm"),
+        recomputed_by=("layernorm",),
+        where=_NORM,
+        instead="qkv_linear",
+    ),
+    ModuleRow(
+        name="self_attn",
+        saves="all that attention saves: the four parts below",
+        brackets=_calls("self_attention"),
+        parts=("qkv_linear", "core_attn", "attn_proj"),
+        where="layers with self attention",
+    ),
+    ModuleRow(
+        name="qkv_linear",
+        saves="input of the query, key and value projections",
+        brackets=_calls(
+            "self_attention.linear_qkv",
+            "self_attention.linear_q_proj",
+            "self_attention.linear_q_down_proj",
+            "self_attention.linear_q_up_proj",
+            "self_attention.linear_kv_down_proj",
+            "self_attention.linear_kv_up_proj",
+        ),
+        recomputed_by=("mla_up_proj",),
+        discarded_by=("layernorm",),
+        where="layers with self attention",
+    ),
+    ModuleRow(
+        name="core_attn",
+        aliases=("core_attention",),
+        saves="query, key, value and what the attention kernel keeps (unfused: the probabilities)",
+        brackets=_calls("self_attention.core_attention", "cross_attention.core_attention"),
+        recomputed_by=("core_attn",),
+        where="layers with self attention",
+    ),
+    ModuleRow(
+        name="attn_proj",
+        aliases=("attn_linear",),
+        saves="input of the output projection",
+        brackets=_calls("self_attention.linear_proj", "cross_attention.linear_proj"),
+        where="layers with self attention",
+    ),
+    ModuleRow(
+        name="mlp_norm",
+        saves="input of the norm before the MLP or the experts",
+        brackets=_calls("pre_mlp_layernorm"),
+        recomputed_by=("layernorm",),
+        where=_NORM,
+        instead="mlp_fc1",
+    ),
+    ModuleRow(
+        name="mlp_fc1",
+        saves="input of the dense MLP",
+        brackets=_calls("mlp.linear_fc1"),
+        recomputed_by=("mlp",),
+        discarded_by=("layernorm",),
+        where=_DENSE,
+    ),
+    ModuleRow(
+        name="mlp_act",
+        saves="input of the dense MLP's activation function",
+        brackets=_ranges(["mlp"]),
+        recomputed_by=("mlp",),
+        where=_DENSE,
+    ),
+    ModuleRow(
+        name="mlp_fc2",
+        saves="output of the dense MLP's activation function",
+        brackets=_calls("mlp.linear_fc2"),
+        recomputed_by=("mlp",),
+        where=_DENSE,
+    ),
+    ModuleRow(
+        name="shared_experts",
+        saves="all that the shared experts save",
+        brackets=_calls("mlp.shared_experts"),
+        recomputed_by=("moe", "shared_experts"),
+        parts=("shared_fc1", "shared_fc2"),
+        where="layers with shared experts that do not overlap with communication",
+    ),
+    ModuleRow(
+        name="shared_fc1",
+        saves="input of the shared experts",
+        brackets=_calls("mlp.shared_experts.linear_fc1"),
+        recomputed_by=("moe", "shared_experts"),
+        discarded_by=("layernorm",),
+        where="layers with shared experts",
+    ),
+    ModuleRow(
+        name="shared_fc2",
+        saves="output of the shared experts' activation function",
+        brackets=_calls("mlp.shared_experts.linear_fc2"),
+        recomputed_by=("moe", "shared_experts"),
+        where="layers with shared experts",
+    ),
+    ModuleRow(
+        name="router",
+        saves="input of the router, and its scores",
+        brackets=_calls("mlp.router"),
+        recomputed_by=("moe",),
+        discarded_by=("layernorm",),
+        where=_MOE,
+    ),
+    ModuleRow(
+        name="router_fc1",
+        aliases=("expert_fc1",),
+        saves="tokens routed to the experts here",
+        brackets=_calls(*(f"{owner}.linear_fc1" for owner in _EXPERTS)),
+        recomputed_by=("moe",),
+        where=_EXPERT_LINEARS,
+    ),
+    ModuleRow(
+        name="moe_act",
+        saves="input of the experts' activation function",
+        brackets=_ranges(_EXPERTS),
+        recomputed_by=("moe", "moe_act"),
+        where=_EXPERT_LINEARS,
+    ),
+    ModuleRow(
+        name="router_fc2",
+        aliases=("expert_fc2",),
+        saves="output of the experts' activation function",
+        brackets=_calls(*(f"{owner}.linear_fc2" for owner in _EXPERTS)),
+        recomputed_by=("moe",),
+        discarded_by=("moe_act",),
+        where=_EXPERT_LINEARS,
+    ),
+)
+
+
+class Site(NamedTuple):
+    """One bracket found in a model chunk."""
+
+    name: str
+    path: str
+    until: str | None
+
+
+class Survey(NamedTuple):
+    """What a model chunk, or a whole model, has to offer."""
+
+    sites: dict[str, int]
+    """Name -> how many places."""
+
+    identities: frozenset[str]
+    """Names whose submodule is there but does nothing."""
+
+    classes: frozenset[str]
+    """Class names of the layers' submodules, as "mlp: MoELayer", for error messages."""
+
+
+def row_of(name: str) -> ModuleRow:
+    """The row of a name or an alias.
+
+    Raises:
+        ValueError: for a name that is not in the table, listing those that are.
+    """
+    for row in MODULES:
+        if name == row.name or name in row.aliases:
+            return row
+    raise ValueError(f"unknown module name {name!r} in offload_modules; known are: {', '.join(known_names())}")
+
+
+def known_names() -> list[str]:
+    """Every name and alias, in the order of the table."""
+    return [name for row in MODULES for name in (row.name, *row.aliases)]
+
+
+def canonical_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of the table for names or aliases, without repetitions, in the order of the table.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    wanted = {row_of(name).name for name in names}
+    return tuple(row.name for row in MODULES if row.name in wanted)
+
+
+def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Separates names into those to bracket and those that lie inside a bracket asked for as well."""
+    inside = {part for name in names for part in row_of(name).parts}
+    return tuple(n for n in names if n not in inside), tuple(n for n in names if n in inside)
+
+
+def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
+    """Every place in a model chunk that the names stand for, in the order in which the chunk runs them."""
+    found = []
+    for depth, (prefix, layer) in enumerate(_layers(chunk)):
+        modules = dict(layer.named_modules())
+        for rank, row in enumerate(MODULES):
+            if row.name in names:
+                for site, expert in _sites_in_layer(row, modules):
+                    found.append(((depth, expert, rank), _under(prefix, site)))
+    return [site for _, site in sorted(found, key=lambda entry: entry[0])]
+
+
+def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
+    """Counts, for every name of the table, the places in these chunks."""
+    sites = {row.name: 0 for row in MODULES}
+    identities, classes = set(), set()
+    for _, layer in (entry for chunk in chunks for entry in _layers(chunk)):
+        modules = dict(layer.named_modules())
+        classes |= {f"{name}: {type(child).__name__}" for name, child in layer.named_children()}
+        for row in MODULES:
+            sites[row.name] += sum(1 for _ in _sites_in_layer(row, modules))
+            if any(_is_identity(modules.get(bracket.path)) for bracket in row.brackets):
+                identities.add(row.name)
+    return Survey(sites, frozenset(identities), frozenset(classes))
+
+
+def merge_surveys(surveys: Iterable[Survey]) -> Survey:
+    """The survey of a model spread over several ranks."""
+    parts = list(surveys)
+    sites = {row.name: sum(part.sites[row.name] for part in parts) for row in MODULES}
+    identities = frozenset[str]().union(*(part.identities for part in parts))
+    return Survey(sites, identities, frozenset[str]().union(*(part.classes for part in parts)))
+
+
+def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for path, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer):
+            yield path, module
+
+
+def _sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
+    """Sites relative to the layer, each with the number of its expert (-1: not one of several)."""
+    for bracket in row.brackets:
+        pattern = re.compile(re.escape(bracket.path).replace(r"\*", r"([^.]+)"))
+        for path, module in modules.items():
+            match = pattern.fullmatch(path)
+            if match is None or _is_identity(module):
+                continue
+            until = bracket.until.replace("*", match[1]) if bracket.until and match.groups() else bracket.until
+            if until is None or until in modules:
+                yield Site(row.name, path, until), int(match[1]) if match.groups() else -1
+
+
+def _under(prefix: str, site: Site) -> Site:
+    return Site(site.name, f"{prefix}.{site.path}", f"{prefix}.{site.until}" if site.until else None)
+
+
+def _is_identity(module: torch.nn.Module | None) -> bool:
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    return isinstance(module, (IdentityOp, IdentityFuncOp))

@@ -1,0 +1,71 @@
+"""Rows around megatron-core's two kinds of recomputation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatron_patches._attach import GroupBracket
+from megatron_patches._registry import Patch
+from offload_engine import OffloadEngine
+
+
+class Runner(Protocol):
+    """What the rows ask."""
+
+    @property
+    def active_engine(self) -> OffloadEngine | None:
+        """The engine of the running step where groups may be opened, else None."""
+
+    def checkpoint_bracket(self) -> GroupBracket | None:
+        """The bracket for the input of fully recomputed layers, if it is asked for in the running step."""
+
+
+def recompute_rows(runner: Runner) -> list[Patch]:
+    """The rows."""
+    return [
+        Patch(
+            target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
+            wrapper=functools.partial(_excluding_outputs, runner=runner),
+            why="its outputs are discarded on purpose and computed again: copying them would copy nothing",
+        ),
+        Patch(
+            target="megatron.core.tensor_parallel:checkpoint",
+            wrapper=functools.partial(_bracketing_input, runner=runner),
+            why="under full recomputation the input of each layer is all that is saved, and no submodule saves it",
+        ),
+    ]
+
+
+def _excluding_outputs(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
+        outputs = original(self, run_function, *args)
+        engine = runner.active_engine
+        if engine is not None:
+            for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+                if isinstance(output, torch.Tensor):
+                    engine.exclude(output)
+        return outputs
+
+    return checkpoint
+
+
+def _bracketing_input(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
+        bracket = runner.checkpoint_bracket()
+        entered = bracket.enter_with_arguments(args, {}) if bracket is not None else None
+        if bracket is None or entered is None:
+            return original(function, distribute_saved_activations, *args)
+        output = None
+        try:
+            output = original(function, distribute_saved_activations, *entered[0])
+        finally:
+            output = bracket.leave_with(output)
+        return output
+
+    return checkpoint

@@ -1,0 +1,149 @@
+"""Whether a model can do what is asked of it: found out before the first training step, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_patches._modules import ModuleRow, Survey, merge_surveys, row_of, survey
+
+_Gathered = tuple[Survey | None, str | None]
+
+
+def check_recomputation(config: Any, names: Sequence[str]) -> None:
+    """Rejects names whose tensors are not saved because they are computed again in backward.
+
+    Raises:
+        ValueError: naming both settings.
+    """
+    for name in names:
+        conflict = _full_conflict(config, name) or _selective_conflict(config, row_of(name))
+        if conflict:
+            raise ValueError(f"offload_modules has {name!r}, but {conflict}")
+
+
+def check_supported_features(config: Any) -> None:
+    """Rejects ways to run a model that do not call its submodules, so that nothing could be bracketed.
+
+    Raises:
+        NotImplementedError: naming the setting.
+    """
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise NotImplementedError(
+            "offload_activation does not work with overlap_moe_expert_parallel_comm yet: switch one of them off"
+        )
+    if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
+        raise NotImplementedError(
+            f"offload_activation does not work with cuda_graph_impl={config.cuda_graph_impl!r}: a captured layer does "
+            "not call its submodules. Use cuda_graph_impl='none'"
+        )
+
+
+def check_host_limit(config: Any, limit_bytes: int | None, seq_length: int, micro_batch_size: int) -> None:
+    """Rejects a host limit that cannot hold even the smallest useful group: one hidden activation.
+
+    Raises:
+        ValueError: with both figures.
+    """
+    need = hidden_bytes(config, seq_length, micro_batch_size)
+    if limit_bytes is not None and limit_bytes < need:
+        raise ValueError(
+            f"offload_host_limit_bytes={limit_bytes:,} cannot hold one hidden activation of {need:,} bytes "
+            f"(sequence {seq_length} x micro batch {micro_batch_size} x hidden {config.hidden_size}): nothing could "
+            "be offloaded. Raise the limit"
+        )
+
+
+def hidden_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int:
+    """Bytes of one [sequence, batch, hidden] activation on this rank."""
+    tokens = seq_length * micro_batch_size // getattr(config, "context_parallel_size", 1)
+    if config.sequence_parallel:
+        tokens //= config.tensor_model_parallel_size
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+    return tokens * int(config.hidden_size) * dtype.itemsize
+
+
+def check_model(
+    chunks: Sequence[torch.nn.Module], names: Sequence[str], config: Any, problem: str | None, pp: Any
+) -> None:
+    """Rejects names that match nothing anywhere in the model. Collective over the pipeline-parallel group.
+
+    Args:
+        chunks: this rank's model chunks.
+        names: of the table.
+        config: of the model.
+        problem: what has gone wrong on this rank already; makes every rank fail, instead of some of them wait.
+        pp: the pipeline-parallel process group.
+
+    Raises:
+        ValueError: the same on every rank of the group, saying what the model has instead.
+    """
+    found = None if problem else survey(chunks)
+    gathered = _gather((found, problem), pp)
+    problems = [f"pipeline rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
+    if problems:
+        raise ValueError("; ".join(problems))
+    model = merge_surveys(part for part, _ in gathered if part is not None)
+    missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
+    if missing:
+        raise ValueError(_missing_message(missing, model))
+
+
+def _gather(own: _Gathered, pp: Any) -> list[_Gathered]:
+    if pp is None or pp.size() == 1:
+        return [own]
+    gathered: list[Any] = [None] * pp.size()
+    torch.distributed.all_gather_object(gathered, own, group=pp)
+    return gathered
+
+
+def _is_checkpoint_input(config: Any, name: str) -> bool:
+    return name == "layer_input" and config.recompute_granularity == "full"
+
+
+def _missing_message(missing: Sequence[str], model: Survey) -> str:
+    has = [name for name, count in model.sites.items() if count]
+    why = "; ".join(f"{name!r} {_why_missing(row_of(name), model)}" for name in missing)
+    return (
+        f"offload_modules matches nothing in this model: {why}. This model has {', '.join(has) or 'no known module'} "
+        f"(layers made of {', '.join(sorted(model.classes)) or 'nothing'})"
+    )
+
+
+def _why_missing(row: ModuleRow, model: Survey) -> str:
+    if row.name in model.identities:
+        fused = f": the norm is fused into the linear after it, ask for {row.instead!r}" if row.instead else ""
+        return f"is an IdentityOp here{fused}"
+    return f"needs {row.where}"
+
+
+def _full_conflict(config: Any, name: str) -> str | None:
+    if config.recompute_granularity != "full" or name == "layer_input":
+        return None
+    per_stage = config.num_layers // (config.pipeline_model_parallel_size * _virtual_stages(config))
+    if config.recompute_method == "block" and config.recompute_num_layers < per_stage:
+        return None
+    return (
+        "recompute_granularity='full' recomputes every layer, which saves only its input: offload 'layer_input', or "
+        "use recompute_granularity='selective'"
+    )
+
+
+def _virtual_stages(config: Any) -> int:
+    return config.virtual_pipeline_model_parallel_size or 1
+
+
+def _selective_conflict(config: Any, row: ModuleRow) -> str | None:
+    if config.recompute_granularity != "selective":
+        return None
+    for module in config.recompute_modules or ():
+        if module in row.recomputed_by:
+            return f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of them"
+        if module in row.discarded_by:
+            return (
+                f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
+                "to move. Drop one of them"
+            )
+    return None
