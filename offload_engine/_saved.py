@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload_engine.schedule import ChunkKey
 
 if TYPE_CHECKING:
-    from offload_engine._devices.base import Event, Stream
+    from offload_engine._devices.base import Event, HostRegion, Stream
     from offload_engine._host_pool import HostLease
     from offload_engine._store import ActivationStore
 
@@ -49,6 +49,7 @@ class SavedStorage:
         "pending",
         "copied_out",
         "lease",
+        "region",
         "num_handles",
         "group",
         "_pin",
@@ -64,7 +65,8 @@ class SavedStorage:
         self.readers: list[Stream] = []  # other compute streams that read a copied-in buffer
         self.pending: Event | None = None  # last copy touching `buffer`
         self.copied_out: Event | None = None
-        self.lease: HostLease | None = None
+        self.lease: GroupLease | None = None
+        self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
         self.group: TensorGroup = group  # the group that saved it first, and so moves it out
         # Keeps the address `key` from being given to another storage while this object is registered under it.
@@ -79,6 +81,24 @@ class SavedStorage:
 
     def __repr__(self) -> str:
         return f"<SavedStorage {self.nbytes:,} bytes {self.residency.value} of {self.group}>"
+
+
+class GroupLease:
+    """One lease for all storages that a group copies out; it goes back when the last of them gives up its part."""
+
+    __slots__ = ("lease", "num_storages", "events")
+
+    def __init__(self, lease: HostLease, num_storages: int) -> None:
+        self.lease = lease
+        self.num_storages = num_storages
+        self.events: list[Event] = []  # last copy of each part that was given up
+
+    def give_up_part(self, last_copy: Event | None) -> bool:
+        """One storage needs its part no more once `last_copy` has completed; True if none is left."""
+        if last_copy is not None and last_copy not in self.events:
+            self.events.append(last_copy)
+        self.num_storages -= 1
+        return self.num_storages == 0
 
 
 class TensorGroup:
@@ -102,7 +122,8 @@ class TensorGroup:
             self.nbytes += storage.nbytes
 
     def __repr__(self) -> str:
-        return f"group {self.index} ({self.name}) of chunk (stage {self.chunk.stage}, microbatch {self.chunk.microbatch})"
+        stage, microbatch = self.chunk
+        return f"group {self.index} ({self.name}) of chunk (stage {stage}, microbatch {microbatch})"
 
 
 class PackedTensor:

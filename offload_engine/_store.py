@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine._host_pool import HostLease, HostPool
-from offload_engine._saved import PackedTensor, Residency, SavedStorage, TensorGroup
+from offload_engine._devices.base import HostRegion
+from offload_engine._host_pool import HostPool
+from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup
 from offload_engine._stats import IterationStats
 from offload_engine._transfers import TransferContext, await_copy_in, copy_in, copy_out, drop_buffer
 from offload_engine.errors import CopyError, OffloadError
@@ -26,9 +28,7 @@ class ActivationStore:
         prefetched_bytes: bytes of copy-in that are issued and not used yet.
     """
 
-    def __init__(
-        self, context: TransferContext, pool: HostPool, meter: ResidencyMeter, min_tensor_bytes: int
-    ) -> None:
+    def __init__(self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, min_tensor_bytes: int) -> None:
         self.stats: IterationStats = IterationStats()
         self.live: dict[SavedStorage, None] = {}
         self.resident_bytes: int = 0
@@ -39,7 +39,7 @@ class ActivationStore:
         self._min_tensor_bytes = min_tensor_bytes
         self._by_key: dict[int, SavedStorage] = {}
         self._weights: frozenset[int] = frozenset()
-        self._excluded: dict[int, torch.Tensor] = {}
+        self._excluded: dict[int, StorageWeakRef] = {}
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Start counting anew; the storages of `weights` are not activations."""
@@ -58,8 +58,9 @@ class ActivationStore:
 
     def exclude(self, tensor: torch.Tensor) -> None:
         """Never copy the storage of `tensor` in this iteration."""
-        # The alias keeps the address from being given to another storage.
-        self._excluded[tensor.untyped_storage()._cdata] = tensor.detach()
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the address from being given to another storage, and no bytes alive.
+        self._excluded[storage._cdata] = StorageWeakRef(storage)
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> object:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
@@ -107,14 +108,14 @@ class ActivationStore:
     def issue_copy_out(self, group: TensorGroup) -> list[SavedStorage]:
         """Copy out what `group` saved first; returns the storages now being copied (none where there is no room)."""
         storages = [saved for saved in group.storages if saved.group is group and self._is_movable(saved)]
-        leases = self._lend_all(storages)
-        if leases is None:
-            self.stats.num_host_limit_groups += 1
-            return []
         if not storages:
             return []
-        copied_out = copy_out(storages, leases, self._context)
-        for saved, lease in zip(storages, leases, strict=True):
+        lease = self._lend(storages)
+        if lease is None:
+            self.stats.num_host_limit_groups += 1
+            return []
+        copied_out = copy_out(storages, lease.lease, self._context)
+        for saved in storages:
             saved.lease, saved.pending, saved.copied_out = lease, copied_out, copied_out
             saved.residency = Residency.COPYING_OUT
             self.stats.copied_out_bytes += saved.nbytes
@@ -129,11 +130,9 @@ class ActivationStore:
         """
         if saved.residency is not Residency.COPYING_OUT or saved.is_modified():
             return
-        self._meter_out(saved)
         try:
-            drop_buffer(saved, self._context)
+            self._drop(saved)
         except CopyError as error:
-            self._meter_in(saved)
             raise _named(error, "copy-out", saved) from error
         saved.residency = Residency.ON_HOST
 
@@ -151,7 +150,7 @@ class ActivationStore:
             self._give_back(saved)
             self.stats.copied_in_bytes += saved.nbytes
             self.prefetched_bytes += saved.nbytes
-            self._meter_in(saved)
+            self._arrive(saved)
 
     def retire(self, saved: SavedStorage) -> None:
         """Autograd has dropped the last handle: give everything back. No-op for a storage that is gone."""
@@ -160,13 +159,13 @@ class ActivationStore:
         if saved.residency is Residency.COPYING_IN:
             self.prefetched_bytes -= saved.nbytes
         if saved.buffer is not None:
-            self._meter_out(saved)
             try:
-                drop_buffer(saved, self._context)
+                self._drop(saved)
             except CopyError as error:
                 # Nobody needs the bytes any more, and a failed copy no longer touches them.
                 logger.warning("%s", _named(error, "copy", saved))
-                saved.buffer = saved.pending = saved.copied_out = None
+                saved.pending = saved.copied_out = None
+                self._drop(saved)
         if saved.lease is not None:
             self._give_back(saved)
         self._forget(saved)
@@ -200,23 +199,24 @@ class ActivationStore:
         self._by_key[saved.key] = saved
         self.live[saved] = None
         self.stats.managed_bytes += saved.nbytes
-        self._meter_in(saved)
+        self._arrive(saved)
         return saved
 
     def _is_movable(self, saved: SavedStorage) -> bool:
         return saved.residency is Residency.RESIDENT and saved.lease is None and not saved.is_modified()
 
-    def _lend_all(self, storages: Sequence[SavedStorage]) -> list[HostLease] | None:
-        """A lease for each storage, or None, and nothing lent, where there is no room for all."""
-        leases: list[HostLease] = []
-        for saved in storages:
-            lease = self._pool.lend(saved.nbytes)
-            if lease is None:
-                for lent in leases:
-                    self._pool.give_back(lent, lent.ready_after)
-                return None
-            leases.append(lease)
-        return leases
+    def _lend(self, storages: Sequence[SavedStorage]) -> GroupLease | None:
+        """One lease with a region for each storage; None, and nothing lent, where the host tier has no room."""
+        alignment = self._context.device.host_alignment
+        sizes = [-(-saved.nbytes // alignment) * alignment for saved in storages]
+        lease = self._pool.lend(sum(sizes))
+        if lease is None:
+            return None
+        offset = lease.region.offset
+        for saved, size in zip(storages, sizes, strict=True):
+            saved.region = HostRegion(lease.region.slab, offset, saved.nbytes)
+            offset += size
+        return GroupLease(lease, len(storages))
 
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
@@ -233,10 +233,11 @@ class ActivationStore:
             raise _named(error, "copy-in", saved) from error
 
     def _give_back(self, saved: SavedStorage) -> None:
-        assert saved.lease is not None
+        lease, saved.lease = saved.lease, None
+        assert lease is not None
         last_copy = saved.pending if saved.residency is Residency.COPYING_IN else saved.copied_out
-        self._pool.give_back(saved.lease, () if last_copy is None else (last_copy,))
-        saved.lease = None
+        if lease.give_up_part(last_copy):
+            self._pool.give_back(lease.lease, lease.events)
 
     def _forget(self, saved: SavedStorage) -> None:
         saved.residency = Residency.RETIRED
@@ -244,16 +245,23 @@ class ActivationStore:
         if self._by_key.get(saved.key) is saved:
             del self._by_key[saved.key]
 
-    def _meter_in(self, saved: SavedStorage) -> None:
-        assert saved.buffer is not None
-        self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
+    def _arrive(self, saved: SavedStorage) -> None:
+        """The storage has a buffer on the device from now on."""
         self.resident_bytes += saved.nbytes
-        self.stats.peak_resident_bytes = max(self.stats.peak_resident_bytes, self.resident_bytes)
+        if self.resident_bytes > self.stats.peak_resident_bytes:
+            self.stats.peak_resident_bytes = self.resident_bytes
+        if self._meter is not None:
+            assert saved.buffer is not None
+            self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
 
-    def _meter_out(self, saved: SavedStorage) -> None:
+    def _drop(self, saved: SavedStorage) -> None:
+        """Drop the buffer of the storage, in order."""
         assert saved.buffer is not None
-        self._meter.drop(saved.buffer.untyped_storage()._cdata)
+        address = saved.buffer.untyped_storage()._cdata
+        drop_buffer(saved, self._context)
         self.resident_bytes -= saved.nbytes
+        if self._meter is not None:
+            self._meter.drop(address)
 
 
 def _named(error: CopyError, copy: str, saved: SavedStorage) -> CopyError:

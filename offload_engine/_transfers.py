@@ -39,15 +39,16 @@ class TransferContext:
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
 
 
-def copy_out(storages: Sequence[SavedStorage], leases: Sequence[HostLease], context: TransferContext) -> Event:
-    """Issue the copy-out of `storages` into `leases`; returns the event after the last byte."""
+def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: TransferContext) -> Event:
+    """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
     device, stream = context.device, context.copy_out_stream
     for compute in _distinct(storage.stream for storage in storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 1
-    for storage, lease in zip(storages, leases, strict=True):
-        for event in lease.ready_after:
-            device.wait_event(stream, event)  # Rule 2
-        device.copy_out(stream, _bytes_of(storage.buffer), lease.region)
+    for event in lease.ready_after:
+        device.wait_event(stream, event)  # Rule 2
+    for storage in storages:
+        assert storage.region is not None
+        device.copy_out(stream, _bytes_of(storage.buffer), storage.region)
     return device.record_event(stream)
 
 
@@ -59,8 +60,8 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     for compute in _distinct(storage.stream for storage in storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
     for storage in storages:
-        assert storage.lease is not None and storage.buffer is not None
-        device.copy_in(stream, storage.lease.region, storage.buffer)
+        assert storage.region is not None and storage.buffer is not None
+        device.copy_in(stream, storage.region, storage.buffer)
     return device.record_event(stream)
 
 
@@ -75,7 +76,8 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
         device.wait_event(storage.stream, storage.pending)  # Rule 3
     for reader in storage.readers:
         device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
-    device.on_release(_bytes_of(storage.buffer))
+    assert storage.buffer is not None
+    device.on_release(storage.buffer)
     storage.buffer = storage.pending = None
     storage.readers.clear()
 

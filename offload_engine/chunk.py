@@ -53,8 +53,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc, valid-type]
     ) -> None:
         if double_buffering:
             raise NotImplementedError(
-                "double_buffering=True is not supported: with it TransformerEngine's handler returns wrong data as soon "
-                "as its windows are uneven. Leave it off; copy-ins are prefetched into fresh buffers anyway."
+                "double_buffering=True is not supported: with it TransformerEngine's handler returns wrong data as "
+                "soon as its windows are uneven. Leave it off; copy-ins are prefetched into fresh buffers anyway."
             )
         # Skips the base's own __init__, which makes two streams per instance and the window map.
         bound = 2**63 if num_offload_group is None else num_offload_group

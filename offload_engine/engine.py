@@ -36,7 +36,7 @@ class OffloadEngine:
     Args:
         config: bounds and thresholds.
         device: where activations are; None: CUDA where there is a GPU, else the CPU.
-        meter: where resident bytes are counted; None: one of its own.
+        meter: where resident bytes are counted besides `stats`, over time and together with a `SavedTensorTracker`.
 
     Raises:
         ValueError: if the configuration does not fit the device.
@@ -47,7 +47,7 @@ class OffloadEngine:
     ) -> None:
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
-        self.meter: ResidencyMeter = meter or ResidencyMeter()
+        self.meter: ResidencyMeter | None = meter
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes)
         self.current_chunk: ChunkOffloadHandler | None = None
         context = TransferContext(self.device)
@@ -68,9 +68,7 @@ class OffloadEngine:
         """Counters of the running iteration, or of the last one."""
         return self._store.stats
 
-    def begin_iteration(
-        self, actions: Sequence[Action] | None = None, weights: Iterable[torch.Tensor] = ()
-    ) -> None:
+    def begin_iteration(self, actions: Sequence[Action] | None = None, weights: Iterable[torch.Tensor] = ()) -> None:
         """Start a training step.
 
         Args:

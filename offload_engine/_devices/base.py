@@ -90,7 +90,7 @@ class Device(Protocol):
         """Issue host-to-device copy into the 1-D uint8 tensor `target` on `stream`; lifetimes as for `copy_out`."""
 
     def on_release(self, buffer: torch.Tensor) -> None:
-        """Told just before the engine drops its reference to `buffer` (1-D uint8): it may be reused from now on.
+        """Told just before the engine drops `buffer`, its last reference to that storage: it may be reused from now on.
 
         Nothing to do on real devices; the adversarial device poisons the bytes here.
         """
