@@ -17,6 +17,7 @@ from .base import Event, HostRegion, HostSlab, Stream
 from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
 from .file_slab import FileSlab, check_directory
 from .memory_slab import MemorySlab
+from .regions import check_copy, check_slab_size
 
 COMPUTE = "compute"
 """The one compute stream: whatever thread calls."""
@@ -91,19 +92,18 @@ class CpuDevice:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
-        _check_copy(source, target)
+        check_copy(source, target)
         stream.write(source, target.slab, target.offset)
 
     def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
-        _check_copy(target, source)
+        check_copy(target, source)
         stream.read(source.slab, source.offset, target)
 
     def on_release(self, buffer: torch.Tensor) -> None:
         pass
 
     def new_slab(self, nbytes: int) -> HostSlab:
-        if nbytes <= 0 or nbytes % self.host_alignment:
-            raise ValueError(f"a slab must be a positive multiple of {self.host_alignment} bytes, got {nbytes:,}")
+        check_slab_size(nbytes, self.host_alignment)
         self._guard.claim()
         slab = MemorySlab(nbytes) if self.directory is None else FileSlab(self.directory, nbytes)
         self._slabs.add(slab)
@@ -119,18 +119,6 @@ def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:
         return tempfile.gettempdir()
     path = os.fspath(directory)
     return None if path == "none" else path
-
-
-def _check_copy(tensor: torch.Tensor, region: HostRegion) -> None:
-    # The worker copies raw memory: a size that does not fit must not get there.
-    nbytes = region.nbytes
-    if tensor.dtype is not torch.uint8 or tensor.numel() != nbytes or not tensor.is_contiguous():
-        raise ValueError(
-            f"a copy of {nbytes:,} bytes needs a contiguous uint8 tensor of that size, "
-            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )
-    if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
-        raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
 
 
 def _shut_down(guard: ProcessGuard, streams: list[CopyStream], slabs: weakref.WeakSet[FileSlab | MemorySlab]) -> None:

@@ -25,6 +25,7 @@ class FileSlab:
         self.directory = directory
         self._fd = _reserve(directory, nbytes)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self._close_fd.atexit = False  # the device closes its slabs then, after its copies
 
     def __repr__(self) -> str:
         return f"FileSlab({self.nbytes:,} bytes in {self.directory})"

@@ -1,0 +1,140 @@
+"""The CUDA device: copies on side streams between device memory and pinned host memory.
+
+No `record_stream` anywhere: it would hand blocks back to the allocator at a time nobody chose, and make the process
+grow. Instead the caller keeps each tensor until an event says that its copy is done, and buffers for copy-in come
+from the pool of the compute stream that will use them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import cast
+
+import torch
+
+from .base import CopyError, Event, HostRegion, HostSlab, Stream
+from .pinned import PinnedSlab, numa_node_of
+from .regions import check_copy, check_slab_size
+
+logger = logging.getLogger(__name__)
+
+
+class CudaDevice:
+    """Owns the copy streams and the pinned host tier of one engine on one GPU.
+
+    A copy that fails on a GPU takes the CUDA context with it: unlike on the CPU there is no next step.
+    """
+
+    def __init__(
+        self, torch_device: torch.device | str | int | None = None, directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Bind to a GPU.
+
+        Args:
+            torch_device: the GPU whose tensors are moved; None is the current one.
+            directory: must be None; a host tier in a file is for the CPU device.
+
+        Raises:
+            ValueError: if a directory is given, or `torch_device` is not a CUDA device.
+            RuntimeError: if there is no CUDA device.
+        """
+        if directory is not None:
+            raise ValueError(
+                f"directory={os.fspath(directory)!r} is for machines without a GPU: with CUDA the host tier is "
+                "pinned memory. Leave the directory out, and bound the tier with host_limit_bytes."
+            )
+        if not torch.cuda.is_available():
+            raise RuntimeError("no CUDA device here: use CpuDevice")
+        self.torch_device = _with_index(torch_device)
+        self.host_alignment = 512  # as the device allocator's blocks: no two copies share a cache line
+        self._numa_node = numa_node_of(self.torch_device)
+        self._streams: list[torch.cuda.Stream] = []
+        self._slabs: weakref.WeakSet[PinnedSlab] = weakref.WeakSet()
+        # Also at interpreter exit: memory must not be unmapped under a copy.
+        self._close = weakref.finalize(self, _shut_down, self._streams, self._slabs, os.getpid())
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.torch_device}, memory node {self._numa_node})"
+
+    def new_stream(self, name: str) -> Stream:
+        # Default priority: the copy engine serves streams in the order of issue, whatever their priority.
+        stream = torch.cuda.Stream(self.torch_device)
+        self._streams.append(stream)
+        logger.debug("copy stream %s: %s", name, stream)
+        return stream
+
+    def current_stream(self) -> Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def record_event(self, stream: Stream) -> Event:
+        event = torch.cuda.Event()  # without timing: cheaper to record, and all that ordering needs
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        event.wait(stream)
+
+    def is_complete(self, event: Event) -> bool:
+        return event.query()
+
+    def synchronize(self, event: Event) -> None:
+        try:
+            event.synchronize()
+        except RuntimeError as error:
+            raise CopyError(
+                f"CUDA failed before or in a copy on {self.torch_device}: {error}. Restart the process."
+            ) from error
+
+    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
+        check_copy(source, target)
+        with torch.cuda.stream(stream):
+            _host_bytes(target).copy_(source, non_blocking=True)
+
+    def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
+        check_copy(target, source)
+        with torch.cuda.stream(stream):
+            target.copy_(_host_bytes(source), non_blocking=True)
+
+    def on_release(self, buffer: torch.Tensor) -> None:
+        pass
+
+    def new_slab(self, nbytes: int) -> HostSlab:
+        check_slab_size(nbytes, self.host_alignment)
+        if not self._close.alive:
+            raise RuntimeError("the CUDA device is closed: make a new one")
+        slab = PinnedSlab(nbytes, self._numa_node)
+        self._slabs.add(slab)
+        return slab
+
+    def close(self) -> None:
+        self._close()
+
+
+def _with_index(device: torch.device | str | int | None) -> torch.device:
+    found = torch.device("cuda") if device is None else torch.device(device)
+    if found.type != "cuda":
+        raise ValueError(f"torch_device must be a CUDA device, got {found}")
+    # Tensors always carry an index; a device without one would equal none of them.
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def _host_bytes(region: HostRegion) -> torch.Tensor:
+    return cast(PinnedSlab, region.slab).view(region.offset, region.nbytes)
+
+
+def _shut_down(streams: list[torch.cuda.Stream], slabs: weakref.WeakSet[PinnedSlab], pid: int) -> None:
+    if pid != os.getpid():
+        return  # a forked child: CUDA did not come along
+    try:
+        for stream in streams:
+            stream.synchronize()
+    except RuntimeError as error:  # the context is lost, and every copy with it
+        logger.warning("copies were lost: %s", error)
+    for slab in list(slabs):
+        slab.close()

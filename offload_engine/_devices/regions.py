@@ -1,0 +1,33 @@
+"""What every device checks before it moves raw bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from .base import HostRegion
+
+
+def check_copy(tensor: torch.Tensor, region: HostRegion) -> None:
+    """Refuse a copy between `tensor` and `region` that would touch any other byte.
+
+    Raises:
+        ValueError: if `tensor` is not contiguous uint8 of the region's size, or the region is not inside its slab.
+    """
+    nbytes = region.nbytes
+    if tensor.dtype is not torch.uint8 or tensor.numel() != nbytes or not tensor.is_contiguous():
+        raise ValueError(
+            f"a copy of {nbytes:,} bytes needs a contiguous uint8 tensor of that size, "
+            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
+        )
+    if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
+        raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
+
+
+def check_slab_size(nbytes: int, alignment: int) -> None:
+    """Refuse a slab size that the device could not have been asked for.
+
+    Raises:
+        ValueError: if `nbytes` is not a positive multiple of `alignment`.
+    """
+    if nbytes <= 0 or nbytes % alignment:
+        raise ValueError(f"a slab must be a positive multiple of {alignment} bytes, got {nbytes:,}")

@@ -1,0 +1,133 @@
+"""Pinned slabs without a GPU: everything but the registration itself, which is a recorder here."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from offload_engine._devices import pinned
+from offload_engine._devices.cuda import CudaDevice
+from offload_engine._devices.pinned import PinnedSlab, numa_node_of
+
+MIB = 1 << 20
+
+
+class Runtime:
+    """Stands in for `torch.cuda.cudart()`."""
+
+    cudaError = int
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.code == 0:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
+
+
+@pytest.mark.parametrize("nbytes", [512, 3 * MIB + 512])
+def test_a_slab_is_registered_whole_and_can_be_used(runtime: Runtime, nbytes: int) -> None:
+    slab = PinnedSlab(nbytes, numa_node=0)
+    whole = slab.view(0, nbytes)
+    assert runtime.registered == {whole.data_ptr(): nbytes}
+    assert not whole.any()
+    slab.view(100, 7).fill_(3)
+    assert whole.sum().item() == 21
+    del whole
+    slab.close()
+    slab.close()
+    assert runtime.registered == {}
+    with pytest.raises(RuntimeError, match="closed"):
+        slab.view(0, 1)
+
+
+def test_a_dropped_slab_is_unregistered(runtime: Runtime) -> None:
+    slab = PinnedSlab(MIB)
+    assert runtime.registered
+    del slab
+    gc.collect()
+    assert runtime.registered == {}
+
+
+def test_a_view_may_outlive_its_slab(runtime: Runtime) -> None:
+    slab = PinnedSlab(MIB)
+    view = slab.view(0, 4)
+    slab.close()
+    assert runtime.registered == {}
+    view.fill_(1)
+
+
+def test_a_refused_registration_is_a_memory_error(runtime: Runtime) -> None:
+    runtime.code = 2
+    with pytest.raises(MemoryError, match=r"does not pin 1,048,576 bytes .*out of memory \(2\).*host_limit_bytes"):
+        PinnedSlab(MIB)
+    assert runtime.registered == {}
+
+
+def test_no_room_is_a_memory_error(runtime: Runtime) -> None:
+    with pytest.raises(MemoryError, match="no room"):
+        PinnedSlab(1 << 50)
+
+
+def test_an_impossible_memory_node_is_skipped(runtime: Runtime) -> None:
+    PinnedSlab(MIB, numa_node=900).close()
+
+
+def test_a_machine_with_other_system_calls_is_skipped(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned.platform, "machine", lambda: "riscv64")
+    PinnedSlab(MIB, numa_node=0).close()
+
+
+def gpu_at(root: Path, nodes: int, numa_node: str) -> None:
+    for node in range(nodes):
+        (root / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+    folder = root / "sys/bus/pci/devices/0000:1b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(numa_node)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "numa_node", "expected"),
+    [(1, "0\n", None), (2, "1\n", 1), (2, "-1\n", None), (2, "garbled", None)],
+)
+def test_the_memory_node_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, numa_node: str, expected: int | None
+) -> None:
+    gpu_at(tmp_path, nodes, numa_node)
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert numa_node_of(torch.device("cuda", 0), tmp_path) == expected
+
+
+def test_the_memory_node_of_a_gpu_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_at(tmp_path, 2, "1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert numa_node_of(torch.device("cuda", 0), tmp_path) is None
+
+
+def test_cuda_without_a_gpu_and_with_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="CpuDevice"):
+        CudaDevice()
+    with pytest.raises(ValueError, match="host_limit_bytes"):
+        CudaDevice(directory="/tmp")

@@ -1,0 +1,187 @@
+"""The CUDA device on a real GPU: order by events alone, memory by keeping references, pinned slabs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from offload_engine._devices import HostRegion, make_device
+from offload_engine._devices.cuda import CudaDevice
+from offload_engine._devices.pinned import PinnedSlab, _register
+from offload_engine.config import OffloadConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU and a CUDA build of torch: run `pytest -m gpu tests` on such a machine",
+    ),
+]
+
+MIB = 1 << 20
+LATE_CYCLES = 200_000_000  # about 0.1 s: long enough that a missing wait is seen every time
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    torch.cuda.empty_cache()  # tests compare addresses
+    device = CudaDevice()
+    yield device
+    device.close()
+
+
+def garbage(nbytes: int) -> torch.Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
+
+
+def delay(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LATE_CYCLES)
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 4097, MIB + 3])
+@pytest.mark.parametrize("offset", [0, 1536])
+def test_bytes_come_back_equal(device: CudaDevice, nbytes: int, offset: int) -> None:
+    out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
+    region = HostRegion(device.new_slab(2 * MIB), offset, nbytes)
+    source = garbage(nbytes)
+    device.wait_event(out, device.record_event(compute))
+    device.copy_out(out, source, region)
+    device.wait_event(back, device.record_event(out))
+    target = device.allocate(nbytes, compute)
+    device.wait_event(back, device.record_event(compute))
+    device.copy_in(back, region, target)
+    device.wait_event(compute, device.record_event(back))
+    assert torch.equal(source, target)
+
+
+def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
+    stream, region = device.new_stream("out"), HostRegion(device.new_slab(MIB), 0, MIB)
+    source = garbage(MIB)
+    torch.cuda.synchronize()
+    delay(stream)
+    device.copy_out(stream, source, region)
+    event = device.record_event(stream)
+    assert not device.is_complete(event)
+    device.synchronize(event)
+    assert device.is_complete(event)
+    assert torch.equal(region.slab.view(0, MIB), source.cpu())
+
+
+def test_a_wait_orders_two_streams_without_the_host(device: CudaDevice) -> None:
+    out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
+    region = HostRegion(device.new_slab(MIB), 0, MIB)
+    source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    delay(out)
+    device.copy_out(out, source, region)
+    device.wait_event(back, device.record_event(out))
+    device.copy_in(back, region, target)
+    copied_in = device.record_event(back)
+    assert not device.is_complete(copied_in)
+    device.wait_event(compute, copied_in)
+    assert torch.equal(source, target)
+
+
+def test_without_the_wait_the_delay_is_seen(device: CudaDevice) -> None:
+    """The test above would notice a missing wait."""
+    out, back = device.new_stream("out"), device.new_stream("in")
+    region = HostRegion(device.new_slab(MIB), 0, MIB)
+    source, target = torch.ones(MIB, dtype=torch.uint8, device="cuda"), garbage(MIB)
+    torch.cuda.synchronize()
+    delay(out)
+    device.copy_out(out, source, region)
+    device.copy_in(back, region, target)
+    device.synchronize(device.record_event(back))
+    assert not target.any()  # the slab's first content
+    torch.cuda.synchronize()
+
+
+def test_the_copy_stream_is_current_only_inside_a_copy(device: CudaDevice) -> None:
+    before = torch.cuda.current_stream()
+    stream, region = device.new_stream("out"), HostRegion(device.new_slab(512), 0, 512)
+    device.copy_out(stream, garbage(512), region)
+    assert torch.cuda.current_stream() == before == device.current_stream()
+    torch.cuda.synchronize()
+
+
+def test_buffers_come_from_the_pool_of_the_compute_stream(device: CudaDevice) -> None:
+    compute = device.current_stream()
+    buffer = device.allocate(8 * MIB, compute)
+    address = buffer.data_ptr()
+    del buffer
+    assert torch.empty(8 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
+    other = torch.cuda.Stream()
+    buffer = device.allocate(24 * MIB, other)
+    address = buffer.data_ptr()
+    del buffer
+    with torch.cuda.stream(other):
+        assert torch.empty(24 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
+
+
+def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:
+    """`record_stream` would keep the block until a later poll of its event."""
+    stream, region = device.new_stream("out"), HostRegion(device.new_slab(32 * MIB), 0, 32 * MIB)
+    source = garbage(32 * MIB)
+    device.wait_event(stream, device.record_event(device.current_stream()))
+    device.copy_out(stream, source, region)
+    device.wait_event(device.current_stream(), device.record_event(stream))
+    address = source.data_ptr()
+    del source
+    assert torch.empty(32 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
+    torch.cuda.synchronize()
+
+
+def test_slabs_are_pinned_until_closed(device: CudaDevice) -> None:
+    slab = device.new_slab(4 * MIB)
+    assert slab.view(0, 16).is_pinned()
+    slab.close()
+    slab.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        slab.view(0, 16)
+
+
+def test_no_room_is_a_memory_error(device: CudaDevice) -> None:
+    with pytest.raises(MemoryError, match="no room"):
+        device.new_slab(1 << 50)
+
+
+def test_a_refused_registration_is_a_memory_error_and_blames_no_kernel() -> None:
+    slab = PinnedSlab(MIB)
+    with pytest.raises(MemoryError, match="does not pin"):
+        _register(slab.view(0, 1).data_ptr(), MIB)  # twice is refused
+    assert torch.ones(8, device="cuda").sum().item() == 8
+    slab.close()
+
+
+def test_close_waits_and_is_idempotent() -> None:
+    device = CudaDevice()
+    stream, region = device.new_stream("out"), HostRegion(device.new_slab(MIB), 0, MIB)
+    delay(stream)
+    device.copy_out(stream, garbage(MIB), region)
+    event = device.record_event(stream)
+    device.close()
+    device.close()
+    assert device.is_complete(event)
+    with pytest.raises(RuntimeError, match="closed"):
+        device.new_slab(MIB)
+
+
+def test_a_directory_is_rejected() -> None:
+    with pytest.raises(ValueError, match="pinned memory"):
+        make_device(OffloadConfig(directory=os.curdir))
+
+
+def test_make_device_takes_the_current_gpu() -> None:
+    device = make_device(OffloadConfig())
+    assert device.torch_device == torch.device("cuda", torch.cuda.current_device())
+    assert torch.empty(1, device="cuda").device == device.torch_device
+    device.close()
+
+
+def test_the_cpu_is_no_cuda_device() -> None:
+    with pytest.raises(ValueError, match="must be a CUDA device"):
+        CudaDevice("cpu")
