@@ -1,0 +1,348 @@
+"""The order of chunks: against golden files, and against what megatron-core's own schedules call.
+
+The golden files hold orders recorded from megatron-core (one line a rank), so that the functions are checked where
+megatron-core is not installed too. `python -m tests.cpu.test_schedule` records them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_engine.schedule import (
+    Action,
+    ChunkKey,
+    count_alive,
+    format_actions,
+    interleaved,
+    no_pipelining,
+    one_forward_one_backward,
+    parse_actions,
+    validate_actions,
+)
+
+ARTIFACTS = Path(__file__).parents[1] / "artifacts"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+COMBINED = "megatron.core.pipeline_parallel.combined_1f1b"
+
+
+class Shape(NamedTuple):
+    """One pipeline and its step. `vpp` None: no virtual stages, `group` None: megatron-core's default."""
+
+    pp: int
+    vpp: int | None
+    microbatches: int
+    group: int | None = None
+    overlap: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.pp}"]
+        parts += [] if self.vpp is None else [f"vpp{self.vpp}"]
+        parts += [f"mb{self.microbatches}"]
+        parts += [] if self.group is None else [f"group{self.group}"]
+        return "_".join(parts + ["overlap"] * self.overlap)
+
+    @property
+    def golden_file(self) -> Path:
+        return ARTIFACTS / f"schedule_{self.name}.txt"
+
+    def actions(self, rank: int) -> list[Action]:
+        if self.pp == 1:
+            return no_pipelining(self.microbatches, self.overlap)
+        if self.vpp is None:
+            return one_forward_one_backward(self.pp, rank, self.microbatches)
+        return interleaved(self.pp, rank, self.vpp, self.microbatches, self.group, self.overlap)
+
+
+GOLDEN = [
+    Shape(1, None, 1),
+    Shape(1, None, 4),
+    Shape(1, None, 4, overlap=True),
+    Shape(2, None, 1),
+    Shape(2, None, 5),
+    Shape(4, None, 2),
+    Shape(4, None, 4),
+    Shape(4, None, 8),
+    Shape(2, 2, 2),
+    Shape(2, 2, 4),
+    Shape(2, 2, 6, overlap=True),
+    Shape(2, 3, 5, group=3),
+    Shape(4, 2, 4),
+    Shape(4, 2, 8),
+    Shape(4, 3, 8),
+    Shape(4, 2, 10, group=6),
+]
+
+CROSS_CHECKED = [
+    *(Shape(1, None, m, overlap=overlap) for m in (1, 2, 3, 7) for overlap in (False, True)),
+    *(Shape(pp, None, m) for pp in (2, 4) for m in (1, 2, 3, 4, 5, 9)),
+    *(
+        Shape(pp, vpp, pp * groups, overlap=overlap)
+        for pp, vpp, groups, overlap in itertools.product((2, 4), (1, 2, 3), (1, 2, 3), (False, True))
+    ),
+    # Groups larger than the pipeline, with a smaller last one.
+    *(Shape(2, vpp, m, group) for vpp in (1, 2, 3) for m, group in ((3, 3), (5, 3), (7, 5), (8, 4))),
+    *(Shape(4, vpp, m, group) for vpp in (2, 3) for m, group in ((5, 5), (9, 5), (10, 6))),
+    *(Shape(2, 2, m, group, overlap=True) for m, group in ((3, 3), (5, 3))),
+]
+
+
+@pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
+def test_golden(shape):
+    lines = [line for line in shape.golden_file.read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) == shape.pp
+    for rank, line in enumerate(lines):
+        assert format_actions(shape.actions(rank)) == line
+        assert parse_actions(line) == shape.actions(rank)
+
+
+def test_no_golden_file_without_a_test():
+    assert set(ARTIFACTS.glob("schedule_*.txt")) == {shape.golden_file for shape in GOLDEN}
+
+
+@pytest.mark.parametrize("shape", CROSS_CHECKED, ids=lambda shape: shape.name)
+def test_same_order_as_megatron(shape):
+    pytest.importorskip("megatron.core", reason="needs megatron-core, to run its schedules")
+    for rank in range(shape.pp):
+        recorded = record_megatron(shape, rank)
+        assert format_actions(shape.actions(rank)) == format_actions(recorded)
+
+
+@pytest.mark.parametrize("shape", CROSS_CHECKED, ids=lambda shape: shape.name)
+def test_valid_and_complete(shape):
+    for rank in range(shape.pp):
+        actions = shape.actions(rank)
+        validate_actions(actions)
+        chunks = {ChunkKey(v, m) for v in range(shape.vpp or 1) for m in range(shape.microbatches)}
+        assert {action.chunk for action in actions} == chunks
+        assert len(actions) == 2 * len(chunks)
+        assert count_alive(actions)[-1] == 0
+
+
+@pytest.mark.parametrize("pp, microbatches", [(1, 5), (2, 5), (4, 3), (4, 8)])
+def test_1f1b_keeps_no_more_chunks_than_stages_to_come(pp, microbatches):
+    for stage in range(pp):
+        alive = count_alive(one_forward_one_backward(pp, stage, microbatches))
+        assert max(alive) == min(pp - stage, microbatches)
+
+
+def test_one_stage_is_no_pipeline():
+    assert one_forward_one_backward(1, 0, 3) == no_pipelining(3)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: no_pipelining(0), "num_microbatches must be at least 1, got 0"),
+        (lambda: one_forward_one_backward(0, 0, 1), "num_stages must be at least 1, got 0"),
+        (lambda: one_forward_one_backward(2, 2, 1), r"stage must be in \[0, 1\] for num_stages=2, got 2"),
+        (lambda: one_forward_one_backward(2, -1, 1), "got -1"),
+        (lambda: interleaved(1, 0, 2, 4), "num_stages of at least 2, got 1: use no_pipelining"),
+        (lambda: interleaved(2, 0, 0, 4), "num_virtual_stages must be at least 1"),
+        (lambda: interleaved(2, 3, 2, 4), "got 3"),
+        (lambda: interleaved(4, 0, 2, 3), r"group_size must be in \[num_stages=4, num_microbatches=3\], got 4"),
+        (lambda: interleaved(4, 0, 2, 8, 2), "got 2"),
+        (lambda: interleaved(2, 0, 2, 5), "last group of 1 after groups of 2: that must be 0 or at least num_stages=2"),
+    ],
+)
+def test_impossible_shapes(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+actions_strategy = st.lists(
+    st.builds(Action, st.sampled_from(["F", "B"]), st.builds(ChunkKey, st.integers(0, 30), st.integers(0, 3000)))
+)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(actions_strategy)
+def test_parse_is_the_inverse_of_format(actions):
+    assert parse_actions(format_actions(actions)) == actions
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(st.text(alphabet="FB01.9 \n", max_size=12))
+def test_format_is_the_inverse_of_parse(text):
+    with contextlib.suppress(ValueError):
+        assert format_actions(parse_actions(text)) == " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "word", ["X0.0", "F0", "F0.", "F.1", "F-1.0", "F0.1.2", "f0.1", "F00.1", "F0.01", "F0.1B0.1", "F٣.1"]
+)
+def test_not_an_action(word):
+    with pytest.raises(ValueError, match="not an action") as error:
+        parse_actions(f"F0.0 {word} B0.0")
+    assert repr(word) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("B0.0", "B0.0 at position 0 runs before its forward"),
+        ("F0.0 B0.1", "B0.1 at position 1 runs before its forward"),
+        ("F0.0 F1.0 F0.0", "F0.0 at position 2 ran before, at position 0"),
+        ("F0.0 B0.0 F0.1 B0.0", "B0.0 at position 3 ran before, at position 1"),
+        ("F0.0 F0.1 B0.0", "F0.1 at position 1 has no backward"),
+    ],
+)
+def test_invalid_order(text, message):
+    with pytest.raises(ValueError) as error:
+        validate_actions(parse_actions(text))
+    assert str(error.value) == message
+
+
+# Running megatron-core's schedules with nothing but their order: every tensor is the key of its chunk.
+
+
+class Record(list[Action]):
+    """Stands in for megatron-core's forward and backward steps and notes their calls."""
+
+    tokens = torch.zeros([], dtype=torch.int)
+
+    def forward_step(self, *_: Any, current_microbatch: int, vp_stage: int | None = None, **__: Any) -> Any:
+        key = ChunkKey(vp_stage or 0, current_microbatch)
+        self.append(Action("F", key))
+        return torch.tensor(key), self.tokens
+
+    def backward_step(self, _input: Any, output: torch.Tensor, *_: Any) -> torch.Tensor:
+        self.append(Action("B", ChunkKey(*output.tolist())))
+        return torch.zeros(1)
+
+    def combined_step(self, *arguments: Any, **kw: Any) -> tuple[Any, Any, Any]:
+        """Forward of one chunk together with backward of another, in all-to-all overlap."""
+        forward_model, backward_output = arguments[2], arguments[8]
+        output = gradient = None
+        if forward_model is not None:
+            microbatch, virtual_stage = kw["current_microbatch"], kw.get("f_model_chunk_id")
+            output, _ = self.forward_step(current_microbatch=microbatch, vp_stage=virtual_stage)
+        if backward_output is not None:
+            gradient = self.backward_step(None, backward_output)
+        return output, self.tokens, gradient
+
+
+@dataclass
+class FakeGroup:
+    members: int = 1
+    index: int = 0
+
+    def size(self) -> int:
+        return self.members
+
+    def rank(self) -> int:
+        return self.index
+
+
+class FakeCommunicator:
+    """Receives at once, whatever is asked for; the value does not matter."""
+
+    def __init__(self, shape: Shape, rank: int, config: Any) -> None:
+        self.config = config
+        self.pp_group = FakeGroup(shape.pp, rank)
+        self.virtual_pipeline_model_parallel_size = shape.vpp
+        self.total_stages, self.current_stage = shape.pp, rank
+        self.is_pp_first_stage, self.is_pp_last_stage = rank == 0, rank == shape.pp - 1
+
+    def _receive(self, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(1)
+
+    recv_forward = recv_backward = _receive
+    send_forward = send_backward = send_forward_recv_backward = send_backward_recv_forward = _receive
+    send_forward_recv_forward = send_backward_recv_backward = _receive
+
+    def send_forward_backward_recv_forward_backward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._receive(), self._receive()
+
+
+@contextlib.contextmanager
+def steps_replaced(record: Record) -> Iterator[Any]:
+    """megatron-core's schedules module with its steps recorded, and no tensor made on a GPU."""
+    schedules, combined = importlib.import_module(SCHEDULES), importlib.import_module(COMBINED)
+    zeros = torch.zeros
+    with contextlib.ExitStack() as stack:
+        for module, name, stub in (
+            (schedules, "forward_step", record.forward_step),
+            (schedules, "backward_step", record.backward_step),
+            (combined, "combined_forward_backward_step", record.combined_step),
+            (combined, "set_streams", lambda **_: None),
+            (torch, "zeros", lambda *args, device=None, **kw: zeros(*args, **kw)),
+        ):
+            stack.enter_context(mock.patch.object(module, name, stub))
+        yield schedules
+
+
+def make_config(shape: Shape) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=shape.pp * (shape.vpp or 1),
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.vpp,
+        microbatch_group_size_per_vp_stage=shape.group,
+        pipeline_dtype=torch.float32,
+    )
+    config.overlap_moe_expert_parallel_comm = shape.overlap  # its other conditions (MoE, bf16) are not about order
+    return config
+
+
+def make_groups() -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection()
+    for name in ("tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"):
+        setattr(groups, name, FakeGroup())
+    return groups
+
+
+def record_megatron(shape: Shape, rank: int) -> list[Action]:
+    """What the installed megatron-core calls on this rank, in order."""
+    config, record = make_config(shape), Record()
+    models = [torch.nn.Module() for _ in range(shape.vpp or 1)]
+    for model in models:
+        model.config, model.model_type = config, SimpleNamespace()  # type: ignore[assignment]
+    arguments: dict[str, Any] = dict(
+        forward_step_func=None,
+        data_iterator=[None] * len(models),
+        model=models,
+        num_microbatches=shape.microbatches,
+        seq_length=4,
+        micro_batch_size=1,
+        pg_collection=make_groups(),
+    )
+    with steps_replaced(record) as schedules:
+        schedule = schedules.get_forward_backward_func(pp_size=shape.pp, vp_size=shape.vpp)
+        if shape.pp > 1:
+            arguments["p2p_communicator"] = FakeCommunicator(shape, rank, config)
+        schedule(**arguments)
+    return list(record)
+
+
+def write_golden_files() -> None:
+    from importlib.metadata import version
+
+    for shape in GOLDEN:
+        lines = [
+            f"# recorded from megatron-core {version('megatron-core')}, a line a rank: F0.3 is stage 0, microbatch 3"
+        ]
+        lines += [format_actions(record_megatron(shape, rank)) for rank in range(shape.pp)]
+        shape.golden_file.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    write_golden_files()
