@@ -1,0 +1,49 @@
+"""The tokenizer of the examples: one token per byte, and one that ends a document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Tokens 0 to 255 are the bytes of UTF-8 text, token 256 ends a document."""
+
+    vocab_size: int = 257
+    eod: int = 256
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """The bytes of one document, and the token that ends it."""
+        return [*text, self.eod]
+
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        """What Megatron's dataset cache is keyed by."""
+        return {"class": type(self).__name__}
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Written next to a .bin/.idx pair: what a trainer has to know about it."""
+
+    vocab_size: int
+    eod: int
+    num_documents: int
+    num_tokens: int
+    sources: list[str]
+
+    def write(self, prefix: Path) -> None:
+        _path(prefix).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, prefix: Path) -> Metadata:
+        """Raises:
+        FileNotFoundError: if there is none.
+        """
+        return cls(**json.loads(_path(prefix).read_text(encoding="utf-8")))
+
+
+def _path(prefix: Path) -> Path:
+    return prefix.with_name(prefix.name + ".json")

@@ -1,0 +1,1 @@
+"""The parts of `examples/pretrain_gpt.py`, one job each: flags, processes, model, data, steps, checkpoints, metrics."""

@@ -1,0 +1,152 @@
+"""Checkpoints: one file per rank with everything a step depends on, so that a resumed run repeats every bit.
+
+    DIR/latest_checkpointed_iteration.txt
+    DIR/iter_0000100/rank_00000.pt             model, optimizer, schedule, random states, progress
+    DIR/iter_0000100/rank_00000_optimizer.pt   parameter states of the distributed optimizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from gpt_trainer.steps import Progress
+
+LATEST = "latest_checkpointed_iteration.txt"
+# What the files of a checkpoint depend on: with other values they would not fit, or would silently mean another model.
+_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "num_moe_experts",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "expert_model_parallel_size",
+    "use_distributed_optimizer",
+    "bf16",
+)
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be read or does not fit; the message says what was expected."""
+
+
+class Checkpoints:
+    """Saves and loads the state of one training run."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        self._shape = {name: getattr(args, name) for name in _SHAPE} | {"world_size": dist.get_world_size()}
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._has_parameter_state = args.use_distributed_optimizer
+
+    def save(self, directory: Path, progress: Progress) -> None:
+        """Writes a checkpoint; the latest one is replaced only when all ranks are done."""
+        folder = directory / f"iter_{progress.step:07d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self._state(progress), folder / _rank_file())
+        if self._has_parameter_state:
+            self._optimizer.save_parameter_state(str(folder / _rank_file("_optimizer")))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _write_atomically(directory / LATEST, f"{progress.step}\n")
+        dist.barrier()
+
+    def load(self, directory: Path) -> Progress:
+        """Restores the latest checkpoint.
+
+        Raises:
+            CheckpointError: if there is none, or it was made with other sizes.
+        """
+        folder = _latest(directory)
+        state = _read(folder / _rank_file())
+        self._check(state["shape"], folder)
+        for chunk, weights in zip(self._chunks, state["model"], strict=True):
+            chunk.load_state_dict(weights)
+        self._optimizer.load_state_dict(state["optimizer"])
+        if self._has_parameter_state:
+            self._optimizer.load_parameter_state(str(folder / _rank_file("_optimizer")))
+        self._scheduler.load_state_dict(state["scheduler"])
+        _set_random_states(state["random"])
+        return Progress(**state["progress"])
+
+    def _state(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "shape": self._shape,
+            "progress": dataclasses.asdict(progress),
+            "model": [chunk.state_dict() for chunk in self._chunks],
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "random": _random_states(),
+        }
+
+    def _check(self, saved: dict[str, Any], folder: Path) -> None:
+        others = [f"{name} {saved.get(name)} (now {value})" for name, value in self._shape.items()
+                  if saved.get(name) != value]  # fmt: skip
+        if others:
+            raise CheckpointError(f"{folder} was made with {', '.join(others)}")
+
+
+def _rank_file(suffix: str = "") -> str:
+    return f"rank_{dist.get_rank():05d}{suffix}.pt"
+
+
+def _latest(directory: Path) -> Path:
+    try:
+        step = int((directory / LATEST).read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint in {directory} ({LATEST} is missing)") from error
+    return directory / f"iter_{step:07d}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        # the file holds numpy's and Python's random states besides tensors, and comes from our own save()
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: was the checkpoint made with as many ranks?") from error
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _random_states() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracker"])

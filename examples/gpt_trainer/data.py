@@ -1,0 +1,104 @@
+"""GPT samples from a .bin/.idx pair, cut into the microbatches of each step."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from byte_tokenizer import ByteTokenizer, Metadata
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import get_blend_from_list
+
+Batch = dict[str, torch.Tensor]
+
+
+class DataError(Exception):
+    """Data that cannot be used; the message says what to do."""
+
+
+def vocabulary(args: argparse.Namespace) -> ByteTokenizer:
+    """The vocabulary of the data: `--vocab-size`, or what prepare_text.py wrote beside the first data set.
+
+    Raises:
+        DataError: if neither is there, or a data set is missing.
+    """
+    prefixes = _prefixes(args)
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx"):
+            if not prefix.with_name(prefix.name + suffix).is_file():
+                raise DataError(f"{prefix}{suffix} does not exist; examples/prepare_text.py makes such a pair")
+    if args.vocab_size is not None:
+        return ByteTokenizer(vocab_size=args.vocab_size, eod=args.vocab_size - 1)
+    if not prefixes:
+        raise DataError("--mock-data needs --vocab-size")
+    try:
+        metadata = Metadata.read(prefixes[0])
+    except FileNotFoundError as error:
+        raise DataError(f"{error.filename} does not exist: give --vocab-size") from error
+    return ByteTokenizer(vocab_size=metadata.vocab_size, eod=metadata.eod)
+
+
+def _prefixes(args: argparse.Namespace) -> list[Path]:
+    paths = args.data_path or []
+    return [Path(path) for path in (paths[1::2] if len(paths) > 1 else paths)]
+
+
+def build_datasets(
+    args: argparse.Namespace, tokenizer: ByteTokenizer, num_train: int, num_valid: int
+) -> tuple[GPTDataset, GPTDataset | None]:
+    """Training and validation sets with the given numbers of samples (at least).
+
+    Raises:
+        DataError: if the validation share of `--split` holds no sample.
+    """
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None if args.mock_data else get_blend_from_list(args.data_path),
+        split=args.split,
+        path_to_cache=None if args.data_cache_path is None else str(args.data_cache_path),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    sizes = [num_train, num_valid, 0]
+    train, valid, _ = BlendedMegatronDatasetBuilder(dataset_class, sizes, lambda: True, config).build()
+    if train is None or (num_valid > 0 and valid is None):
+        raise DataError(f"--split {args.split} leaves no documents for {'training' if train is None else 'validation'}")
+    return train, valid
+
+
+def microbatches(
+    args: argparse.Namespace, dataset: GPTDataset, first_sample: int, count: int, device: torch.device
+) -> Iterator[Batch]:
+    """This data-parallel rank's next `count` microbatches, from global sample `first_sample` on.
+
+    Yields:
+        tokens, labels, position_ids and loss_mask, each [micro batch size, sequence length / context ranks].
+    """
+    stride = args.micro_batch_size * parallel_state.get_data_parallel_world_size()
+    first = first_sample + args.micro_batch_size * parallel_state.get_data_parallel_rank()
+    for index in range(count):
+        begin = first + index * stride
+        samples = [dataset[number % len(dataset)] for number in range(begin, begin + args.micro_batch_size)]
+        batch = {key: torch.stack([sample[key] for sample in samples]).to(device) for key in samples[0]}
+        yield {key: _context_share(tensor) for key, tensor in batch.items()}
+
+
+def _context_share(tensor: torch.Tensor) -> torch.Tensor:
+    """This context-parallel rank's part of the sequence: the n-th piece from the front and the n-th from the back.
+
+    Under a causal mask late tokens cost more than early ones; so every rank gets as much work as the others.
+    """
+    num_ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    if num_ranks == 1:
+        return tensor
+    pieces = tensor.chunk(2 * num_ranks, dim=1)
+    return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)

@@ -1,0 +1,92 @@
+"""Processes and devices: NCCL where there is a GPU, else gloo; megatron-core's process groups; random seeds."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@contextlib.contextmanager
+def environment(args: argparse.Namespace) -> Iterator[torch.device]:
+    """Sets up processes, groups and seeds, yields this rank's device, and takes the groups down at the end."""
+    device = _init_processes()
+    try:
+        _init_groups(args)
+        _init_microbatches(args)
+        _seed(args.seed)
+        yield device
+    finally:
+        unset_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _init_processes() -> torch.device:
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+    return device
+
+
+def _init_groups(args: argparse.Namespace) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_virtual_stages(args),
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+
+
+def num_virtual_stages(args: argparse.Namespace) -> int | None:
+    """Model chunks per rank if the schedule is the interleaved one, else None."""
+    if args.pipeline_model_parallel_layout is None:
+        return args.num_virtual_stages_per_pipeline_rank
+    layout = PipelineParallelLayerLayout.from_str(
+        args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    )
+    stages = layout.virtual_pipeline_model_parallel_size
+    return stages if stages > 1 else None
+
+
+def _init_microbatches(args: argparse.Namespace) -> None:
+    init_num_microbatches_calculator(
+        rank=dist.get_rank(),
+        rampup_batch_size=args.rampup_batch_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        decrease_batch_size_if_needed=False,
+    )
+
+
+def _seed(seed: int) -> None:
+    # Stages must not begin with equal weights; the ranks of one stage must.
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

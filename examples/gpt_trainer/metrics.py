@@ -1,0 +1,112 @@
+"""What a run reports: a progress bar, one JSON object a step, and resident saved bytes over one step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from gpt_trainer.steps import StepResult
+from offload_engine import IterationStats, ResidencyMeter
+
+
+class Metrics:
+    """Gathers every rank's figures on rank 0 and shows them there. Its methods are collective: all ranks call them.
+
+    Args:
+        json_path: file for one JSON object a step; None: only the progress bar.
+        meter: resident saved bytes of this rank; None: not measured.
+    """
+
+    def __init__(
+        self, num_steps: int, first_step: int, log_interval: int, json_path: Path | None, meter: ResidencyMeter | None
+    ) -> None:
+        self._meter = meter
+        self._log_interval = log_interval
+        # objects are gathered over gloo: NCCL would take them through the GPU
+        self._group = dist.new_group(backend="gloo")
+        self._is_first = dist.get_rank() == 0
+        self._file: TextIO | None = json_path.open("w") if self._is_first and json_path is not None else None
+        self._bar = tqdm(
+            total=num_steps, initial=first_step, unit="step", desc="training", disable=not self._is_first
+        )
+
+    def step(self, step: int, result: StepResult, step_ms: float, stats: IterationStats | None) -> None:
+        """Reports one training step; `stats` is None without offload."""
+        figures = {
+            "rank": dist.get_rank(),
+            "loss": result.loss,
+            "step_ms": step_ms,
+            **_memory(),
+            "offload": self._offload(stats),
+        }
+        ranks = self._gather(figures)
+        if ranks is None:
+            return
+        loss = _first_known([rank.pop("loss") for rank in ranks])
+        record = {"step": step, "loss": loss, "grad_norm": result.grad_norm, "step_ms": step_ms}
+        record |= {"offload": _total([rank["offload"] for rank in ranks]), "ranks": ranks}
+        if self._file is not None:
+            print(json.dumps(record), file=self._file, flush=True)
+        self._show(step, record)
+
+    def evaluation(self, step: int, loss: float | None) -> None:
+        """Reports the validation loss after `step` training steps."""
+        losses = self._gather(loss)
+        if losses is None:
+            return
+        loss = _first_known(losses)
+        self._bar.write(f"step {step}: validation loss {loss:.4f}")
+        if self._file is not None:
+            print(json.dumps({"step": step, "validation_loss": loss}), file=self._file, flush=True)
+
+    def timeline(self, path: Path, step: int, begin: float) -> None:
+        """Writes the meter's timeline of the step that began at `begin` (seconds of `time.perf_counter()`)."""
+        assert self._meter is not None, "a timeline needs a meter"
+        points = [(time - begin, nbytes) for time, nbytes in self._meter.timeline]
+        ranks = self._gather({"rank": dist.get_rank(), "timeline": points})
+        if ranks is not None:
+            path.write_text(json.dumps({"step": step, "ranks": ranks}))
+
+    def close(self) -> None:
+        """Ends the progress bar and the file."""
+        self._bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _offload(self, stats: IterationStats | None) -> dict[str, int]:
+        peak = {} if self._meter is None else {"peak_resident_saved_bytes": self._meter.peak_bytes}
+        return {**dataclasses.asdict(stats or IterationStats()), **peak}
+
+    def _gather(self, value: Any) -> list[Any] | None:
+        values = [None] * dist.get_world_size() if self._is_first else None
+        dist.gather_object(value, values, group=self._group)
+        return values
+
+    def _show(self, step: int, record: dict[str, Any]) -> None:
+        if step % self._log_interval == 0:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix(loss=f"{record['loss']:.4f}", ms=f"{record['step_ms']:.0f}")
+
+
+def _first_known(values: list[float | None]) -> float:
+    return next(value for value in values if value is not None)
+
+
+def _total(ranks: list[dict[str, int]]) -> dict[str, int]:
+    """Sums over the ranks; of peaks the largest, because the ranks' peaks are at different times."""
+    return {key: (max if key.startswith("peak") else sum)(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def _memory() -> dict[str, int]:
+    figures = {"rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if torch.cuda.is_available():
+        figures["device_peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        figures["device_peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return figures

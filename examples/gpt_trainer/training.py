@@ -1,0 +1,96 @@
+"""The training loop: steps, evaluations, checkpoints and metrics in their order."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+from gpt_trainer.checkpoint import Checkpoints
+from gpt_trainer.data import build_datasets, vocabulary
+from gpt_trainer.metrics import Metrics
+from gpt_trainer.model import build_chunks, build_optimizer, build_scheduler, transformer_config
+from gpt_trainer.steps import Progress, Steps
+from offload_engine import ResidencyMeter, SavedTensorTracker
+
+
+class Training:
+    """Everything one rank needs to train; `run()` does it.
+
+    Raises:
+        CheckpointError, DataError: for a checkpoint or data that cannot be used.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self._args = args
+        self._device = device
+        tokenizer = vocabulary(args)
+        num_valid = args.eval_iters * args.global_batch_size if self._evaluates else 0
+        num_train = args.train_iters * args.global_batch_size
+        self._train_set, self._valid_set = build_datasets(args, tokenizer, num_train, num_valid)
+        config = transformer_config(args, device)
+        self._chunks = build_chunks(args, config, device, tokenizer.vocab_size)
+        optimizer = build_optimizer(args, self._chunks)
+        scheduler = build_scheduler(args, optimizer)
+        self._checkpoints = Checkpoints(args, self._chunks, optimizer, scheduler)
+        self._progress = Progress() if args.load is None else self._checkpoints.load(args.load)
+        self._meter = ResidencyMeter() if args.metrics_json or args.timeline_json else None
+        self._steps = Steps(args, self._chunks, optimizer, scheduler, device, self._tracker())
+
+    @property
+    def _evaluates(self) -> bool:
+        return self._args.eval_interval is not None or self._args.eval_at_start
+
+    def _tracker(self) -> SavedTensorTracker | None:
+        if self._meter is None:
+            return None
+        weights = [tensor for chunk in self._chunks for tensor in (*chunk.module.parameters(), *chunk.module.buffers())]
+        return SavedTensorTracker(self._meter, weights)
+
+    def run(self) -> None:
+        """Trains to `--train-iters`, or to the next multiple of `--exit-interval`."""
+        args, progress = self._args, self._progress
+        metrics = Metrics(args.train_iters, progress.step, args.log_interval, args.metrics_json, self._meter)
+        try:
+            if args.eval_at_start:
+                self._evaluate(metrics)
+            while progress.step < args.train_iters:
+                self._step(metrics)
+                if args.exit_interval is not None and progress.step % args.exit_interval == 0:
+                    break
+        finally:
+            metrics.close()
+        if args.save is not None:
+            self._checkpoints.save(args.save, progress)
+
+    def _step(self, metrics: Metrics) -> None:
+        args, progress = self._args, self._progress
+        records_timeline = args.timeline_json is not None and progress.step + 1 == self._timeline_step()
+        if self._meter is not None:
+            self._meter.record_timeline = records_timeline
+            self._meter.reset_peak()
+        begin = time.perf_counter()
+        result = self._steps.train(self._train_set, progress)
+        self._synchronize()
+        step_ms = 1e3 * (time.perf_counter() - begin)
+        metrics.step(progress.step, result, step_ms, None)
+        if records_timeline:
+            metrics.timeline(args.timeline_json, progress.step, begin)
+        if args.eval_interval is not None and progress.step % args.eval_interval == 0:
+            self._evaluate(metrics)
+        if args.save_interval is not None and progress.step % args.save_interval == 0:
+            self._checkpoints.save(args.save, progress)
+
+    def _timeline_step(self) -> int:
+        # the first step is not typical: buffers are created in it
+        return self._args.timeline_step or min(2, self._args.train_iters)
+
+    def _evaluate(self, metrics: Metrics) -> None:
+        metrics.evaluation(self._progress.step, self._steps.evaluate(self._valid_set, self._args.eval_iters))
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
