@@ -51,6 +51,7 @@ class Attachment:
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 
+        self._is_closed: bool = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._brackets: list[GroupBracket] = []
         self._last_groups: list[frozenset[int]] = []
@@ -85,11 +86,12 @@ class Attachment:
 
     def close(self) -> None:
         """Takes every hook off and closes the engine. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         self.abandon_iteration()
-        self.engine.reset_iteration()
         self.engine.close()
 
     def bracket(self, name: str) -> GroupBracket:

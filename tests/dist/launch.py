@@ -1,0 +1,148 @@
+"""Gloo ranks in forked processes: a test with two ranks costs a fraction of a second.
+
+The ranks are forked from a server that is started once, has imported torch and megatron-core and nothing more, and runs
+no threads. (The process of the tests itself may run some: the CPU device copies in worker threads.)
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+# What the server imports; the ranks then have it for nothing.
+PRELOAD = ["tests.dist.preload"]
+
+
+class Pipeline(NamedTuple):
+    """Shape of the process group. Ranks not used by the pipeline are data parallel."""
+
+    size: int = 1
+    virtual: int | None = None
+    expert: int = 1
+    tensor: int = 1
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    world_size: int | None = None,
+    pipeline: Pipeline = Pipeline(),  # noqa: B008  # immutable
+    timeout_s: float = 120.0,
+) -> list[Any]:
+    """Runs `fn(*args)` on every rank of a new process group and returns the results in the order of ranks.
+
+    Args:
+        fn: a function at module level (it is pickled), run with megatron-core's parallel state and CPU support set up.
+        args: for `fn`; pickled.
+        world_size: number of ranks; None: as many as the pipeline has stages.
+        pipeline: shape of the parallel state.
+        timeout_s: for all ranks together.
+
+    Raises:
+        RankFailed: if a rank raises, dies, or does not finish in time.
+    """
+    world_size = world_size or pipeline.size * pipeline.tensor * pipeline.expert
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = []
+        for rank in range(world_size):
+            reader, writer = context.Pipe(duplex=False)
+            group = _Group(rank, world_size, f"file://{directory}/store", pipeline)
+            process = context.Process(target=_rank_main, args=(writer, group, fn, args), daemon=True)
+            process.start()
+            writer.close()
+            ranks.append((process, reader))
+        try:
+            outcomes = _collect([reader for _, reader in ranks], time.monotonic() + timeout_s)
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+    failures = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [outcome.result for outcome in outcomes]
+
+
+class _Group(NamedTuple):
+    rank: int
+    world_size: int
+    store: str
+    pipeline: Pipeline
+
+
+class _Outcome(NamedTuple):
+    result: Any = None
+    error: str | None = None
+
+
+def _collect(readers: Sequence[Connection], deadline: float) -> list[_Outcome]:
+    """Waits for all ranks, but no longer than a moment once one has failed: the others may wait for it for ever."""
+    outcomes: dict[int, _Outcome] = {}
+    while len(outcomes) < len(readers) and time.monotonic() < deadline:
+        waiting = [reader for rank, reader in enumerate(readers) if rank not in outcomes]
+        for reader in multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
+            outcome = _receive(reader)
+            outcomes[readers.index(reader)] = outcome
+            if outcome.error:
+                deadline = min(deadline, time.monotonic() + 5.0)
+    return [outcomes.get(rank, _Outcome(error="did not finish in time")) for rank in range(len(readers))]
+
+
+def _receive(reader: Any) -> _Outcome:
+    try:
+        return _Outcome(*reader.recv())
+    except EOFError:
+        return _Outcome(error="died without a word")
+
+
+def _rank_main(writer: Connection, group: _Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        _set_up(group)
+        outcome = _Outcome(result=fn(*args))
+    except BaseException:
+        outcome = _Outcome(error=traceback.format_exc())
+    writer.send(tuple(outcome))
+    writer.close()
+    os._exit(0)  # without waiting for gloo's threads, whose peers may be gone
+
+
+def _set_up(group: _Group) -> None:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_patches import apply_cpu_support
+
+    os.environ.update(
+        RANK=str(group.rank), WORLD_SIZE=str(group.world_size), LOCAL_RANK=str(group.rank), GLOO_SOCKET_IFNAME="lo"
+    )
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=group.store,
+        rank=group.rank,
+        world_size=group.world_size,
+        timeout=timedelta(seconds=60),
+    )
+    shape = group.pipeline
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=shape.tensor,
+        pipeline_model_parallel_size=shape.size,
+        virtual_pipeline_model_parallel_size=shape.virtual,
+        expert_model_parallel_size=shape.expert,
+    )
+    apply_cpu_support()
+    model_parallel_cuda_manual_seed(123)

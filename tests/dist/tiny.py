@@ -1,0 +1,150 @@
+"""Tiny GPT models on this rank, and training steps of them, for the tests with process groups."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import megatron.core.tensor_parallel.random as tp_random
+from megatron.core import parallel_state as ps
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
+NUM_LAYERS = 4
+MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
+
+
+def repair_checkpoint_without_output() -> None:
+    """megatron-core 0.16.1 looks for fp8 state when fp8 is off, which it only has with TransformerEngine."""
+    if hasattr(tp_random, "FP8GlobalStateManager"):
+        return
+    original = tp_random.CheckpointWithoutOutput.__init__
+
+    def init(self: Any, fp8: Any = False) -> None:
+        original(self, fp8 or None)
+
+    tp_random.CheckpointWithoutOutput.__init__ = init
+
+
+def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overrides: Any) -> TransformerConfig:
+    """A configuration for the parallel state of this process; `kind` is a key of `MOE_FREQ`."""
+    virtual = ps.get_virtual_pipeline_model_parallel_world_size()
+    settings: dict[str, Any] = dict(
+        num_layers=NUM_LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        pipeline_model_parallel_size=ps.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=virtual,
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        deallocate_pipeline_outputs=True,
+    )
+    if kind != "dense":
+        settings.update(
+            num_moe_experts=4,
+            moe_layer_freq=MOE_FREQ[kind],
+            moe_router_topk=2,
+            moe_token_dispatcher_type="alltoall",
+            moe_ffn_hidden_size=HIDDEN,
+            add_bias_linear=False,
+            moe_router_load_balancing_type="none",
+        )
+    settings.update(overrides)
+    return TransformerConfig(**settings)
+
+
+def make_chunks(config: TransformerConfig, *, wrap: bool = False) -> list[torch.nn.Module]:
+    """This rank's model chunks, with the same weights every time."""
+    torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
+    num_stages = ps.get_virtual_pipeline_model_parallel_world_size()
+    chunks = [make_chunk(config, stage if num_stages else None) for stage in range(num_stages or 1)]
+    return [Float16Module(config, chunk) for chunk in chunks] if wrap else chunks
+
+
+def make_chunk(config: TransformerConfig, stage: int | None) -> GPTModel:
+    """One model chunk, of virtual stage `stage`."""
+    chunk = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        vp_stage=stage,
+        share_embeddings_and_output_weights=False,
+    )
+    chunk.model_type = ModelType.encoder_or_decoder
+    return chunk.to(config.params_dtype)
+
+
+def run(
+    chunks: list[torch.nn.Module], num_microbatches: int, *, forward_only: bool = False, **more: Any
+) -> list[float]:
+    """One step of the schedule that the parallel state asks for; returns this rank's losses."""
+    has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
+    batches = [_batches(num_microbatches) for _ in chunks]
+    for chunk in chunks:
+        chunk.train(not forward_only)
+        chunk.zero_grad()
+    with torch.set_grad_enabled(not forward_only):
+        out = get_forward_backward_func()(
+            forward_step_func=more.pop("forward_step", forward_step),
+            data_iterator=batches if has_stages else batches[0],
+            model=chunks if has_stages else chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=forward_only,
+            **more,
+        )
+    return [entry["loss"].item() for entry in out]
+
+
+def fingerprint(chunks: list[torch.nn.Module], losses: list[float]) -> dict[str, str]:
+    """Digest of the losses and of every gradient, to the last bit."""
+    named = {f"{stage}.{name}": p.grad for stage, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    digests = {name: _digest(grad) for name, grad in named.items()}
+    return {**digests, "losses": repr([loss.hex() for loss in losses])}
+
+
+def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *_: Any) -> Any:
+    """What Megatron calls for each microbatch."""
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE)[None].expand(tokens.shape[0], -1)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+    return model(tokens, positions, mask, labels=tokens.roll(-1, dims=1)), partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> Any:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 + num_microbatches)
+    for _ in range(num_microbatches):
+        yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator)
+
+
+def _digest(grad: torch.Tensor | None) -> str:
+    if grad is None:
+        return "none"
+    return hashlib.sha1(grad.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
