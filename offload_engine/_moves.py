@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from offload_engine._prefetch import ChunkGroups, Prefetcher
+from offload_engine._prefetch import ChunkGroups, Prefetcher, on_host_storages
 from offload_engine._release import ReleaseQueue
-from offload_engine._saved import Residency, TensorGroup
+from offload_engine._saved import TensorGroup
 from offload_engine._store import ActivationStore
 
 
@@ -41,7 +41,7 @@ class Mover:
 
     def copy_in(self, group: TensorGroup) -> None:
         """Issue the copy-in of what `group` has on host, ahead of the prefetch."""
-        on_host = [saved for saved in group.storages if saved.residency is Residency.ON_HOST]
+        on_host = on_host_storages(group)
         if on_host:
             self.store.issue_copy_in(on_host)
 

@@ -5,7 +5,7 @@ Correctness never depends on it: an unpack whose copy-in was not issued issues i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from offload_engine._saved import Residency, SavedStorage, TensorGroup
 from offload_engine._store import ActivationStore
@@ -37,9 +37,9 @@ class Prefetcher:
         self._largest_bytes = 0
         self._actions: Sequence[Action] = ()
         self._positions: dict[Action, int] = {}
-        self._position = -1
         self._chunks: dict[ChunkKey, ChunkGroups] = {}
         self._backward_chunk: ChunkGroups | None = None  # the one whose backward was reached last
+        self._window: list[ChunkGroups] = []  # chunks that may be prefetched now, soonest first
 
     def begin(self, actions: Sequence[Action] | None) -> None:
         """Start an iteration that will run `actions`; None: the backward takes chunks in reverse order of forward."""
@@ -49,9 +49,8 @@ class Prefetcher:
 
     def clear(self) -> None:
         """Forget all chunks."""
-        self._chunks = {}
-        self._backward_chunk = None
-        self._actions, self._positions, self._position = (), {}, -1
+        self._actions, self._positions = (), {}
+        self._chunks, self._window, self._backward_chunk = {}, [], None
 
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
@@ -60,7 +59,7 @@ class Prefetcher:
         self._chunks.pop(chunk.key, None)  # a key used again goes to the end of the order
         self._chunks[chunk.key] = chunk
         self._backward_chunk = None
-        self._position = self._positions.get(Action("F", chunk.key), self._position)
+        self._window = self._upcoming(self._positions.get(Action("F", chunk.key), len(self._actions)) + 1)
 
     def note_group(self, group: TensorGroup) -> None:
         """A group has committed: learn how large groups are."""
@@ -68,70 +67,66 @@ class Prefetcher:
 
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins: it, and what follows, is needed from now on."""
-        chunk.end_forward()
-        self._position = self._positions.get(Action("B", chunk.key), self._position)
-        self._backward_chunk = chunk
+        if chunk is not self._backward_chunk:
+            self._enter_backward(chunk)
         if chunk.next_index >= index:
             self._issue_late(chunk, index)
-        if index == 0:
-            self._chunks.pop(chunk.key, None)  # nothing of it is left to prefetch
         self.advance()
 
     def advance(self) -> None:
         """Issue copy-ins up to the horizon."""
+        window = self._window
         horizon = 2 * self._largest_bytes if self._horizon_bytes is None else self._horizon_bytes
         if horizon == 0:
             return
-        for chunk in self._upcoming():
-            while chunk.next_index >= 0:
-                group = chunk.groups[chunk.next_index]
-                on_host, nbytes = _on_host(group)
-                ahead = self._store.prefetched_bytes
-                if nbytes and ahead and ahead + nbytes > horizon:
-                    return
-                chunk.next_index -= 1
-                self._store.recall(group)
-                if on_host:
-                    self._store.issue_copy_in(on_host)
+        while window:
+            if not self._issue_next(window[0], horizon):
+                return
+            if window[0].next_index < 0:
+                window.pop(0)
+
+    def _issue_next(self, chunk: ChunkGroups, horizon: int) -> bool:
+        """Issue the copy-in of one more group; False if that would go beyond the horizon."""
+        if chunk.next_index < 0:
+            return True
+        group = chunk.groups[chunk.next_index]
+        on_host = on_host_storages(group)
+        ahead = self._store.prefetched_bytes
+        if on_host and ahead and ahead + sum(saved.nbytes for saved in on_host) > horizon:
+            return False
+        chunk.next_index -= 1
+        self._store.recall(group)
+        if on_host:
+            self._store.issue_copy_in(on_host)
+        return True
 
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
         """The backward overtook the prefetch: everything down to `index` is late, and is issued in one go."""
         while chunk.next_index >= index:
-            on_host, _ = _on_host(chunk.groups[chunk.next_index])
+            on_host = on_host_storages(chunk.groups[chunk.next_index])
             chunk.next_index -= 1
             if on_host:
                 self._store.stats.prefetch_misses += len(on_host)
                 self._store.issue_copy_in(on_host)
 
-    def _upcoming(self) -> Iterator[ChunkGroups]:
-        """Chunks whose backward is running or comes before any other forward, soonest first."""
-        if not self._actions:
-            yield from self._upcoming_without_schedule()
-            return
-        position = self._position
-        if position < 0:
-            return
-        if self._actions[position].kind == "F":
-            position += 1
-        while position < len(self._actions) and self._actions[position].kind == "B":
-            chunk = self._chunks.get(self._actions[position].chunk)
-            if chunk is not None:  # else nothing of it is left to prefetch
-                if not chunk.is_forward_done:
-                    return
-                yield chunk
-            position += 1
+    def _enter_backward(self, chunk: ChunkGroups) -> None:
+        chunk.end_forward()
+        self._backward_chunk = chunk
+        self._chunks.pop(chunk.key, None)
+        following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
+        self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
-    def _upcoming_without_schedule(self) -> Iterator[ChunkGroups]:
-        current = self._backward_chunk
-        if current is not None:
-            yield current
-        for chunk in reversed(list(self._chunks.values())):
-            if not chunk.is_forward_done:
-                return
-            if chunk is not current:
-                yield chunk
+    def _upcoming(self, position: int) -> list[ChunkGroups]:
+        """Chunks whose backward comes at `position` or later and before any other forward, soonest first."""
+        chunks: list[ChunkGroups] = []
+        for action in self._actions[position:]:
+            chunk = self._chunks.get(action.chunk)
+            if action.kind == "F" or chunk is None or not chunk.is_forward_done:
+                break
+            chunks.append(chunk)
+        return chunks
 
 
-def _on_host(group: TensorGroup) -> tuple[list[SavedStorage], int]:
-    storages = [saved for saved in group.storages if saved.residency is Residency.ON_HOST]
-    return storages, sum(saved.nbytes for saved in storages)
+def on_host_storages(group: TensorGroup) -> list[SavedStorage]:
+    """What a copy-in of `group` would have to move."""
+    return [saved for saved in group.storages if saved.residency is Residency.ON_HOST]

@@ -55,13 +55,13 @@ class SavedStorage:
         "_pin",
     )
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, stream: Stream, group: TensorGroup) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> None:
         self.key: int = storage._cdata
         self.version: int | None = tensor._version  # None once the buffer is a copied-in one
         self.nbytes: int = storage.nbytes()
         self.residency: Residency = Residency.RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
-        self.stream: Stream = stream  # the compute stream whose memory pool the bytes go back to
+        self.stream: Stream = None  # where its group committed: the compute stream whose memory pool owns the bytes
         self.readers: list[Stream] = []  # other compute streams that read a copied-in buffer
         self.pending: Event | None = None  # last copy touching `buffer`
         self.copied_out: Event | None = None

@@ -28,7 +28,9 @@ class ActivationStore:
         prefetched_bytes: bytes of copy-in that are issued and not used yet.
     """
 
-    def __init__(self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, min_tensor_bytes: int) -> None:
+    def __init__(
+        self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, min_tensor_bytes: int
+    ) -> None:
         self.stats: IterationStats = IterationStats()
         self.live: dict[SavedStorage, None] = {}
         self.resident_bytes: int = 0
@@ -195,7 +197,7 @@ class ActivationStore:
         )
 
     def _admit(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> SavedStorage:
-        saved = SavedStorage(tensor, storage, self._context.device.current_stream(), group)
+        saved = SavedStorage(tensor, storage, group)
         self._by_key[saved.key] = saved
         self.live[saved] = None
         self.stats.managed_bytes += saved.nbytes
@@ -256,11 +258,10 @@ class ActivationStore:
 
     def _drop(self, saved: SavedStorage) -> None:
         """Drop the buffer of the storage, in order."""
-        assert saved.buffer is not None
-        address = saved.buffer.untyped_storage()._cdata
+        address = None if self._meter is None or saved.buffer is None else saved.buffer.untyped_storage()._cdata
         drop_buffer(saved, self._context)
         self.resident_bytes -= saved.nbytes
-        if self._meter is not None:
+        if self._meter is not None and address is not None:
             self._meter.drop(address)
 
 

@@ -20,7 +20,7 @@ that is, after compute waited for the copy-out (3), and the copy-in waits for co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -42,12 +42,13 @@ class TransferContext:
 def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: TransferContext) -> Event:
     """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
     device, stream = context.device, context.copy_out_stream
-    for compute in _distinct(storage.stream for storage in storages):
-        device.wait_event(stream, device.record_event(compute))  # Rule 1
+    compute = device.current_stream()
+    device.wait_event(stream, device.record_event(compute))  # Rule 1
     for event in lease.ready_after:
         device.wait_event(stream, event)  # Rule 2
     for storage in storages:
         assert storage.region is not None
+        storage.stream = compute
         device.copy_out(stream, _bytes_of(storage.buffer), storage.region)
     return device.record_event(stream)
 
@@ -57,7 +58,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     device, stream = context.device, context.copy_in_stream
     for storage in storages:
         storage.buffer = device.allocate(storage.nbytes, storage.stream)
-    for compute in _distinct(storage.stream for storage in storages):
+    for compute in _distinct([storage.stream for storage in storages]):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
     for storage in storages:
         assert storage.region is not None and storage.buffer is not None
@@ -96,8 +97,9 @@ def _bytes_of(buffer: torch.Tensor | None) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
 
 
-def _distinct(streams: Iterable[Stream]) -> list[Stream]:
-    found: list[Stream] = []
+def _distinct(streams: list[Stream]) -> list[Stream]:
+    """Storages of one group nearly always share their stream."""
+    found = streams[:1]
     for stream in streams:
         if stream not in found:
             found.append(stream)
