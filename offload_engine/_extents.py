@@ -119,6 +119,11 @@ class FreeExtents:
         extent.guards = [guard for guard in extent.guards if not all(map(self._is_complete, guard.events))]
         return self._pending(extent.guards)
 
+    def forget_events(self) -> None:
+        """Every copy has finished, in whatever way: no byte has to wait for anything any more."""
+        for extent in self:
+            extent.guards.clear()
+
     def _insert(self, extent: Extent) -> None:
         insort(self._by_size, (extent.nbytes, extent.order, extent))
         self._by_start[extent.slab, extent.start] = extent

@@ -114,9 +114,6 @@ class HostPool:
     def give_back(self, lease: HostLease, events: Sequence[Event] = ()) -> None:
         """Return a lease; its bytes may be lent again at once, and whoever gets them waits for `events`.
 
-        After a copy of this lease failed, synchronize with it and pass no event: an event that failed never
-        completes, and the next user of the bytes would be told of a failure that is not its own.
-
         Raises:
             AssertionError: if the lease has been returned before, or belongs to another pool.
         """
@@ -126,6 +123,16 @@ class HostPool:
         lease._pool = None
         self._returns.append((lease, events))
         self._settle()
+
+    def forget_events(self) -> None:
+        """No copy is in flight: later leases wait for none of the events returned so far.
+
+        For the recovery from a failed copy. Its event never completes, and without this the next user of the bytes
+        would be told of a failure that is not its own.
+        """
+        self._settle()
+        with self._lock:
+            self._free.forget_events()
 
     def reset_peak(self) -> None:
         """Let `peak_lent_bytes` start again from what is lent now."""

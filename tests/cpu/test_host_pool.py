@@ -304,6 +304,13 @@ def test_close_waits_for_copies_also_failed_ones():
         pool.lend(1)
 
 
+def test_after_a_failed_copy_its_bytes_are_usable_again():
+    pool, _ = make_pool(slab_bytes=32)
+    pool.give_back(pool.lend(32), [FakeEvent(fails=True)])
+    pool.forget_events()
+    assert pool.lend(32).ready_after == ()
+
+
 def test_close_with_a_lease_out():
     pool, _ = make_pool()
     lease = pool.lend(10)
