@@ -1,0 +1,116 @@
+"""tools/show_plan.py: what it prints, what it draws, and what it says about impossible shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from offload_engine.schedule import Action, ChunkKey, format_actions, interleaved, parse_actions
+
+pytest.importorskip("rich")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "show_plan.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("show_plan", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+show_plan = load()
+
+
+def show(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert show_plan.main(arguments.split()) == 0
+    return capsys.readouterr().out
+
+
+def words_of_rows(table: str) -> list[list[str]]:
+    """The cells of a printed table, row by row (a wrapped row has several lines)."""
+    rows: list[list[str]] = [[]]
+    for line in table.splitlines():
+        if line.startswith(("├", "└")):
+            rows.append([])
+        elif line.startswith("│"):
+            rows[-1] += line.split("│")[2].split()
+    return [row for row in rows if row]
+
+
+@pytest.mark.parametrize("columns", [60, 200])
+def test_prints_the_order_of_each_rank(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    printed = show(capsys, "--pp 2 --vpp 2 --microbatches 12")
+    rows = words_of_rows(printed)
+    assert len(rows) == 2
+    for rank, row in enumerate(rows):
+        actions = [word for word in row if not word.isdigit()]
+        assert actions == format_actions(interleaved(2, rank, 2, 12)).split()
+    assert all(len(line) <= columns for line in printed.splitlines())
+
+
+def test_counts_below_the_actions(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = show(capsys, "--pp 2 --microbatches 2 --rank 0").splitlines()
+    (order,) = [index for index, line in enumerate(lines) if "F0.0" in line]
+    assert lines[order].split("│")[1:4] == ["    0 ", f" {'F0.0 F0.1 B0.0 B0.1':<43}", "    2 "]
+    assert lines[order + 1].split("│")[2].split() == ["1", "2", "1", "0"]
+    assert lines[order].index("F0.1") == lines[order + 1].index("2")
+
+
+def test_spans_from_forward_to_backward():
+    actions = parse_actions("F0.0 F0.1 B0.0 B0.1")
+    assert show_plan.waiting_spans(actions) == {ChunkKey(0, 0): (1, 3), ChunkKey(0, 1): (2, 4)}
+    assert actions[0] == Action("F", ChunkKey(0, 0))
+
+
+def test_png(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    target = tmp_path / "plan.png"
+    printed = show(capsys, f"--pp 2 --vpp 2 --microbatches 4 --png {target}")
+    assert f"plot: {target}" in printed
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_that_cannot_be_written(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    target = tmp_path / "missing" / "plan.png"
+    assert show_plan.main(["--microbatches", "1", "--png", str(target)]) == 1
+    assert re.search(r"cannot write .*plan\.png: .*No such file", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--microbatches 0", "num_microbatches must be at least 1, got 0"),
+        ("--pp 0 --microbatches 1", "--pp must be at least 1, got 0"),
+        ("--pp 2 --microbatches 4 --rank 2", "--rank must be in [0, 1] with --pp 2, got 2"),
+        ("--pp 4 --vpp 2 --microbatches 3", "group_size must be in [num_stages=4, num_microbatches=3], got 4"),
+        ("--pp 2 --microbatches 4 --group-size 2", "--group-size is about virtual stages: it needs --vpp"),
+        ("--pp 2 --microbatches 4 --overlap-expert-comm", "--overlap-expert-comm needs --vpp"),
+        ("--pp 2", "required: --microbatches"),
+    ],
+)
+def test_bad_input(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        show_plan.main(arguments.split())
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_as_a_command():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), "--pp", "2", "--microbatches", "1", "--rank", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "F0.0 B0.0" in done.stdout
