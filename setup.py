@@ -22,7 +22,7 @@ setup(
         # FSDP2 (`fully_shard`) is public since this release of torch.
         "fsdp": ["torch>=2.6"],
         "plots": ["matplotlib", "rich"],
-        "test": ["numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "rich", "tqdm"],
+        "test": ["hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "rich", "tqdm"],
         "dev": ["mypy", "pre-commit", "ruff"],
     },
 )
