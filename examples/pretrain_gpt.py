@@ -23,8 +23,10 @@ from gpt_trainer.arguments import parse_arguments
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # announces its successor
     warnings.filterwarnings("ignore", module="megatron")  # what it warns of on import concerns fused kernels
     from gpt_trainer.environment import environment  # megatron-core takes seconds to import: not for --help
+
     from megatron_patches._cpu import apply_cpu_support
 
     with apply_cpu_support(), environment(args) as device:
@@ -35,11 +37,12 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     """Trains in processes that are set up; returns the exit status."""
     from gpt_trainer.checkpoint import CheckpointError
     from gpt_trainer.data import DataError
+    from gpt_trainer.model import ConfigError
     from gpt_trainer.training import Training
 
     try:
         training = Training(args, device)
-    except (CheckpointError, DataError) as error:
+    except (CheckpointError, ConfigError, DataError) as error:
         if torch.distributed.get_rank() == 0:
             print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
         return 1

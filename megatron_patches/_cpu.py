@@ -321,8 +321,16 @@ def _fused_kernel_rows(optimizer: str) -> list[Patch]:
         ".clip_grads:l2_norm_impl": utils.local_multi_tensor_l2_norm,
     }
     return [
-        Patch(target=optimizer + target, wrapper=functools.partial(_instead, replacement), why=why)
-        for target, replacement in on_cpu.items()
+        *(
+            Patch(target=optimizer + target, wrapper=functools.partial(_instead, replacement), why=why)
+            for target, replacement in on_cpu.items()
+        ),
+        Patch(
+            target=f"{optimizer}.clip_grads:multi_tensor_scale_tensor_impl",
+            wrapper=functools.partial(_instead, None),
+            why=why,
+            versions=">=0.17",
+        ),
     ]
 
 

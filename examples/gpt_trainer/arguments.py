@@ -22,7 +22,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def build_parser() -> argparse.ArgumentParser:
     """All flags of the trainer."""
     parser = argparse.ArgumentParser(
-        description="Pretrains a GPT with megatron-core, on GPUs with NCCL or on CPUs with gloo. Start it with torchrun.",
+        description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun.",
         allow_abbrev=False,
     )
     for add in (_add_model, _add_moe, _add_parallelism, _add_memory, _add_training, _add_data, _add_checkpoints):

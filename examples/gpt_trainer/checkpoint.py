@@ -1,8 +1,8 @@
 """Checkpoints: one file per rank with everything a step depends on, so that a resumed run repeats every bit.
 
-    DIR/latest_checkpointed_iteration.txt
-    DIR/iter_0000100/rank_00000.pt             model, optimizer, schedule, random states, progress
-    DIR/iter_0000100/rank_00000_optimizer.pt   parameter states of the distributed optimizer
+DIR/latest_checkpointed_iteration.txt
+DIR/iter_0000100/rank_00000.pt             model, optimizer, schedule, random states, progress
+DIR/iter_0000100/rank_00000_optimizer.pt   parameter states of the distributed optimizer
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from gpt_trainer.steps import StepResult
+from gpt_trainer.timeline import Spans
 from offload_engine import IterationStats, ResidencyMeter
 
 
@@ -33,15 +34,21 @@ class Metrics:
         self._group = dist.new_group(backend="gloo")
         self._is_first = dist.get_rank() == 0
         self._file: TextIO | None = json_path.open("w") if self._is_first and json_path is not None else None
-        self._bar = tqdm(
-            total=num_steps, initial=first_step, unit="step", desc="training", disable=not self._is_first
-        )
+        self._bar = tqdm(total=num_steps, initial=first_step, unit="step", desc="training", disable=not self._is_first)
 
-    def step(self, step: int, result: StepResult, step_ms: float, stats: IterationStats | None) -> None:
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        step_ms: float,
+        stats: IterationStats | None,
+        validation_loss: float | None = None,
+    ) -> None:
         """Reports one training step; `stats` is None without offload."""
         figures = {
             "rank": dist.get_rank(),
             "loss": result.loss,
+            "validation_loss": validation_loss,
             "step_ms": step_ms,
             **_memory(),
             "offload": self._offload(stats),
@@ -49,28 +56,28 @@ class Metrics:
         ranks = self._gather(figures)
         if ranks is None:
             return
-        loss = _first_known([rank.pop("loss") for rank in ranks])
+        loss, validation_loss = (_first_known([rank.pop(key) for rank in ranks]) for key in ("loss", "validation_loss"))
         record = {"step": step, "loss": loss, "grad_norm": result.grad_norm, "step_ms": step_ms}
+        if validation_loss is not None:
+            record["validation_loss"] = validation_loss
+            self._bar.write(f"step {step}: validation loss {validation_loss:.4f}")
         record |= {"offload": _total([rank["offload"] for rank in ranks]), "ranks": ranks}
         if self._file is not None:
             print(json.dumps(record), file=self._file, flush=True)
         self._show(step, record)
 
-    def evaluation(self, step: int, loss: float | None) -> None:
-        """Reports the validation loss after `step` training steps."""
-        losses = self._gather(loss)
-        if losses is None:
-            return
-        loss = _first_known(losses)
-        self._bar.write(f"step {step}: validation loss {loss:.4f}")
-        if self._file is not None:
-            print(json.dumps({"step": step, "validation_loss": loss}), file=self._file, flush=True)
+    def start(self, validation_loss: float | None) -> None:
+        """Reports the validation loss before the first step."""
+        losses = self._gather(validation_loss)
+        if losses is not None:
+            self._bar.write(f"before the first step: validation loss {_first_known(losses):.4f}")
 
-    def timeline(self, path: Path, step: int, begin: float) -> None:
-        """Writes the meter's timeline of the step that began at `begin` (seconds of `time.perf_counter()`)."""
+    def timeline(self, path: Path, step: int, begin: float, spans: Spans) -> None:
+        """Writes what the meter and `spans` recorded in the step that began at `begin`, in seconds from there."""
         assert self._meter is not None, "a timeline needs a meter"
         points = [(time - begin, nbytes) for time, nbytes in self._meter.timeline]
-        ranks = self._gather({"rank": dist.get_rank(), "timeline": points})
+        chunks = [(kind, first - begin, last - begin) for kind, first, last in spans.recorded]
+        ranks = self._gather({"rank": dist.get_rank(), "timeline": points, "spans": chunks})
         if ranks is not None:
             path.write_text(json.dumps({"step": step, "ranks": ranks}))
 
@@ -95,8 +102,8 @@ class Metrics:
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", ms=f"{record['step_ms']:.0f}")
 
 
-def _first_known(values: list[float | None]) -> float:
-    return next(value for value in values if value is not None)
+def _first_known(values: list[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _total(ranks: list[dict[str, int]]) -> dict[str, int]:

@@ -27,12 +27,17 @@ from megatron.core.transformer.module import Float16Module
 from gpt_trainer.environment import num_virtual_stages
 
 
+class ConfigError(Exception):
+    """Flags that megatron-core rejects, or that the chosen implementation cannot run."""
+
+
 def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
     """megatron-core's configuration: every flag that is named like one of its fields, and what follows from them.
 
     Raises:
-        ValueError: from megatron-core, for flags that do not go together (its assertions are passed on as they are).
+        ConfigError: for flags that do not go together.
     """
+    _check_implementation(args, transformer_impl(args, device))
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     names = {field.name for field in dataclasses.fields(config_class)}
     values = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -49,7 +54,22 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
     )
     if args.multi_latent_attention:
         values["rope_type"] = "rope"
-    return config_class(**values)
+    try:
+        return config_class(**values)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_implementation(args: argparse.Namespace, implementation: str) -> None:
+    if implementation != "local":
+        return
+    for flag in ("moe_grouped_gemm", "moe_permute_fusion", "delay_wgrad_compute"):
+        if getattr(args, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} needs --transformer-impl transformer_engine, and a GPU")
+    if args.context_parallel_size > 1:
+        raise ConfigError("--context-parallel-size needs --transformer-impl transformer_engine, and a GPU")
+    if args.num_moe_experts is not None and args.add_bias_linear:
+        raise ConfigError("the local implementation's experts have no bias: add --disable-bias-linear")
 
 
 def _schedule_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt_trainer.data import Batch, microbatches
+from gpt_trainer.timeline import Spans
 from offload_engine import SavedTensorTracker
 
 
@@ -50,6 +51,9 @@ class Steps:
 
     Args:
         tracker: counts saved tensors during each forward step; None: nothing is counted.
+
+    Attributes:
+        spans: when chunks ran forward and backward, while it is asked to record them.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Steps:
         self._scheduler = scheduler
         self._device = device
         self._tracker = tracker
+        self.spans = Spans()
 
     def train(self, dataset: GPTDataset, progress: Progress) -> StepResult:
         """One step from `progress.samples` on; advances `progress`."""
@@ -92,7 +97,8 @@ class Steps:
         reports = []
         for batch in range(num_batches):
             first_sample = batch * self._args.global_batch_size
-            reports += self._run(dataset, first_sample, num_microbatches, forward_only=True)
+            with torch.no_grad():
+                reports += self._run(dataset, first_sample, num_microbatches, forward_only=True)
         for chunk in self._chunks:
             chunk.train()
         return _mean_loss(reports)
@@ -122,8 +128,9 @@ class Steps:
         if return_schedule_plan:  # all-to-all overlap: the schedule runs the plan's nodes later
             output = model.build_schedule_plan(*arguments, labels=batch["labels"], loss_mask=batch["loss_mask"])
         else:
-            with self._tracker or contextlib.nullcontext():
+            with self.spans.forward(), self._tracker or contextlib.nullcontext():
                 output = model(*arguments, labels=batch["labels"])
+            self.spans.watch_backward(output)
         return output, functools.partial(_loss, batch["loss_mask"])
 
 

@@ -6,8 +6,6 @@ import argparse
 import time
 
 import torch
-import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
 from gpt_trainer.checkpoint import Checkpoints
 from gpt_trainer.data import build_datasets, vocabulary
@@ -21,7 +19,7 @@ class Training:
     """Everything one rank needs to train; `run()` does it.
 
     Raises:
-        CheckpointError, DataError: for a checkpoint or data that cannot be used.
+        CheckpointError, ConfigError, DataError: for a checkpoint, flags or data that cannot be used.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -56,10 +54,10 @@ class Training:
         metrics = Metrics(args.train_iters, progress.step, args.log_interval, args.metrics_json, self._meter)
         try:
             if args.eval_at_start:
-                self._evaluate(metrics)
+                metrics.start(self._evaluate())
             while progress.step < args.train_iters:
                 self._step(metrics)
-                if args.exit_interval is not None and progress.step % args.exit_interval == 0:
+                if _is_due(args.exit_interval, progress.step):
                     break
         finally:
             metrics.close()
@@ -69,28 +67,36 @@ class Training:
     def _step(self, metrics: Metrics) -> None:
         args, progress = self._args, self._progress
         records_timeline = args.timeline_json is not None and progress.step + 1 == self._timeline_step()
-        if self._meter is not None:
-            self._meter.record_timeline = records_timeline
-            self._meter.reset_peak()
+        self._prepare_meter(records_timeline)
         begin = time.perf_counter()
         result = self._steps.train(self._train_set, progress)
         self._synchronize()
         step_ms = 1e3 * (time.perf_counter() - begin)
-        metrics.step(progress.step, result, step_ms, None)
+        self._steps.spans.is_recording = False
+        validation_loss = self._evaluate() if _is_due(args.eval_interval, progress.step) else None
+        metrics.step(progress.step, result, step_ms, None, validation_loss)
         if records_timeline:
-            metrics.timeline(args.timeline_json, progress.step, begin)
-        if args.eval_interval is not None and progress.step % args.eval_interval == 0:
-            self._evaluate(metrics)
-        if args.save_interval is not None and progress.step % args.save_interval == 0:
+            metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)
+        if _is_due(args.save_interval, progress.step):
             self._checkpoints.save(args.save, progress)
+
+    def _prepare_meter(self, records_timeline: bool) -> None:
+        self._steps.spans.is_recording = records_timeline
+        if self._meter is not None:
+            self._meter.record_timeline = records_timeline
+            self._meter.reset_peak()
 
     def _timeline_step(self) -> int:
         # the first step is not typical: buffers are created in it
         return self._args.timeline_step or min(2, self._args.train_iters)
 
-    def _evaluate(self, metrics: Metrics) -> None:
-        metrics.evaluation(self._progress.step, self._steps.evaluate(self._valid_set, self._args.eval_iters))
+    def _evaluate(self) -> float | None:
+        return self._steps.evaluate(self._valid_set, self._args.eval_iters)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _is_due(interval: int | None, step: int) -> bool:
+    return interval is not None and step % interval == 0
