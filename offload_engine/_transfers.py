@@ -22,8 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from offload_engine._devices.base import Device, Event, Stream
 from offload_engine._host_pool import HostLease
 from offload_engine._saved import SavedStorage
@@ -47,9 +45,9 @@ def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: Transf
     for event in lease.ready_after:
         device.wait_event(stream, event)  # Rule 2
     for storage in storages:
-        assert storage.region is not None
+        assert storage.region is not None and storage.buffer is not None
         storage.stream = compute
-        device.copy_out(stream, _bytes_of(storage.buffer), storage.region)
+        device.copy_out(stream, storage.buffer, storage.region)
     return device.record_event(stream)
 
 
@@ -90,11 +88,6 @@ def await_copy_in(storage: SavedStorage, context: TransferContext) -> None:
     device.wait_event(reader, storage.pending)  # Rule 5
     if reader != storage.stream and reader not in storage.readers:
         storage.readers.append(reader)
-
-
-def _bytes_of(buffer: torch.Tensor | None) -> torch.Tensor:
-    assert buffer is not None
-    return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
 
 
 def _distinct(streams: list[Stream]) -> list[Stream]:

@@ -468,13 +468,11 @@ class AdversarialDevice:
     def _issue(
         self, kind: str, stream: AdversarialStream, buffer: torch.Tensor, region: HostRegion
     ) -> tuple[Copy, Access, Memory]:
-        assert buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous(), buffer
-        assert buffer.numel() == region.nbytes and region.offset % self.host_alignment == 0, (buffer.shape, region)
+        assert buffer.untyped_storage().nbytes() == region.nbytes and region.offset % self.host_alignment == 0, (buffer.shape, region)
         assert region.offset + region.nbytes <= region.slab.nbytes, region
         memory = self._memory_of(buffer)
         self.num_copies[kind] += 1
-        offset = buffer.storage_offset()
-        copy = Copy(kind, self.num_copies.total(), memory, offset, region, self._next_fails(kind))
+        copy = Copy(kind, self.num_copies.total(), memory, 0, region, self._next_fails(kind))
         copy.hazards = self.hazards
         if memory.is_released and memory.block is not None:
             self._violation(f"{copy} uses a buffer after its release", copy)

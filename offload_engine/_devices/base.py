@@ -81,13 +81,14 @@ class Device(Protocol):
         """
 
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
-        """Issue device-to-host copy of the 1-D uint8 tensor `source` on `stream`.
+        """Issue the device-to-host copy of the whole storage of `source` on `stream`.
 
-        The caller keeps `source` alive, and unchanged, until an event recorded afterwards has completed.
+        A tensor stands for its storage here, whatever its shape and dtype. The caller keeps it alive, and unchanged,
+        until an event recorded afterwards has completed.
         """
 
     def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
-        """Issue host-to-device copy into the 1-D uint8 tensor `target` on `stream`; lifetimes as for `copy_out`."""
+        """Issue the host-to-device copy into the whole storage of `target` on `stream`; else as `copy_out`."""
 
     def on_release(self, buffer: torch.Tensor) -> None:
         """Told just before the engine drops `buffer`, its last reference to that storage: it may be reused from now on.

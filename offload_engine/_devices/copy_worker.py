@@ -169,9 +169,10 @@ def _write(failure: Failure | None, source: torch.Tensor, slab: CopyableSlab, of
     if failure is not None:
         return failure
     try:
-        slab.write(source.data_ptr(), offset, source.numel())
+        storage = source.untyped_storage()
+        slab.write(storage.data_ptr(), offset, storage.nbytes())
     except Exception as error:  # whatever it is belongs to the thread that waits, not to this one
-        return _failure(f"copy-out of {source.numel():,} bytes to {slab} failed", error)
+        return _failure(f"copy-out of {source.untyped_storage().nbytes():,} bytes to {slab} failed", error)
     return None
 
 
@@ -179,9 +180,10 @@ def _read(failure: Failure | None, target: torch.Tensor, slab: CopyableSlab, off
     if failure is not None:
         return failure
     try:
-        slab.read(target.data_ptr(), offset, target.numel())
+        storage = target.untyped_storage()
+        slab.read(storage.data_ptr(), offset, storage.nbytes())
     except Exception as error:
-        return _failure(f"copy-in of {target.numel():,} bytes from {slab} failed", error)
+        return _failure(f"copy-in of {target.untyped_storage().nbytes():,} bytes from {slab} failed", error)
     return None
 
 

@@ -94,12 +94,12 @@ class CudaDevice:
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
         check_copy(source, target)
         with torch.cuda.stream(stream):
-            _host_bytes(target).copy_(source, non_blocking=True)
+            _host_bytes(target).copy_(_device_bytes(source), non_blocking=True)
 
     def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
         check_copy(target, source)
         with torch.cuda.stream(stream):
-            target.copy_(_host_bytes(source), non_blocking=True)
+            _device_bytes(target).copy_(_host_bytes(source), non_blocking=True)
 
     def on_release(self, buffer: torch.Tensor) -> None:
         pass
@@ -122,6 +122,10 @@ def _with_index(device: torch.device | str | int | None) -> torch.device:
         raise ValueError(f"torch_device must be a CUDA device, got {found}")
     # Tensors always carry an index; a device without one would equal none of them.
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def _device_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _host_bytes(region: HostRegion) -> torch.Tensor:

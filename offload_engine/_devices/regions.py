@@ -8,17 +8,14 @@ from .base import HostRegion
 
 
 def check_copy(tensor: torch.Tensor, region: HostRegion) -> None:
-    """Refuse a copy between `tensor` and `region` that would touch any other byte.
+    """Refuse a copy between the storage of `tensor` and `region` that would touch any other byte.
 
     Raises:
-        ValueError: if `tensor` is not contiguous uint8 of the region's size, or the region is not inside its slab.
+        ValueError: if the storage is not of the region's size, or the region is not inside its slab.
     """
-    nbytes = region.nbytes
-    if tensor.dtype is not torch.uint8 or tensor.numel() != nbytes or not tensor.is_contiguous():
-        raise ValueError(
-            f"a copy of {nbytes:,} bytes needs a contiguous uint8 tensor of that size, "
-            f"got {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-        )
+    nbytes, storage_bytes = region.nbytes, tensor.untyped_storage().nbytes()
+    if storage_bytes != nbytes:
+        raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {storage_bytes:,}")
     if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
 
