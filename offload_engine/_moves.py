@@ -29,6 +29,7 @@ class Mover:
         self.prefetcher.note_group(group)
         if group.is_kept:
             stats.num_kept_groups += 1
+            stats.kept_bytes += group.nbytes
         elif not self._dry_run:
             self.copy_out(group)
         self._advance()

@@ -21,6 +21,8 @@ class IterationStats:
     """Groups of which at least one storage was copied out."""
     num_kept_groups: int = 0
     """Groups that the plan keeps resident."""
+    kept_bytes: int = 0
+    """Bytes that the groups kept by the plan saved, over the whole iteration."""
     num_host_limit_groups: int = 0
     """Groups that stayed resident because the host tier had no room."""
     managed_bytes: int = 0

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""Compares a run without offload and a run with it: a table on the terminal, and a plot of where the bytes are.
+
+python tools/quickstart.py DIRECTORY
+
+DIRECTORY holds plain.jsonl, offload.jsonl (the trainer's --metrics-json) and plain.timeline.json,
+offload.timeline.json (its --timeline-json). The plot is written to DIRECTORY/residency.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+MIB = 1 << 20
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+PLAIN, OFFLOAD = "#e07a3f", "#2563a8"
+FORWARD, BACKWARD = "#cfe8d5", "#e3d7f0"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The metrics of one run: one object a step."""
+
+    steps: list[dict[str, Any]]
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Reads the trainer's metrics.
+
+        Raises:
+            ValueError: if there is no step in them.
+        """
+        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        steps = [record for record in records if "loss" in record]  # the others report evaluations
+        if not steps:
+            raise ValueError(f"{path} holds no step: the run ended before its first one")
+        return cls(steps)
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.steps]
+
+    @property
+    def step_ms(self) -> float:
+        """Median, without the first two steps, which allocate what the later ones reuse."""
+        settled = self.steps[2:] or self.steps
+        return statistics.median(step["step_ms"] for step in settled)
+
+    def peak(self, rank: int, figure: Callable[[dict[str, Any]], int]) -> int:
+        """The largest value of any step on one rank."""
+        return max(figure(step["ranks"][rank]) for step in self.steps)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.steps[0]["ranks"])
+
+    def last(self, name: str) -> int:
+        """An offload counter of the last step, all ranks together."""
+        return self.steps[-1]["offload"][name]
+
+    def total(self, name: str) -> int:
+        """An offload counter, all steps and ranks together."""
+        return sum(step["offload"][name] for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The forward ("F") or backward ("B") of one chunk."""
+
+    kind: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Resident saved bytes of one rank over one step, from the step's begin."""
+
+    seconds: list[float]
+    mib: list[float]
+    spans: list[Span]
+
+    @classmethod
+    def load_all(cls, path: Path) -> list[Timeline]:
+        """One timeline a rank."""
+        return [cls._from_json(rank) for rank in json.loads(path.read_text())["ranks"]]
+
+    @classmethod
+    def _from_json(cls, rank: dict[str, Any]) -> Timeline:
+        points = rank["timeline"]
+        return cls(
+            seconds=[0.0, *(t for t, _ in points)],
+            mib=[0.0, *(nbytes / MIB for _, nbytes in points)],
+            spans=[Span(*span) for span in rank.get("spans", [])],
+        )
+
+    @property
+    def peak_mib(self) -> float:
+        return max(self.mib)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args(arguments).directory
+    try:
+        plain, offload = Run.load(directory / "plain.jsonl"), Run.load(directory / "offload.jsonl")
+        timelines = [Timeline.load_all(directory / f"{name}.timeline.json") for name in ("plain", "offload")]
+    except (OSError, ValueError, KeyError) as error:
+        print(f"quickstart.py: error: cannot read the runs in {directory}: {error!r}", file=sys.stderr)
+        return 1
+    plot = directory / "residency.png"
+    draw(timelines[0], timelines[1], plot)
+    same = plain.losses == offload.losses
+    Console().print(comparison(plain, offload, plot))
+    return 0 if same else 1
+
+
+def comparison(plain: Run, offload: Run, plot: Path) -> Table:
+    """The table."""
+    same = plain.losses == offload.losses
+    table = Table(title=f"{len(plain.steps)} training steps, without and with activation offload", title_justify="left")
+    table.add_column("")
+    for column in ("no offload", "offload", "change"):
+        table.add_column(column, justify="right")
+    verdict = "[green]yes[/]" if same else "[bold red]NO[/]"
+    table.add_row("losses equal to the last bit", f"{plain.losses[-1]:.6f}", f"{offload.losses[-1]:.6f}", verdict)
+    table.add_row("step time", f"{plain.step_ms:,.0f} ms", f"{offload.step_ms:,.0f} ms", _change(plain, offload))
+    figures = (("resident saved bytes, peak", _peak_resident), ("process memory (RSS), peak", _peak_rss))
+    for (title, figure), rank in itertools.product(figures, range(plain.num_ranks)):
+        before, after = plain.peak(rank, figure), offload.peak(rank, figure)
+        table.add_row(f"{title}, rank {rank}", _mib(before), _mib(after), _mib(after - before))
+    table.add_row("copied out in a step", "", _mib(offload.last("copied_out_bytes")), "")
+    table.add_row("copied in in a step", "", _mib(offload.last("copied_in_bytes")), "")
+    table.add_row("prefetch misses in all steps", "", f"{offload.total('prefetch_misses')}", "")
+    table.caption = f"plot: {plot}"
+    table.caption_justify = "left"
+    return table
+
+
+def _peak_resident(rank: dict[str, Any]) -> int:
+    return rank["offload"]["peak_resident_saved_bytes"]
+
+
+def _peak_rss(rank: dict[str, Any]) -> int:
+    return rank["rss_peak_bytes"]
+
+
+def _change(plain: Run, offload: Run) -> str:
+    return f"{offload.step_ms / plain.step_ms - 1:+.1%}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.0f} MiB"
+
+
+def draw(plain: list[Timeline], offload: list[Timeline], path: Path) -> None:
+    """Writes the plot: one panel a rank, both runs in each, forward and backward of the offload run shaded."""
+    style = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": GRID, "text.color": INK}
+    with plt.rc_context(style):
+        figure, panels = plt.subplots(
+            len(plain), 1, figsize=(10, 1.4 + 2.5 * len(plain)), sharex=True, sharey=True, squeeze=False
+        )
+        for rank, panel in enumerate(panels[:, 0]):
+            _draw_rank(panel, rank, plain[rank], offload[rank])
+        panels[-1, 0].set_xlabel("time since the step began, s", color=MUTED)
+        panels[0, 0].set_xlim(0, max(t.seconds[-1] for t in (*plain, *offload)))
+        panels[0, 0].set_ylim(0, 1.18 * max(t.peak_mib for t in (*plain, *offload)))
+        figure.suptitle(
+            "Saved activations on the device over one training step", x=0.075, ha="left", fontsize=14, weight="bold"
+        )
+        handles = [Patch(color=FORWARD, label="forward"), Patch(color=BACKWARD, label="backward (run with offload)")]
+        if any(t.spans for t in offload):
+            figure.legend(handles=handles, loc="upper right", ncols=2, frameon=False, bbox_to_anchor=(0.985, 0.985))
+        figure.tight_layout(rect=(0, 0, 1, 0.97))
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _draw_rank(panel: Axes, rank: int, plain: Timeline, offload: Timeline) -> None:
+    for span in offload.spans:
+        color = FORWARD if span.kind == "F" else BACKWARD
+        panel.axvspan(span.begin_s, span.end_s, color=color, alpha=0.55, linewidth=0)
+    for timeline, color, label in ((plain, PLAIN, "no offload"), (offload, OFFLOAD, "offload")):
+        panel.fill_between(timeline.seconds, timeline.mib, step="post", color=color, alpha=0.18, linewidth=0)
+        panel.step(timeline.seconds, timeline.mib, where="post", color=color, linewidth=1.5)
+        _mark_peak(panel, timeline, color, label)
+    panel.set_title(f"pipeline rank {rank}", loc="left", color=MUTED, fontsize=10)
+    panel.set_ylabel("resident, MiB", color=MUTED)
+    panel.tick_params(colors=MUTED, length=0)
+    panel.grid(axis="y", color=GRID, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _mark_peak(panel: Axes, timeline: Timeline, color: str, label: str) -> None:
+    at = timeline.mib.index(timeline.peak_mib)
+    panel.axhline(timeline.peak_mib, color=color, linewidth=0.8, linestyle=(0, (4, 3)))
+    panel.annotate(
+        f"{label}: peak {timeline.peak_mib:,.0f} MiB",
+        (timeline.seconds[at], timeline.peak_mib),
+        xytext=(4, 4),
+        textcoords="offset points",
+        color=color,
+        weight="bold",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

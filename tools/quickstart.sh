@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Pretrains a small MoE GPT on real text in a pipeline of two processes with two virtual stages each, without and with
+# activation offload, on this machine's CPU, and compares the two runs. Needs Python >= 3.11 and nothing else.
+#
+#   tools/quickstart.sh [DIRECTORY]    where the text, the metrics and the plot go; default out/quickstart
+#
+# STEPS (default 10) sets the length of each run; PYTHON and VENV choose the environment, see tools/setup_env.sh.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-out/quickstart}
+steps=${STEPS:-10}
+python=${VENV:-.venv}/bin/python
+
+tools/setup_env.sh megatron,plots,test
+mkdir -p "$out"
+
+# One thread a process: the two stages of the pipeline share the cores.
+export OMP_NUM_THREADS=1
+# Big tensors come from, and go back to, the system at once, in both runs: glibc otherwise keeps freed blocks up to
+# 32 MiB in the process, and its size would say little about what is alive.
+export MALLOC_MMAP_THRESHOLD_=262144
+
+"$python" examples/prepare_text.py --output-prefix "$out/text"
+
+pretrain() { # NAME [FLAGS]: one run; its metrics and the timeline of its last step land in $out/NAME.*
+    local name=$1
+    shift
+    "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$(free_port)" \
+        examples/pretrain_gpt.py \
+        --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
+        --num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \
+        --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 \
+        --micro-batch-size 1 --global-batch-size 8 --train-iters "$steps" --seed 1234 \
+        --data-path "$out/text" --metrics-json "$out/$name.jsonl" \
+        --timeline-json "$out/$name.timeline.json" --timeline-step "$steps" "$@"
+}
+
+free_port() {
+    "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+echo "1/2 without offload"
+pretrain plain
+echo "2/2 with --offload-activation --offload-modules core_attn router_fc1 qkv_linear"
+pretrain offload --offload-activation --offload-modules core_attn router_fc1 qkv_linear
+
+exec "$python" tools/quickstart.py "$out"
