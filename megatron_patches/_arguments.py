@@ -19,7 +19,7 @@ from offload_engine import OffloadConfig
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
 _PREFIX = "offload_"
-_DEFAULT_MODULES = ("core_attn",)
+DEFAULT_MODULES = ("core_attn",)
 
 
 class _Setting(NamedTuple):
@@ -115,7 +115,7 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"What to offload, with --offload-activation. Default: {_DEFAULT_MODULES[0]}. Names: {names}.",
+        help=f"What to offload, with --offload-activation. Default: {DEFAULT_MODULES[0]}. Names: {names}.",
     )
     return parser
 
@@ -139,7 +139,7 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
         return None
     _check_others_are_off(config)
     own = getattr(config, "offload_modules", None) if getattr(config, "offload_activation", False) else None
-    modules = canonical_names(own or defaults.modules or _DEFAULT_MODULES)
+    modules = canonical_names(own or defaults.modules or DEFAULT_MODULES)
     return Settings(_engine_config(config, defaults.engine), modules)
 
 

@@ -86,7 +86,7 @@ MODULES: tuple[ModuleRow, ...] = (
     ),
     ModuleRow(
         name="self_attn",
-        saves="all that attention saves: the four parts below",
+        saves="all that attention saves: the next three, and what lies between",
         brackets=_calls("self_attention"),
         parts=("qkv_linear", "core_attn", "attn_proj"),
         where="layers with self attention",

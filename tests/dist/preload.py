@@ -13,8 +13,6 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
-import megatron.core.optimizer  # noqa: E402
-import megatron.core.pipeline_parallel  # noqa: E402
 
 import megatron_patches  # noqa: E402, F401
 

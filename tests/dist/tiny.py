@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import megatron.core.tensor_parallel.random as tp_random
+import torch
 from megatron.core import parallel_state as ps
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -23,9 +23,7 @@ MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
 
 
 def repair_checkpoint_without_output() -> None:
-    """megatron-core 0.16.1 looks for fp8 state when fp8 is off, which it only has with TransformerEngine."""
-    if hasattr(tp_random, "FP8GlobalStateManager"):
-        return
+    """megatron-core asks for fp8 state with fp8 off, which needs TransformerEngine, and that a GPU."""
     original = tp_random.CheckpointWithoutOutput.__init__
 
     def init(self: Any, fp8: Any = False) -> None:

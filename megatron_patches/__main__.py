@@ -1,0 +1,111 @@
+"""Runs a stock Megatron-LM script with activation offload: `python -m megatron_patches [flags] pretrain_gpt.py ARGS`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megatron_patches import PatchError, add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
+from megatron_patches._arguments import DEFAULT_MODULES, split_flags
+from megatron_patches._modules import MODULES, Bracket, canonical_names
+
+logger = logging.getLogger("megatron_patches")
+
+TABLE_COLUMNS = 120  # narrower than this the paths of submodules do not fit
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the flags in front of the script, applies the patches and runs the script as `__main__`."""
+    own, script = split_flags(sys.argv[1:] if argv is None else argv)
+    parser = _make_parser()
+    args = parser.parse_args(own)
+    if args.list_modules:
+        print(module_table())
+        return
+    if not script:
+        parser.error("no script given: name the Megatron-LM script to run, for instance pretrain_gpt.py")
+    if not os.path.isfile(script[0]):
+        parser.error(f"there is no script {script[0]!r}")
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    _apply(parser, args)
+    _run(script)
+
+
+def module_table() -> str:
+    """The table of module names as text, drawn with rich where that is installed."""
+    columns = ("name", "what is moved", "submodules of a layer", "not with --recompute-modules")
+    rows = [
+        (
+            "\n".join((row.name, *row.aliases)),
+            row.saves,
+            "\n".join(_submodule(bracket) for bracket in row.brackets),
+            ", ".join((*row.recomputed_by, *row.discarded_by)),
+        )
+        for row in MODULES
+    ]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return "\n".join("  ".join(cells).replace("\n", ", ") for cells in (columns, *rows))
+    table = Table(show_lines=True)
+    for column, fixed in zip(columns, (True, False, True, False), strict=True):
+        table.add_column(column, no_wrap=fixed)
+    for cells in rows:
+        table.add_row(*cells)
+    console = Console(width=max(shutil.get_terminal_size().columns, TABLE_COLUMNS))
+    with console.capture() as capture:
+        console.print(table, markup=False)
+    return capture.get().rstrip()
+
+
+def _submodule(bracket: Bracket) -> str:
+    until = f" .. {bracket.until.rpartition('.')[2]}" if bracket.until else ""
+    return bracket.path + until
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_patches",
+        usage="python -m megatron_patches [--offload-activation] [--offload-modules NAME ...] [...] script.py ARGS",
+        description="Applies the patches to megatron-core and runs a Megatron-LM script unchanged. The flags here are "
+        "defaults; the script itself understands them too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--list-modules", action="store_true", help="Print the names for --offload-modules and exit.")
+    return add_offload_arguments(parser)
+
+
+def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.offload_modules and not args.offload_activation:
+        parser.error("--offload-modules without --offload-activation moves nothing: give both, or neither")
+    modules = (args.offload_modules or DEFAULT_MODULES) if args.offload_activation else ()
+    try:
+        config, names = offload_config_from_args(args), canonical_names(modules)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        apply(config, modules=names)
+        if not torch.cuda.is_available():
+            logger.info("no GPU here: megatron-core is patched to run on the CPU")
+            apply_cpu_support()
+    except (PatchError, RuntimeError) as error:
+        sys.exit(f"python -m megatron_patches: {error}")
+
+
+def _run(script: Sequence[str]) -> None:
+    # What `python script.py ARGS` would set up.
+    sys.argv = list(script)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
+    runpy.run_path(script[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
