@@ -30,8 +30,8 @@ from matplotlib.patches import Patch
 
 MIB = 1 << 20
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
-PLAIN, OFFLOAD = "#e07a3f", "#2563a8"
-FORWARD, BACKWARD = "#cfe8d5", "#e3d7f0"
+PLAIN, OFFLOAD = ("#e07a3f", "#fbe8dd"), ("#2563a8", "#cfdff0")  # line, fill
+FORWARD, BACKWARD = "#9fd3ac", "#c3aee0"
 
 
 @dataclass(frozen=True)
@@ -182,24 +182,31 @@ def draw(plain: list[Timeline], offload: list[Timeline], path: Path) -> None:
             _draw_rank(panel, rank, plain[rank], offload[rank])
         panels[-1, 0].set_xlabel("time since the step began, s", color=MUTED)
         panels[0, 0].set_xlim(0, max(t.seconds[-1] for t in (*plain, *offload)))
-        panels[0, 0].set_ylim(0, 1.18 * max(t.peak_mib for t in (*plain, *offload)))
-        figure.suptitle(
-            "Saved activations on the device over one training step", x=0.075, ha="left", fontsize=14, weight="bold"
-        )
-        handles = [Patch(color=FORWARD, label="forward"), Patch(color=BACKWARD, label="backward (run with offload)")]
-        if any(t.spans for t in offload):
-            figure.legend(handles=handles, loc="upper right", ncols=2, frameon=False, bbox_to_anchor=(0.985, 0.985))
-        figure.tight_layout(rect=(0, 0, 1, 0.97))
+        panels[0, 0].set_ylim(0, 1.25 * max(t.peak_mib for t in (*plain, *offload)))
+        title = "Saved activations on the device over one training step"
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, weight="bold")
+        if any(timeline.spans for timeline in offload):
+            labels = {"run with offload:": "none", "forward": FORWARD, "backward": BACKWARD}
+            handles = [Patch(color=color, label=label) for label, color in labels.items()]
+            panels[0, 0].legend(
+                handles=handles,
+                loc="lower right",
+                bbox_to_anchor=(1.01, 0.98),
+                ncols=3,
+                frameon=False,
+                labelcolor=MUTED,
+            )
+        figure.tight_layout(rect=(0, 0, 1, 0.98))
         figure.savefig(path, dpi=150)
         plt.close(figure)
 
 
 def _draw_rank(panel: Axes, rank: int, plain: Timeline, offload: Timeline) -> None:
-    for span in offload.spans:
+    for span in offload.spans:  # a ribbon along the top: shading the whole panel would tint the curves
         color = FORWARD if span.kind == "F" else BACKWARD
-        panel.axvspan(span.begin_s, span.end_s, color=color, alpha=0.55, linewidth=0)
-    for timeline, color, label in ((plain, PLAIN, "no offload"), (offload, OFFLOAD, "offload")):
-        panel.fill_between(timeline.seconds, timeline.mib, step="post", color=color, alpha=0.18, linewidth=0)
+        panel.axvspan(span.begin_s, span.end_s, ymin=0.95, color=color, linewidth=0)
+    for timeline, (color, fill), label in ((plain, PLAIN, "no offload"), (offload, OFFLOAD, "offload")):
+        panel.fill_between(timeline.seconds, timeline.mib, step="post", color=fill, linewidth=0)
         panel.step(timeline.seconds, timeline.mib, where="post", color=color, linewidth=1.5)
         _mark_peak(panel, timeline, color, label)
     panel.set_title(f"pipeline rank {rank}", loc="left", color=MUTED, fontsize=10)
