@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="megatron")  # what it warns of on import concerns fused kernels
     from gpt_trainer.environment import environment  # megatron-core takes seconds to import: not for --help
 
-    from megatron_patches._cpu import apply_cpu_support
+    from megatron_patches import apply_cpu_support
 
     with apply_cpu_support(), environment(args) as device:
         return run(args, device)
@@ -46,7 +46,10 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
         if torch.distributed.get_rank() == 0:
             print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
         return 1
-    training.run()
+    try:
+        training.run()
+    finally:
+        training.close()
     return 0
 
 

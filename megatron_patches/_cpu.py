@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import utils
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_patches._registry import Applied, Patch, apply_patches
 
@@ -234,6 +232,8 @@ def _send_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _model_rows() -> list[Patch]:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
     return [
         Patch(
             target="megatron.core.transformer.transformer_block:LayerNormImpl",
@@ -309,6 +309,8 @@ def _optimizer_rows() -> list[Patch]:
 
 
 def _fused_kernel_rows(optimizer: str) -> list[Patch]:
+    from megatron.core import utils
+
     why = "TransformerEngine's and apex' fused kernels run on GPUs only"
     on_cpu = {
         ":Adam": torch.optim.AdamW,

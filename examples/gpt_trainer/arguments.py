@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_patches import add_offload_arguments, offload_config_from_args
+
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses and checks the command line; a mistake ends the process with a message, before anything is built."""
@@ -28,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     for add in (_add_model, _add_moe, _add_parallelism, _add_memory, _add_training, _add_data, _add_checkpoints):
         add(parser)
     _add_metrics(parser)
-    return parser
+    return add_offload_arguments(parser)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -50,6 +52,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.timeline_step is not None and args.timeline_json is None:
         raise ValueError("--timeline-step needs --timeline-json")
     _check_virtual_stages(args)
+    _check_offload(args)
+
+
+def _check_offload(args: argparse.Namespace) -> None:
+    if args.offload_modules and not args.offload_activation:
+        raise ValueError("--offload-modules moves nothing without --offload-activation")
+    offload_config_from_args(args)
 
 
 def _check_virtual_stages(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+import megatron_patches
 from gpt_trainer.checkpoint import Checkpoints
 from gpt_trainer.data import build_datasets, vocabulary
 from gpt_trainer.metrics import Metrics
@@ -29,14 +30,28 @@ class Training:
         num_valid = args.eval_iters * args.global_batch_size if self._evaluates else 0
         num_train = args.train_iters * args.global_batch_size
         self._train_set, self._valid_set = build_datasets(args, tokenizer, num_train, num_valid)
+        self._meter = ResidencyMeter() if args.metrics_json or args.timeline_json else None
+        self._offload = self._apply_offload()
         config = transformer_config(args, device)
         self._chunks = build_chunks(args, config, device, tokenizer.vocab_size)
         optimizer = build_optimizer(args, self._chunks)
         scheduler = build_scheduler(args, optimizer)
         self._checkpoints = Checkpoints(args, self._chunks, optimizer, scheduler)
         self._progress = Progress() if args.load is None else self._checkpoints.load(args.load)
-        self._meter = ResidencyMeter() if args.metrics_json or args.timeline_json else None
         self._steps = Steps(args, self._chunks, optimizer, scheduler, device, self._tracker())
+
+    def close(self) -> None:
+        """Takes the offload patches back."""
+        if self._offload is not None:
+            self._offload.remove()
+
+    def _apply_offload(self) -> megatron_patches.Handle | None:
+        """This is all that offload takes: one call before the model is built."""
+        args = self._args
+        if not args.offload_activation:
+            return None
+        config = megatron_patches.offload_config_from_args(args)
+        return megatron_patches.apply(config, modules=args.offload_modules or ["core_attn"], meter=self._meter)
 
     @property
     def _evaluates(self) -> bool:
@@ -73,8 +88,9 @@ class Training:
         self._synchronize()
         step_ms = 1e3 * (time.perf_counter() - begin)
         self._steps.spans.is_recording = False
+        stats = None if self._offload is None else self._offload.stats
         validation_loss = self._evaluate() if _is_due(args.eval_interval, progress.step) else None
-        metrics.step(progress.step, result, step_ms, None, validation_loss)
+        metrics.step(progress.step, result, step_ms, stats, validation_loss)
         if records_timeline:
             metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)
         if _is_due(args.save_interval, progress.step):
