@@ -74,13 +74,13 @@ def ids(events: object) -> set[int]:
     return {id(event) for event in events}  # type: ignore[attr-defined]
 
 
-take_ops = st.tuples(st.just("take"), st.integers(1, SLAB_BYTES))
+take_ops = st.tuples(st.just("take"), st.integers(1, 8) | st.integers(1, SLAB_BYTES))
 put_ops = st.tuples(st.just("put"), st.integers(0, 50), st.integers(0, 2))
 done_ops = st.tuples(st.just("done"), st.integers(0, 50))
 
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
-@given(st.lists(st.one_of(take_ops, put_ops, done_ops), max_size=60))
+@given(st.lists(st.one_of(take_ops, put_ops, take_ops, put_ops, done_ops), min_size=20, max_size=80))
 def test_like_the_naive_model(ops):
     extents, naive = FreeExtents(is_complete), NaiveExtents()
     live: list[tuple[int, int, int]] = []

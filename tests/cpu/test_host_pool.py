@@ -430,3 +430,18 @@ def test_replacing_slabs_in_a_full_host_tier_loses_nothing():
     leases = [pool.lend(40) for _ in range(2)]
     assert all(leases)
     assert pool.lend(40) is None
+
+
+def test_slabs_are_not_replaced_again_and_again():
+    """Holes may cost more than the tolerated waste in every step; new slabs would have them too."""
+    pool, device = make_pool(slab_bytes=64)
+    for lease in [pool.lend(40) for _ in range(8)]:
+        pool.give_back(lease)
+    for _ in range(5):
+        early, late = pool.lend(160), pool.lend(160)
+        pool.give_back(early)
+        leases = [late, pool.lend(20), pool.lend(150)]  # the 20 are in the hole that the 150 would need
+        for lease in leases:
+            pool.give_back(lease)
+    assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332, 152]
+    assert len(device.slabs) == 10
