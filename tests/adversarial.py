@@ -116,6 +116,7 @@ class Memory:
         self.reads: dict[tuple[int, int], Access] = {}  # since then: (stream, copy) -> access
         self.is_watched = block is not None  # a copy has touched it, or allocate() made it
         self.is_released = False
+        self.recorded: list[AdversarialStream] = []  # by record_stream: reuse also waits for what they have by then
 
     def span(self, nbytes_needed: int = 0) -> tuple[int, int] | None:
         """Address and size, or None if the storage is gone, or has been resized below what is needed."""
@@ -187,14 +188,11 @@ class AdversarialSlab:
 class Copy:
     """One copy: what it moves, whether it ran, and whether what it delivers must be wrong."""
 
-    def __init__(
-        self, kind: str, number: int, memory: Memory, offset: int, region: HostRegion, will_fail: bool
-    ) -> None:
+    def __init__(self, kind: str, number: int, memory: Memory, region: HostRegion, will_fail: bool) -> None:
         self.name = f"copy-{kind} #{number} ({region.nbytes} bytes, host bytes {region.offset}..)"
         self.is_out = kind == "out"
         self.number = number
         self.memory = memory
-        self.offset = offset
         self.region = region
         self.will_fail = will_fail
         self.is_done = False
@@ -214,7 +212,7 @@ class Copy:
         """Move the bytes; returns why it failed, if it was told to."""
         self.is_done = True
         slab, nbytes = self.region.slab, self.region.nbytes
-        span = self.memory.span(self.offset + nbytes)
+        span = self.memory.span(nbytes)
         if span is None or slab.is_closed:
             what = "its host slab was closed" if slab.is_closed else "its device buffer was dropped"
             assert self.hazards is not None
@@ -224,7 +222,7 @@ class Copy:
             self._spoil_target()
             return f"{self} failed: injected by the test" if self.will_fail else None
         assert span is not None
-        device, host = span[0] + self.offset, slab.address(self.region)
+        device, host = span[0], slab.address(self.region)
         ctypes.memmove(*((host, device) if self.is_out else (device, host)), nbytes)
         return None
 
@@ -420,6 +418,12 @@ class AdversarialDevice:
         with _ObserveCompute(self):
             yield
 
+    def record_stream(self, tensor: torch.Tensor, stream: AdversarialStream) -> None:
+        """What `Tensor.record_stream` does: the author of a model says that `stream` uses memory of another's pool."""
+        memory = self._memory_of(tensor)
+        if stream is not memory.home and stream not in memory.recorded:
+            memory.recorded.append(stream)
+
     def wait_for_writers(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Order the current stream after the kernels that wrote `tensors`: what autograd does before each node."""
         for tensor in tensors:
@@ -468,11 +472,12 @@ class AdversarialDevice:
     def _issue(
         self, kind: str, stream: AdversarialStream, buffer: torch.Tensor, region: HostRegion
     ) -> tuple[Copy, Access, Memory]:
-        assert buffer.untyped_storage().nbytes() == region.nbytes and region.offset % self.host_alignment == 0, (buffer.shape, region)
+        assert buffer.untyped_storage().nbytes() == region.nbytes, "a copy is of a whole storage"
+        assert region.offset % self.host_alignment == 0, region
         assert region.offset + region.nbytes <= region.slab.nbytes, region
         memory = self._memory_of(buffer)
         self.num_copies[kind] += 1
-        copy = Copy(kind, self.num_copies.total(), memory, 0, region, self._next_fails(kind))
+        copy = Copy(kind, self.num_copies.total(), memory, region, self._next_fails(kind))
         copy.hazards = self.hazards
         if memory.is_released and memory.block is not None:
             self._violation(f"{copy} uses a buffer after its release", copy)
@@ -500,7 +505,9 @@ class AdversarialDevice:
     def _check_reuse(self, memory: Memory, what: str) -> None:
         """Its home pool may hand the bytes out at once: every use of them must be ordered before what comes next."""
         for access in memory.accesses():
-            if (access.copy is not None or memory.block is not None) and not self._knows(memory.home, access):
+            if access.copy is None and memory.block is None:
+                continue  # kernels on torch's own memory are not the engine's business
+            if not any(self._knows(stream, access) for stream in (memory.home, *memory.recorded)):
                 text = f"{_describe(memory)} {what} not ordered after {access.what} on {access.stream}"
                 self._violation(text, access.copy)
 

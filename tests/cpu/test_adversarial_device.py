@@ -249,6 +249,18 @@ def test_a_release_must_be_ordered_on_the_stream_whose_pool_gets_the_bytes(devic
     assert any("released" in hazard for hazard in device.hazards)
 
 
+def test_a_recorded_stream_may_order_the_release_instead(device: AdversarialDevice) -> None:
+    program = Program(device)
+    with device.compute_stream("comm") as comm:
+        tensor = torch.full((NUMEL,), 3.0)
+    device.record_stream(tensor, program.main)
+    device.wait_event(program.main, device.record_event(comm))
+    program.drop(tensor, program.copy_out(tensor))
+    del tensor
+    device.record_event(comm)
+    assert device.hazards == []
+
+
 def test_a_use_on_another_stream_must_be_ordered_before_the_drop(device: AdversarialDevice) -> None:
     program = Program(device)
     for is_ordered in (True, False):
