@@ -56,6 +56,7 @@ class OffloadEngine:
         prefetcher = Prefetcher(self._store, self.config.horizon_bytes)
         self._mover = Mover(self._store, releases, prefetcher, self.config.dry_run)
         self._is_in_iteration = False
+        self._is_closed = False
         self._num_chunks = 0
 
     @property
@@ -183,6 +184,9 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Drop everything and give the host memory back. Idempotent."""
+        if self._is_closed:  # the device takes no more work, not even the events of a reset
+            return
+        self._is_closed = True
         self.reset_iteration()
         self.pool.close()
         self.device.close()
