@@ -118,7 +118,7 @@ class ActivationStore:
             return []
         copied_out = copy_out(storages, lease.lease, self._context)
         for saved in storages:
-            saved.lease, saved.pending, saved.copied_out = lease, copied_out, copied_out
+            saved.pending = saved.copied_out = copied_out
             saved.residency = Residency.COPYING_OUT
             self.stats.copied_out_bytes += saved.nbytes
         self.stats.num_offloaded_groups += 1
@@ -214,11 +214,11 @@ class ActivationStore:
         lease = self._pool.lend(sum(sizes))
         if lease is None:
             return None
-        offset = lease.region.offset
+        group_lease, offset = GroupLease(lease, len(storages)), lease.region.offset
         for saved, size in zip(storages, sizes, strict=True):
-            saved.region = HostRegion(lease.region.slab, offset, saved.nbytes)
+            saved.lease, saved.region = group_lease, HostRegion(lease.region.slab, offset, saved.nbytes)
             offset += size
-        return GroupLease(lease, len(storages))
+        return group_lease
 
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.

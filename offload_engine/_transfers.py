@@ -54,13 +54,13 @@ def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: Transf
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
     """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
     device, stream = context.device, context.copy_in_stream
-    for storage in storages:
-        storage.buffer = device.allocate(storage.nbytes, storage.stream)
+    buffers = [device.allocate(storage.nbytes, storage.stream) for storage in storages]
     for compute in _distinct([storage.stream for storage in storages]):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
-    for storage in storages:
-        assert storage.region is not None and storage.buffer is not None
-        device.copy_in(stream, storage.region, storage.buffer)
+    for storage, buffer in zip(storages, buffers, strict=True):
+        assert storage.region is not None
+        device.copy_in(stream, storage.region, buffer)
+        storage.buffer = buffer
     return device.record_event(stream)
 
 

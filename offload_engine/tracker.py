@@ -13,7 +13,7 @@ from offload_engine.meter import ResidencyMeter
 class SavedTensorTracker:
     """Context manager: every tensor saved inside it, and not packed by hooks further inside, counts on `meter`.
 
-    It moves nothing and changes no value: autograd gets back the very tensor that it saved.
+    It moves nothing and changes no value: autograd gets back what it saved, without the graph that led to it.
 
     Args:
         meter: where bytes are counted, from the moment autograd saves them until its graph frees them.
@@ -42,7 +42,10 @@ class SavedTensorTracker:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._weights:
             return tensor
-        return _TrackedTensor(tensor, storage._cdata, storage.nbytes(), self._meter)
+        # An output comes together with the node that saves it. Each would keep the other, and its bytes, alive for ever
+        # where no backward runs; autograd attaches the node again by itself.
+        kept = tensor if tensor.is_leaf else tensor.detach()
+        return _TrackedTensor(kept, storage._cdata, storage.nbytes(), self._meter)
 
 
 class _TrackedTensor:

@@ -1,0 +1,394 @@
+"""What the engine promises about single tensors and single groups. Orders and races: test_random_pipelines.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from offload_engine import (
+    ChunkOffloadHandler,
+    CopyError,
+    OffloadConfig,
+    OffloadEngine,
+    OffloadError,
+    ResidencyMeter,
+    SavedTensorTracker,
+    group_commit,
+    group_start,
+)
+from tests.adversarial import AdversarialDevice
+
+NUMEL = 512
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = make_engine()
+    yield engine
+    engine.close()
+
+
+def make_engine(**settings: object) -> OffloadEngine:
+    config = OffloadConfig(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
+    return OffloadEngine(config, AdversarialDevice(), ResidencyMeter())
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*(shape or (NUMEL,)), dtype=dtype).requires_grad_()
+
+
+def in_group(chunk: ChunkOffloadHandler, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    first = group_start(inputs[0], chunk, "group")
+    with chunk.saved_tensors_hooks():
+        output = function(first, *inputs[1:])
+    return group_commit(output, chunk)
+
+
+def check_against_plain(engine: OffloadEngine, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
+    """Gradients through one offloaded group, and one more behind it, equal the plain ones bit for bit."""
+    plain = torch.autograd.grad(function(*inputs).sin().sum(), inputs)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        output = in_group(chunk, torch.sin, in_group(chunk, function, *inputs))
+        in_group(chunk, torch.cos, leaf())  # its commit releases what came before
+        offloaded = torch.autograd.grad(output.sum(), inputs)
+        del output
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+    assert engine.stats.copied_in_bytes > 0
+    check_nothing_left(engine)
+
+
+def check_nothing_left(engine: OffloadEngine) -> None:
+    assert engine.stats.num_storages_left == 0
+    assert engine.pool.num_leases == 0
+    assert engine.meter is not None and engine.meter.current_bytes == 0
+    assert not engine.device.hazards  # type: ignore[attr-defined]
+
+
+# -- exact views ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_and_its_transpose_saved_together(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: (y := x * 1) * y.t().contiguous() + y.t() * y, leaf(16, 16))
+
+
+def test_a_prefix_view_and_the_whole(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: (y := x * 1)[:1] * y + y[2:3] * y, leaf(16, 8))
+
+
+def test_overlapping_strided_views(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: (x * 1).as_strided((15, 4), (4, 2), 1).exp(), leaf(128))
+
+
+def test_views_of_another_dtype(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: (y := torch.view_as_complex(x * 1)).abs() * y.real, leaf(32, 2))
+
+
+def test_conjugate_and_negative_views(engine: OffloadEngine) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        conjugate = torch.view_as_complex(x * 1).conj()
+        return (conjugate * conjugate).abs() + conjugate.imag * conjugate.imag.exp()
+
+    check_against_plain(engine, function, leaf(32, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_dtypes(engine: OffloadEngine, dtype: torch.dtype) -> None:
+    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf(dtype=dtype))
+
+
+def test_an_expanded_tensor_keeps_its_strides(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: (x * 1).view(1, -1).expand(8, -1).exp().sum(0), leaf())
+
+
+def test_a_tensor_without_elements(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: x.exp().sum() * x[:0].exp().sum().exp() + x, leaf())
+
+
+# -- which tensors move -----------------------------------------------------------------------------------------------
+
+
+def test_one_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine) -> None:
+    x = leaf()
+    y = x * 1
+    plain = torch.autograd.grad(y.exp().sum() + y.sin().sum() + y.cos().sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        y = x * 1
+        outputs = [in_group(chunk, torch.exp, y), in_group(chunk, torch.sin, y), in_group(chunk, torch.cos, y)]
+        del y
+        total = outputs[0].sum() + outputs[1].sum() + outputs[2].sum()
+        total.backward()
+        del outputs, total
+    # y once, although sin and cos save it (exp saves its own output, which is the other one)
+    assert engine.stats.copied_out_bytes == 2 * 4 * NUMEL
+    assert x.grad is not None and torch.equal(x.grad, plain)
+    check_nothing_left(engine)
+
+
+def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again(engine: OffloadEngine) -> None:
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        y = leaf() * 1
+        first = in_group(chunk, torch.sin, y)
+        for _ in range(2):  # by now the first group is released, yet `y` still has its storage
+            in_group(chunk, torch.sin, leaf(8))
+        second = in_group(chunk, torch.cos, y)
+        (first + second).sum().backward()
+        del y, first, second
+    assert engine.stats.copied_out_bytes == 4 * NUMEL + 2 * 4 * 8
+
+
+def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine) -> None:
+    linear = torch.nn.Linear(16, 16)
+    seen: list[object] = []
+    with engine.iteration(weights=linear.parameters()):
+        chunk = engine.start_chunk()
+        chunk.open_group("weights")
+        for tensor in (linear.weight, linear.weight.t(), linear.weight.detach()[2:]):
+            seen.append(chunk.tensor_push(tensor))
+            assert seen[-1] is tensor
+            assert chunk.tensor_pop(tensor) is tensor
+        chunk.close_group()
+    assert engine.stats.managed_bytes == 0
+
+
+def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
+    engine = make_engine(min_tensor_bytes=1024)
+    marked, excluded = torch.randn(NUMEL), torch.randn(NUMEL)
+    marked._TE_do_not_offload = True  # type: ignore[attr-defined]
+    small, sparse, subclass = torch.randn(10), torch.eye(64).to_sparse(), torch.nn.Parameter(torch.randn(NUMEL))
+    with engine.iteration():
+        engine.exclude(excluded)
+        chunk = engine.start_chunk()
+        for tensor in (marked, excluded, excluded.view(2, -1), small, sparse, subclass):
+            assert chunk.tensor_push(tensor) is tensor
+        assert chunk.tensor_push(torch.randn(NUMEL)) is not None
+    assert engine.stats.managed_bytes == 4 * NUMEL
+    engine.close()
+
+
+def test_a_small_view_of_a_large_storage_moves_with_it() -> None:
+    """Were it kept as it is, it would hold the whole storage on the device."""
+    engine = make_engine(min_tensor_bytes=1024)
+    check_against_plain(engine, lambda x: (y := x * 1)[:2].exp().sum() * y, leaf())
+    engine.close()
+
+
+def test_a_tensor_discarded_on_purpose_is_never_copied(engine: OffloadEngine) -> None:
+    x = leaf()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        y = x * 1
+        start = group_start(y, chunk, "group")
+        with chunk.saved_tensors_hooks():
+            output = start.exp().sin()
+        saved_size = y.untyped_storage().nbytes()
+        y.untyped_storage().resize_(0)
+        group_commit(output, chunk)
+        y.untyped_storage().resize_(saved_size)
+    assert engine.stats.copied_out_bytes == 4 * NUMEL  # the input of sin only
+    engine.reset_iteration()
+
+
+# -- when the engine is passive ---------------------------------------------------------------------------------------
+
+
+def test_passive_without_gradients_outside_iterations_and_in_backward(engine: OffloadEngine) -> None:
+    assert not engine.is_active
+    seen: list[bool] = []
+
+    def probe(x: torch.Tensor) -> torch.Tensor:
+        seen.append(engine.is_active)
+        return x.exp()
+
+    with engine.iteration():
+        assert engine.is_active
+        with torch.no_grad():
+            assert not engine.is_active
+        checkpoint(probe, leaf(), use_reentrant=True).sum().backward()
+        checkpoint(probe, leaf(), use_reentrant=False).sum().backward()
+    # forward (reentrant: under no_grad), recomputation, forward, recomputation
+    assert seen == [False, False, True, False]
+
+
+def test_kept_groups_and_a_dry_run_move_nothing() -> None:
+    for settings, keep in (({}, frozenset({0, 1})), ({"dry_run": True}, frozenset())):
+        engine = make_engine(**settings)
+        x = leaf()
+        with engine.iteration():
+            chunk = engine.start_chunk(keep_groups=keep)
+            in_group(chunk, torch.exp, in_group(chunk, torch.sin, x)).sum().backward()
+        assert engine.stats.copied_out_bytes == 0
+        assert engine.stats.peak_resident_bytes == 2 * 4 * NUMEL
+        assert engine.stats.num_kept_groups == len(keep)
+        check_nothing_left(engine)
+        engine.close()
+
+
+def test_at_the_host_limit_a_group_stays_resident_and_is_counted() -> None:
+    engine = make_engine(host_limit_bytes=4 * NUMEL)
+    x = leaf()
+    plain = torch.autograd.grad(x.sin().exp().cos().sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        in_group(chunk, torch.cos, in_group(chunk, torch.exp, in_group(chunk, torch.sin, x))).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, plain)
+    assert engine.stats.num_host_limit_groups >= 1
+    assert engine.stats.peak_host_bytes <= 4 * NUMEL
+    check_nothing_left(engine)
+    engine.close()
+
+
+# -- graphs that do not end in one backward ---------------------------------------------------------------------------
+
+
+def test_a_retained_graph_can_run_its_backward_twice(engine: OffloadEngine) -> None:
+    x = leaf()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        total = in_group(chunk, torch.exp, in_group(chunk, torch.sin, x)).sum()
+        first = torch.autograd.grad(total, x, retain_graph=True)[0]
+        second = torch.autograd.grad(total, x)[0]
+        del total
+    assert torch.equal(first, second)
+    assert torch.equal(first, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    check_nothing_left(engine)
+
+
+def test_a_branch_without_backward_gives_everything_back(engine: OffloadEngine) -> None:
+    x = leaf()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        unused = in_group(chunk, torch.exp, x)
+        used = in_group(chunk, torch.sin, x)
+        used.sum().backward()
+        del unused, used
+    check_nothing_left(engine)
+
+
+def test_a_graph_that_outlives_the_iteration_stays_valid_and_is_named(
+    engine: OffloadEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = leaf()
+    engine.begin_iteration()
+    total = in_group(engine.start_chunk(), torch.exp, x).sum()
+    with caplog.at_level(logging.WARNING):
+        stats = engine.end_iteration()
+    assert stats.num_storages_left == 1
+    assert "group 0 (group) of chunk (stage 0, microbatch 0)" in caplog.text
+    total.backward()
+    del total
+    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
+    assert engine.pool.num_leases == 0
+
+
+def test_in_place_use_of_an_output_is_legal_and_of_a_saved_tensor_is_an_error(engine: OffloadEngine) -> None:
+    check_against_plain(engine, lambda x: torch.sin(x).add_(1).mul_(2), leaf())
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        output = in_group(chunk, torch.exp, leaf())  # saves its output
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (output.add_(1)).sum().backward()
+        del output
+
+
+# -- prefetch ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_unpack_without_prefetch_is_ordered_and_counted() -> None:
+    engine = make_engine(horizon_bytes=0)
+    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
+    assert engine.stats.prefetch_misses > 0
+    engine.close()
+
+
+def test_the_horizon_bounds_what_is_issued_ahead() -> None:
+    engine = make_engine(horizon_bytes=4 * NUMEL, max_inflight_bytes=0)
+    x, layers = leaf(), 8
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        y = x
+        for _ in range(layers):
+            y = in_group(chunk, torch.sin, y)
+        assert engine.stats.peak_resident_bytes <= 2 * 4 * NUMEL
+        y.sum().backward()
+        del y
+    assert engine.stats.peak_resident_bytes <= 3 * 4 * NUMEL  # one in use, one ahead, one on its way
+    assert engine.stats.prefetch_misses <= 1  # the first: nothing came before it
+    check_nothing_left(engine)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_calls_in_the_wrong_order(engine: OffloadEngine) -> None:
+    with pytest.raises(OffloadError, match="begin_iteration"):
+        engine.start_chunk()
+    with pytest.raises(OffloadError, match="outside an iteration"):
+        engine.end_iteration()
+    engine.begin_iteration()
+    with pytest.raises(OffloadError, match="reset_iteration"):
+        engine.begin_iteration()
+    with pytest.raises(OffloadError, match="no open group"):
+        engine.start_chunk().close_group()
+    engine.reset_iteration()
+    engine.reset_iteration()
+
+
+def test_after_a_reset_an_old_graph_says_so_and_the_next_step_is_right(engine: OffloadEngine) -> None:
+    engine.begin_iteration()
+    chunk = engine.start_chunk()
+    total = in_group(chunk, torch.exp, in_group(chunk, torch.sin, leaf())).sum()
+    engine.reset_iteration()
+    with pytest.raises(OffloadError, match="dropped by reset_iteration"):
+        total.backward()
+    del total
+    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
+
+
+@pytest.mark.parametrize("kind", ["out", "in"])
+def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEngine, kind: str) -> None:
+    device = engine.device
+    assert isinstance(device, AdversarialDevice)
+    device.fail_next_copy(kind, after=1)
+    x = leaf()
+    with pytest.raises(CopyError, match=rf"copy-{kind} of group \d+ \(group\).*reset_iteration"), engine.iteration():
+        chunk = engine.start_chunk()
+        y = x
+        for _ in range(6):
+            y = in_group(chunk, torch.sin, y)
+        y.sum().backward()
+    del y, chunk
+    assert engine.pool.num_leases == 0
+    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
+
+
+def test_double_buffering_is_refused(engine: OffloadEngine) -> None:
+    with engine.iteration(), pytest.raises(NotImplementedError, match="double_buffering=True is not supported"):
+        engine.start_chunk(double_buffering=True)
+
+
+# -- the meter --------------------------------------------------------------------------------------------------------
+
+
+def test_tracker_and_engine_count_on_one_meter() -> None:
+    engine = make_engine(dry_run=True)
+    assert engine.meter is not None
+    meter, x = engine.meter, leaf()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with SavedTensorTracker(meter):
+            y = (x * 1).exp()  # tracked; its output is saved once more by the group
+            y = in_group(chunk, torch.sin, y)
+            y = y.cos()
+        assert meter.current_bytes == 2 * 4 * NUMEL
+        y.sum().backward()
+        del y
+    assert meter.current_bytes == 0
+    assert meter.peak_bytes == 2 * 4 * NUMEL
+    engine.close()
