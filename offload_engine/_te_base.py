@@ -77,4 +77,5 @@ def _find_base() -> tuple[type, bool]:
     return _AsyncGroupOffloadHandler, False
 
 
+HandlerBase: Any
 HandlerBase, USES_TRANSFORMER_ENGINE = _find_base()

@@ -21,7 +21,7 @@ def _any_tensor(_: torch.Tensor) -> bool:
     return True
 
 
-class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc, valid-type]
+class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     """Brackets the groups of one chunk and hands what they save to the engine. Made by `OffloadEngine.start_chunk`.
 
     It keeps the contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, so that library's
@@ -40,6 +40,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc, valid-type]
     Raises:
         NotImplementedError: for `double_buffering=True`.
     """
+
+    current_group: int
 
     def __init__(
         self,

@@ -1,0 +1,203 @@
+"""The contract of TransformerEngine's offload handler, driven as that library's own hook and function drive it.
+
+Where TransformerEngine can be imported, its own `CpuOffloadHookWithOffloadHandler` and `GroupCommitFunction` run
+here, and `ChunkOffloadHandler` is a subclass of its class. Elsewhere stand-ins make the same calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine._te_base import USES_TRANSFORMER_ENGINE, HandlerBase
+from tests.adversarial import AdversarialDevice
+
+NUM_LAYERS = 5
+
+
+class HookStandIn:
+    """Makes the calls that TransformerEngine's hook makes."""
+
+    def __init__(self, offload_handler: Any) -> None:
+        self._handler = offload_handler
+
+    def __enter__(self) -> None:
+        handler = self._handler
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(handler.tensor_push, handler.tensor_pop)
+        self._hooks.__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._hooks.__exit__(*exc_info)
+
+
+class CommitStandIn(torch.autograd.Function):
+    """Makes the calls that TransformerEngine's commit function makes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handler: Any) -> torch.Tensor:
+        handler.on_group_commit_forward()
+        ctx.handler = handler
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.handler.on_group_commit_backward()
+        return grads[0], None
+
+
+def drivers() -> tuple[type, type]:
+    if not USES_TRANSFORMER_ENGINE:
+        return HookStandIn, CommitStandIn
+    module = importlib.import_module(HandlerBase.__module__)
+    return module.CpuOffloadHookWithOffloadHandler, module.GroupCommitFunction
+
+
+class Block(torch.nn.Module):
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(size), torch.nn.Linear(size, 40), torch.nn.Linear(40, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+@pytest.fixture
+def stack() -> torch.nn.ModuleList:
+    return torch.nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    yield engine
+    engine.close()
+
+
+def forward(stack: torch.nn.ModuleList, x: torch.Tensor, handler: ChunkOffloadHandler | None) -> torch.Tensor:
+    hook, commit = drivers()
+    for block in stack:
+        if handler is None:
+            x = block(x)
+            continue
+        with hook(handler):
+            x = block(x)
+        x = commit.apply(x, handler)
+    return x.square().mean()
+
+
+def gradients(stack: torch.nn.ModuleList, x: torch.Tensor, *handlers: ChunkOffloadHandler | None) -> list[torch.Tensor]:
+    """Gradients after all forwards, then all backwards in the order of the forwards, as 1F1B would."""
+    stack.zero_grad()
+    leaves = [x.clone().requires_grad_() for _ in handlers]
+    losses = [forward(stack, leaf, handler) for leaf, handler in zip(leaves, handlers, strict=True)]
+    for i in range(len(losses)):
+        losses[i].backward()
+    return [tensor.grad.clone() for tensor in (*stack.parameters(), *leaves) if tensor.grad is not None]
+
+
+def check_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert len(left) == len(right)
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_the_base_class_is_the_real_one_where_it_can_be_imported() -> None:
+    assert issubclass(ChunkOffloadHandler, HandlerBase)
+    assert HandlerBase.__name__ == "AsyncDoubleBufferGroupOffloadHandler" or not USES_TRANSFORMER_ENGINE
+    for method in (
+        "tensor_push",
+        "tensor_pop",
+        "on_group_commit_forward",
+        "on_group_commit_backward",
+        "bulk_offload_group",
+        "bulk_reload_group",
+    ):
+        assert getattr(ChunkOffloadHandler, method) is not getattr(HandlerBase, method, None)
+
+
+@pytest.mark.parametrize("num_offload_group", [0, 1, 3, NUM_LAYERS, None])
+def test_a_stack_of_layers(stack: torch.nn.ModuleList, engine: OffloadEngine, num_offload_group: int | None) -> None:
+    x = torch.randn(8, 16)
+    plain = gradients(stack, x, None)
+    for _ in range(3):
+        with engine.iteration(weights=stack.parameters()):
+            handler = engine.start_chunk(num_offload_group=num_offload_group)
+            check_equal(gradients(stack, x, handler), plain)
+        offloaded = NUM_LAYERS if num_offload_group is None else num_offload_group
+        assert engine.stats.num_offloaded_groups == offloaded
+        assert engine.stats.num_kept_groups == NUM_LAYERS - offloaded
+        assert engine.pool.num_leases == 0
+
+
+def test_one_handler_serves_pass_after_pass(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
+    x = torch.randn(8, 16)
+    plain = gradients(stack, x, None)
+    with engine.iteration(weights=stack.parameters()):
+        handler = engine.start_chunk()
+        for _ in range(3):
+            check_equal(gradients(stack, x, handler), plain)
+    assert engine.stats.num_offloaded_groups == 3 * NUM_LAYERS
+
+
+def test_several_microbatches_in_flight(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
+    x = torch.randn(8, 16)
+    plain = gradients(stack, x, None, None, None)
+    with engine.iteration(weights=stack.parameters()):
+        handlers: list[ChunkOffloadHandler | None] = []
+        stack.zero_grad()
+        leaves, losses = [], []
+        for _ in range(3):
+            handlers.append(engine.start_chunk())
+            leaves.append(x.clone().requires_grad_())
+            losses.append(forward(stack, leaves[-1], handlers[-1]))
+        for i in range(3):
+            losses[i].backward()
+        del losses
+        check_equal([t.grad for t in (*stack.parameters(), *leaves)], plain)  # type: ignore[misc]
+    assert engine.pool.num_leases == 0
+
+
+def test_evaluation_in_between_changes_nothing(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
+    x = torch.randn(8, 16)
+    plain = gradients(stack, x, None)
+    with engine.iteration(weights=stack.parameters()):
+        handler = engine.start_chunk()
+        with torch.no_grad():
+            forward(stack, x, handler)
+        check_equal(gradients(stack, x, handler), plain)
+        with torch.no_grad():
+            forward(stack, x, handler)
+
+
+def test_a_checker_chooses_what_moves(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
+    x = torch.randn(8, 16)
+    plain = gradients(stack, x, None)
+    with engine.iteration(weights=stack.parameters()):
+        handler = engine.start_chunk(tensor_need_offloading_checker=lambda tensor: tensor.shape[-1] == 40)
+        check_equal(gradients(stack, x, handler), plain)
+    # Input and output of gelu.
+    assert engine.stats.copied_out_bytes == NUM_LAYERS * 2 * 8 * 40 * 4
+
+
+def test_groups_move_by_hand_too(engine: OffloadEngine) -> None:
+    with engine.iteration():
+        handler = engine.start_chunk(num_offload_group=0)  # nothing moves by itself
+        tag = handler.tensor_push(saved := torch.arange(64.0) * 1)
+        expected = saved.clone()
+        del saved
+        handler.on_group_commit_forward()
+        handler.bulk_offload_group(0)
+        assert engine.stats.copied_out_bytes == 256
+        engine._mover.releases.drain()
+        handler.bulk_reload_group(0)
+        assert engine.stats.copied_in_bytes == 256
+        with engine.device.observe_compute():  # type: ignore[attr-defined]
+            assert torch.equal(handler.tensor_pop(tag), expected)
+        with pytest.raises(IndexError, match="1 groups, there is no group 1"):
+            handler.bulk_reload_group(1)
+        del tag
+    assert not engine.device.hazards  # type: ignore[attr-defined]
