@@ -1,4 +1,4 @@
-"""Runs a stock Megatron-LM script with activation offload: `python -m megatron_patches [flags] pretrain_gpt.py ARGS`."""
+"""Runs a stock Megatron-LM script with offload: `python -m megatron_patches [flags] pretrain_gpt.py ARGS`."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     world_size: int | None = None,
-    pipeline: Pipeline = Pipeline(),  # noqa: B008  # immutable
+    pipeline: Pipeline | None = Pipeline(),  # noqa: B008  # immutable
     timeout_s: float = 120.0,
 ) -> list[Any]:
     """Runs `fn(*args)` on every rank of a new process group and returns the results in the order of ranks.
@@ -46,13 +46,14 @@ def run_ranks(
         fn: a function at module level (it is pickled), run with megatron-core's parallel state and CPU support set up.
         args: for `fn`; pickled.
         world_size: number of ranks; None: as many as the pipeline has stages.
-        pipeline: shape of the parallel state.
+        pipeline: shape of the parallel state; None: one plain process, nothing set up.
         timeout_s: for all ranks together.
 
     Raises:
         RankFailed: if a rank raises, dies, or does not finish in time.
     """
-    world_size = world_size or pipeline.size * pipeline.tensor * pipeline.expert
+    if world_size is None:
+        world_size = 1 if pipeline is None else pipeline.size * pipeline.tensor * pipeline.expert
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as directory:
@@ -80,7 +81,7 @@ class _Group(NamedTuple):
     rank: int
     world_size: int
     store: str
-    pipeline: Pipeline
+    pipeline: Pipeline | None
 
 
 class _Outcome(NamedTuple):
@@ -110,7 +111,8 @@ def _receive(reader: Any) -> _Outcome:
 
 def _rank_main(writer: Connection, group: _Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
-        _set_up(group)
+        if group.pipeline is not None:
+            _set_up(group, group.pipeline)
         outcome = _Outcome(result=fn(*args))
     except BaseException:
         outcome = _Outcome(error=traceback.format_exc())
@@ -119,7 +121,7 @@ def _rank_main(writer: Connection, group: _Group, fn: Callable[..., Any], args: 
     os._exit(0)  # without waiting for gloo's threads, whose peers may be gone
 
 
-def _set_up(group: _Group) -> None:
+def _set_up(group: _Group, shape: Pipeline) -> None:
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -137,7 +139,6 @@ def _set_up(group: _Group) -> None:
         world_size=group.world_size,
         timeout=timedelta(seconds=60),
     )
-    shape = group.pipeline
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=shape.tensor,
         pipeline_model_parallel_size=shape.size,

@@ -1,0 +1,191 @@
+"""The settings as configuration fields and as flags."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+
+from megatron_patches import Handle, PatchError, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
+from megatron_patches import _handle as handle_module  # noqa: E402
+from megatron_patches._arguments import Settings, resolve, split_flags  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+
+FIELDS = {
+    "offload_activation",
+    "offload_min_tensor_bytes",
+    "offload_host_limit_bytes",
+    "offload_horizon_bytes",
+    "offload_max_inflight_bytes",
+    "offload_dir",
+    "offload_dry_run",
+}
+CONFIGS = pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])
+NO_DEFAULTS = Settings(OffloadConfig(), ())
+
+
+@pytest.fixture
+def applied() -> Iterator[Handle]:
+    with apply() as handle:
+        yield handle
+
+
+def make(config_class: type = TransformerConfig, **settings: Any) -> Any:
+    return config_class(num_layers=2, hidden_size=8, num_attention_heads=2, **settings)
+
+
+@CONFIGS
+def test_fields_are_there_as_long_as_applied(config_class: type) -> None:
+    before = {field.name for field in dataclasses.fields(config_class)}
+    init = config_class.__init__
+    with apply():
+        assert {field.name for field in dataclasses.fields(config_class)} - before == FIELDS
+        assert make(config_class).offload_activation is False
+    assert {field.name for field in dataclasses.fields(config_class)} == before
+    assert config_class.__init__ is init and not hasattr(config_class, "offload_dir")
+    with pytest.raises(TypeError, match="offload_activation"):
+        make(config_class, offload_activation=True)
+
+
+@CONFIGS
+def test_values_survive_copies(config_class: type, applied: Handle) -> None:
+    config = make(config_class, offload_activation=True, offload_modules=["core_attn"], offload_horizon_bytes=5)
+    assert dataclasses.asdict(config)["offload_horizon_bytes"] == 5
+    assert copy.deepcopy(config).offload_horizon_bytes == 5
+    replaced = dataclasses.replace(config, offload_horizon_bytes=6)
+    assert (replaced.offload_horizon_bytes, replaced.offload_activation, config.offload_horizon_bytes) == (6, True, 5)
+
+
+def test_a_subclass_made_later_has_the_fields(applied: Handle) -> None:
+    @dataclasses.dataclass
+    class Own(TransformerConfig):
+        mine: int = 3
+
+    config = make(Own, offload_activation=True, mine=4)
+    assert (config.offload_activation, config.mine) == (True, 4)
+    with pytest.raises(ValueError, match="unknown module name"):
+        make(Own, offload_activation=True, offload_modules=["nonsense"])
+
+
+def test_a_configuration_from_before_counts_as_off() -> None:
+    config = make()
+    with apply():
+        assert resolve(config, NO_DEFAULTS) is None
+        assert dataclasses.replace(config, num_layers=4).offload_activation is False
+
+
+def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
+    with pytest.raises(PatchError, match="already"):
+        apply()
+    assert make(offload_activation=True).offload_activation
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"offload_modules": ["core_attn"]}, "without offload_activation"),
+        ({"offload_activation": True, "offload_modules": ["core_atn"]}, "unknown module name 'core_atn'.*core_attn"),
+        ({"offload_activation": True, "offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
+        ({"offload_activation": True, "offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
+        ({"offload_activation": True, "offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
+        ({"offload_max_inflight_bytes": "1"}, "offload_max_inflight_bytes must be a whole number"),
+        ({"offload_activation": True, "offload_host_limit_bytes": 10}, "nothing could ever be offloaded"),
+        ({"offload_activation": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
+        (
+            {
+                "offload_activation": True,
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ["core_attn"],
+            },
+            "own fine_grained_activation_offloading",
+        ),
+    ],
+)
+@CONFIGS
+def test_bad_settings_are_rejected(config_class: type, settings: dict[str, Any], message: str, applied: Handle) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(config_class, **settings)
+
+
+def test_megatrons_own_offload_keeps_its_modules(applied: Handle) -> None:
+    config = make(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
+    assert resolve(config, NO_DEFAULTS) is None
+    with pytest.raises(ValueError, match="would both move"):
+        resolve(config, Settings(OffloadConfig(), ("core_attn",)))
+
+
+def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:
+    defaults = Settings(OffloadConfig(min_tensor_bytes=7, horizon_bytes=9), ("core_attn",))
+    assert resolve(make(), defaults) == defaults
+    own = make(offload_activation=True, offload_modules=["expert_fc1"], offload_min_tensor_bytes=0, offload_dir="none")
+    wanted = OffloadConfig(min_tensor_bytes=0, horizon_bytes=9, directory="none")
+    assert resolve(own, defaults) == Settings(wanted, ("router_fc1",))
+    assert resolve(make(offload_activation=True), NO_DEFAULTS) == Settings(OffloadConfig(), ("core_attn",))
+
+
+def test_flags() -> None:
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    words = (
+        "--offload-activation --offload-modules core_attn router_fc1 --offload-min-tensor-bytes 4 --offload-dir none"
+    )
+    args = parser.parse_args(words.split())
+    assert args.offload_modules == ["core_attn", "router_fc1"] and args.offload_activation
+    assert offload_config_from_args(args) == OffloadConfig(min_tensor_bytes=4, directory="none")
+    assert offload_config_from_args(parser.parse_args([])) == OffloadConfig()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("-1", "negative"), ("1e6", "not a whole"), ("x", "not a whole")]
+)
+def test_flags_reject_bad_sizes(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--offload-host-limit-bytes={value}"])
+    assert message in capsys.readouterr().err
+
+
+def test_flags_that_are_there_already_are_reused() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--offload-modules", nargs="*", default=["theirs"])
+    assert add_offload_arguments(add_offload_arguments(parser)).parse_args([]).offload_modules == ["theirs"]
+
+
+def test_the_launcher_finds_the_script() -> None:
+    own, script = split_flags("--offload-modules core_attn mlp_fc1 run/pretrain_gpt.py --spec a.py --bf16".split())
+    assert own == ["--offload-modules", "core_attn", "mlp_fc1"]
+    assert script == ["run/pretrain_gpt.py", "--spec", "a.py", "--bf16"]
+    assert split_flags(["--offload-dir", "x.py", "y.py"]) == (["--offload-dir", "x.py"], ["y.py"])
+    assert split_flags(["--list-modules"]) == (["--list-modules"], [])
+
+
+def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(applied: Handle) -> None:
+    reason = "this wheel has no megatron.training"
+    arguments = pytest.importorskip("megatron.training.arguments", reason=reason)
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    add_offload_arguments(parser)  # as a trainer of ours would; a stock script does not
+    size = "--num-layers 2 --hidden-size 8 --num-attention-heads 2"
+    flags = "--offload-activation --offload-modules core_attn router_fc1 --offload-horizon-bytes 3 --offload-dir none"
+    args = parser.parse_args(f"{size} {flags}".split())
+    args.params_dtype = torch.float32
+    config = arguments.core_transformer_config_from_args(args)
+    engine = OffloadConfig(horizon_bytes=3, directory="none")
+    assert resolve(config, NO_DEFAULTS) == Settings(engine, ("core_attn", "router_fc1"))
+
+
+def test_unsupported_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise RuntimeError("megatron-core 0.15.0 is not supported: the patches know >=0.16.1,<0.20")
+
+    monkeypatch.setattr(handle_module, "check_supported", refuse)
+    with pytest.raises(RuntimeError, match="0.15.0 is not supported"):
+        apply()
+    assert not hasattr(TransformerConfig, "offload_activation")

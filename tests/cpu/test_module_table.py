@@ -1,0 +1,172 @@
+"""The table of module names: what is understood, where it is found, and what is said where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+
+from megatron_patches.__main__ import module_table  # noqa: E402
+from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
+from megatron_patches._modules import (  # noqa: E402
+    MODULES,
+    Site,
+    canonical_names,
+    drop_parts,
+    find_sites,
+    known_names,
+    merge_surveys,
+    row_of,
+    survey,
+)
+from megatron_patches._validate import _missing_message  # noqa: E402
+from offload_engine import ChunkKey  # noqa: E402
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
+
+USER_NAMES = "core_attn core_attention qkv_linear attn_linear router_fc1 router_fc2 shared_fc1 shared_fc2 self_attn"
+MEGATRON_NAMES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
+OWN_NAMES = "mlp_fc1 mlp_act mlp_fc2 router layer_input"
+
+
+class _Layer(TransformerLayer):
+    """A transformer layer with the submodules given by path, and nothing else."""
+
+    def __init__(self, *paths: str, identities: tuple[str, ...] = ()) -> None:
+        torch.nn.Module.__init__(self)
+        for path in paths:
+            _put(self, path, torch.nn.Linear(1, 1))
+        for path in identities:
+            _put(self, path, IdentityOp())
+
+
+def _put(owner: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(owner, parent):
+            owner.add_module(parent, torch.nn.Module())
+        owner = getattr(owner, parent)
+    owner.add_module(name, module)
+
+
+ATTENTION = (
+    "input_layernorm",
+    "self_attention.linear_qkv",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+)
+DENSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2")
+EXPERTS = tuple(f"mlp.experts.local_experts.{i}.linear_fc{j}" for i in (0, 1, 10) for j in (1, 2))
+MOE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *EXPERTS)
+GROUPED = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+
+
+@pytest.mark.parametrize("name", f"{USER_NAMES} {MEGATRON_NAMES} {OWN_NAMES}".split())
+def test_every_promised_name_is_known(name: str) -> None:
+    assert row_of(name).name in canonical_names([name])
+
+
+def test_two_vocabularies_name_the_same_thing() -> None:
+    assert canonical_names(["expert_fc1", "router_fc1"]) == ("router_fc1",)
+    assert canonical_names(["attn_linear", "core_attention"]) == canonical_names(["core_attn", "attn_proj"])
+
+
+def test_no_name_stands_twice() -> None:
+    assert len(set(known_names())) == len(known_names())
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown module name 'core_atn'.*core_attn, core_attention.*router_fc1"):
+        canonical_names(["core_attn", "core_atn"])
+
+
+def test_parts_of_a_requested_name_are_left_out() -> None:
+    names = canonical_names(["self_attn", "core_attn", "mlp_fc1", "attn_proj"])
+    assert drop_parts(names) == (("self_attn", "mlp_fc1"), ("core_attn", "attn_proj"))
+
+
+def test_recompute_modules_and_parts_exist() -> None:
+    known = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"}
+    for row in MODULES:
+        assert {*row.recomputed_by, *row.discarded_by} <= known
+        assert {*row.parts} <= {other.name for other in MODULES}
+
+
+def test_sites_come_in_the_order_of_execution() -> None:
+    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*MOE))
+    names = canonical_names(["router_fc1", "moe_act", "mlp_act", "core_attn", "attn_norm"])
+    found = find_sites(chunk, names)
+    experts = [(name, f"1.mlp.experts.local_experts.{i}.linear_fc1") for i in (0, 1, 10) for name in names[-2:]]
+    assert [(site.name, site.path) for site in found] == [
+        ("attn_norm", "0.input_layernorm"),
+        ("core_attn", "0.self_attention.core_attention"),
+        ("mlp_act", "0.mlp.linear_fc1"),
+        ("attn_norm", "1.input_layernorm"),
+        ("core_attn", "1.self_attention.core_attention"),
+        *experts,
+    ]
+    assert [site.until for site in found if site.until] == [
+        "0.mlp.linear_fc2",
+        *(f"1.mlp.experts.local_experts.{i}.linear_fc2" for i in (0, 1, 10)),
+    ]
+
+
+def test_grouped_experts_are_one_site() -> None:
+    assert find_sites(_Holder(_Layer(*GROUPED)), ("router_fc1", "moe_act")) == [
+        Site("router_fc1", "layer.mlp.experts.linear_fc1", None),
+        Site("moe_act", "layer.mlp.experts.linear_fc1", "layer.mlp.experts.linear_fc2"),
+    ]
+
+
+def test_dense_names_do_not_match_experts_nor_the_reverse() -> None:
+    counts = survey([_Layer(*MOE)]).sites
+    assert (counts["mlp_fc1"], counts["mlp_act"], counts["router_fc1"], counts["moe_act"]) == (0, 0, 3, 3)
+    counts = survey([_Layer(*DENSE)]).sites
+    assert (counts["mlp_fc1"], counts["mlp_act"], counts["router_fc1"], counts["router"]) == (1, 1, 0, 0)
+
+
+def test_an_identity_is_no_site_and_is_said_to_be_fused() -> None:
+    fused = _Layer("self_attention.linear_qkv", "mlp.linear_fc1", identities=("input_layernorm", "pre_mlp_layernorm"))
+    found = survey([_Holder(fused)])
+    assert found.sites["attn_norm"] == 0 and found.sites["qkv_linear"] == 1
+    message = _missing_message(["attn_norm", "mlp_norm", "router_fc1"], found)
+    assert (
+        "'attn_norm' is an IdentityOp here: the norm is fused into the linear after it, ask for 'qkv_linear'" in message
+    )
+    assert "ask for 'mlp_fc1'" in message
+    assert "'router_fc1' needs experts with linear_fc1" in message
+    assert "This model has self_attn, qkv_linear, mlp_fc1 (" in message
+
+
+def test_surveys_of_several_ranks_add_up() -> None:
+    merged = merge_surveys([survey([_Layer(*DENSE)]), survey([]), survey([_Layer(*MOE)])])
+    assert (merged.sites["core_attn"], merged.sites["mlp_fc1"], merged.sites["moe_act"]) == (2, 1, 3)
+
+
+def test_last_group_of_each_name() -> None:
+    sites = find_sites(torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE)), ("qkv_linear", "core_attn"))
+    assert last_of_each_name(sites) == {2, 3}
+    assert last_of_each_name([]) == frozenset()
+
+
+def test_chunks_whose_backward_comes_at_once() -> None:
+    assert backward_at_once(no_pipelining(3)) == {ChunkKey(0, 0), ChunkKey(0, 1), ChunkKey(0, 2)}
+    assert backward_at_once(one_forward_one_backward(2, 1, 2)) == {ChunkKey(0, 0), ChunkKey(0, 1)}
+    assert backward_at_once(one_forward_one_backward(2, 0, 3)) == set()
+    assert {key.stage for key in backward_at_once(interleaved(2, 1, 2, 4))} == {1}
+
+
+def test_printed_table_has_every_name_and_submodule() -> None:
+    printed = module_table()
+    for row in MODULES:
+        for text in (row.name, *row.aliases, *(bracket.path for bracket in row.brackets)):
+            assert text in printed
+
+
+class _Holder(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
