@@ -161,3 +161,13 @@ class PackedTensor:
             storage.num_handles -= 1
             if storage.num_handles == 0:
                 self._store.retire(storage)
+
+
+def without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd keeps for a tensor that stays where it is.
+
+    An output comes together with the node that saves it. Each would keep the other, and their bytes, alive for ever
+    where no backward runs: after an exception, or in a branch that nobody uses. Autograd attaches the graph again to
+    whatever it gets back, so an alias does. Leaves and what TransformerEngine marks are wanted back as the same object.
+    """
+    return tensor if tensor.is_leaf or hasattr(tensor, "_TE_do_not_offload") else tensor.detach()

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine._devices.base import HostRegion
 from offload_engine._host_pool import HostPool
-from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup
+from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup, without_graph
 from offload_engine._stats import IterationStats
 from offload_engine._transfers import TransferContext, await_copy_in, copy_in, copy_out, drop_buffer
 from offload_engine.errors import CopyError, OffloadError
@@ -67,14 +67,14 @@ class ActivationStore:
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> object:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
         if not self._can_move(tensor):
-            return tensor
+            return without_graph(tensor)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes == 0 or nbytes < self._min_tensor_bytes or storage.data_ptr() in self._weights:
+        if storage.data_ptr() in self._weights:
             return tensor
         key = storage._cdata
-        if key in self._excluded:
-            return tensor
+        if nbytes == 0 or nbytes < self._min_tensor_bytes or key in self._excluded:
+            return without_graph(tensor)
         saved = self._by_key.get(key)
         if saved is None or saved.version != tensor._version:
             saved = self._admit(tensor, storage, group)

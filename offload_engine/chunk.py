@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_engine._prefetch import ChunkGroups
-from offload_engine._saved import PackedTensor, TensorGroup
+from offload_engine._saved import PackedTensor, TensorGroup, without_graph
 from offload_engine._te_base import HandlerBase
 from offload_engine.errors import OffloadError
 from offload_engine.schedule import ChunkKey
@@ -106,7 +106,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         group = self._open[-1] if self._open else self._open_group("layer", is_implicit=True)
         self.tensor_count_current_group += 1
         if not self.tensor_need_offloading_checker(tensor):
-            return tensor
+            return without_graph(tensor)
         return self._mover.store.pack(tensor, group)
 
     def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
