@@ -48,6 +48,7 @@ class Mover:
 
     def begin_backward(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins."""
+        self.store.raise_failure()
         self.releases.advance()
         self.prefetcher.reach(chunk, index)
 
@@ -55,7 +56,14 @@ class Mover:
         """The backward of a group is over."""
         self._advance()
 
+    def end_iteration(self) -> None:
+        """The last backward is over: release what is left."""
+        self.store.raise_failure()
+        self.releases.drain()
+        self.prefetcher.clear()
+
     def _advance(self) -> None:
+        self.store.raise_failure()
         # Release first: the host bytes and the device bytes it frees are there for the copy-ins.
         self.releases.advance()
         self.prefetcher.advance()

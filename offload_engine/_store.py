@@ -42,6 +42,7 @@ class ActivationStore:
         self._by_key: dict[int, SavedStorage] = {}
         self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
+        self._failure: CopyError | None = None  # of a copy whose storage is gone, not raised yet
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Start counting anew; the storages of `weights` are not activations."""
@@ -164,13 +165,24 @@ class ActivationStore:
             try:
                 self._drop(saved)
             except CopyError as error:
-                # Nobody needs the bytes any more, and a failed copy no longer touches them.
-                logger.warning("%s", _named(error, "copy", saved))
+                # Nobody needs these bytes any more, and a failed copy no longer touches them. But this may run inside
+                # a destructor, which cannot raise: the next boundary of a group does (`raise_failure`).
+                self._failure = self._failure or _named(error, "copy", saved)
                 saved.pending = saved.copied_out = None
                 self._drop(saved)
         if saved.lease is not None:
             self._give_back(saved)
         self._forget(saved)
+
+    def raise_failure(self) -> None:
+        """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
+
+        Raises:
+            CopyError: names the group.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
@@ -185,6 +197,7 @@ class ActivationStore:
             self.retire(saved)
         self.prefetched_bytes = 0
         self._excluded.clear()
+        self._failure = None
 
     def _can_move(self, tensor: torch.Tensor) -> bool:
         # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.

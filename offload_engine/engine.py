@@ -145,8 +145,7 @@ class OffloadEngine:
         """
         if not self._is_in_iteration:
             raise OffloadError("end_iteration() outside an iteration")
-        self._mover.releases.drain()
-        self._mover.prefetcher.clear()
+        self._mover.end_iteration()
         self._is_in_iteration = False
         self.current_chunk = None
         stats = self._store.finish()
