@@ -11,6 +11,7 @@ Runs on GPUs with NCCL where there are some, else on CPUs with gloo. Flags are n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import warnings
@@ -41,15 +42,12 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     from gpt_trainer.training import Training
 
     try:
-        training = Training(args, device)
+        with contextlib.closing(Training(args, device)) as training:
+            training.run()
     except (CheckpointError, ConfigError, DataError) as error:
         if torch.distributed.get_rank() == 0:
             print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
         return 1
-    try:
-        training.run()
-    finally:
-        training.close()
     return 0
 
 

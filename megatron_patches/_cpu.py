@@ -13,7 +13,7 @@ import functools
 import importlib
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ _ASKS_FOR_CUDA = {
     "utils": "the buffer that attention scores are computed in is created on the GPU",
     "pipeline_parallel.schedules": "the token count of a step is created on the GPU",
     "pipeline_parallel.p2p_communication": "receive buffers are created on the GPU, which is then waited for",
+    "pipeline_parallel.combined_1f1b": "the all-to-all overlap asks for the current GPU stream",
     "pipeline_parallel.utils": "the all-to-all overlap runs its nodes on GPU streams",
     "models.common.model_chunk_schedule_plan": "the all-to-all overlap orders its nodes with GPU events and streams",
     "models.gpt.fine_grained_callables": "the all-to-all overlap labels its nodes with nvtx ranges",
@@ -243,20 +244,24 @@ def _model_rows() -> list[Patch]:
         Patch(
             target="megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
-            wrapper=_with_tensors_staying,
+            wrapper=functools.partial(_with_row, _STAY),
             why="the last stage's copy of the word embeddings is moved to the GPU",
+        ),
+        Patch(
+            target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+            wrapper=_without_fp8,
+            why="asks TransformerEngine for its fp8 state by default: needs a GPU with it, and is undefined without it",
         ),
     ]
 
 
-def _with_tensors_staying(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        row = Patch(target="torch:Tensor.cuda", wrapper=lambda cuda: lambda tensor: tensor, why="see the model rows")
-        with apply_patches([row]):
-            return original(*args, **kwargs)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
 
-    return call
+    return init
 
 
 # ---- mixture of experts ----------------------------------------------------------------------------------------------
@@ -275,6 +280,14 @@ def _moe_rows() -> list[Patch]:
             target=f"{moe}.token_dispatcher:maybe_move_tensor_to_cpu",
             wrapper=_splits_as_numpy,
             why="split sizes become numpy arrays only on their way from a GPU; gloo takes nothing else",
+        ),
+        *(
+            Patch(
+                target=f"megatron.core.pipeline_parallel.utils:ScheduleNode.{name}",
+                wrapper=functools.partial(_with_row, _NO_RECORD),
+                why="the all-to-all overlap records on streams the tensors that its nodes exchange",
+            )
+            for name in ("_forward", "_backward")
         ),
     ]
 
@@ -303,7 +316,10 @@ def _optimizer_rows() -> list[Patch]:
         "distrib_optimizer:DistributedOptimizer.__init__",
     )
     return [
-        *(Patch(target=f"{optimizer}.{target}", wrapper=_with_gpu_type_names, why=why) for target in by_type_name),
+        *(
+            Patch(target=f"{optimizer}.{target}", wrapper=functools.partial(_with_row, _GPU_TYPE_NAMES), why=why)
+            for target in by_type_name
+        ),
         *_fused_kernel_rows(optimizer),
     ]
 
@@ -340,22 +356,6 @@ def _instead(replacement: Any, original: Any) -> Any:
     return replacement
 
 
-def _with_gpu_type_names(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _gpu_type_names():
-            return original(*args, **kwargs)
-
-    return call
-
-
-@contextlib.contextmanager
-def _gpu_type_names() -> Iterator[None]:
-    row = Patch(target="torch:Tensor.type", wrapper=_type_named_as_on_gpu, why="see the optimizer rows")
-    with apply_patches([row]):
-        yield
-
-
 def _type_named_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def type_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -363,3 +363,34 @@ def _type_named_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     return type_or_cast
+
+
+# ---- methods of tensors ----------------------------------------------------------------------------------------------
+
+# Methods of tensors can only be replaced for everybody, so these rows are in force during single calls alone.
+_STAY = Patch(
+    target="torch:Tensor.cuda",
+    wrapper=lambda original: lambda tensor: tensor,
+    why="without a GPU a tensor is where it should be",
+)
+_NO_RECORD = Patch(
+    target="torch:Tensor.record_stream",
+    wrapper=lambda original: _nothing,
+    why="without streams nobody else uses the memory of a tensor",
+)
+_GPU_TYPE_NAMES = Patch(
+    target="torch:Tensor.type",
+    wrapper=_type_named_as_on_gpu,
+    why="the types of floats on the CPU are not among those that the optimizer knows",
+)
+
+
+def _with_row(row: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, with a row in force during each call."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with apply_patches([row]):
+            return original(*args, **kwargs)
+
+    return call

@@ -63,13 +63,19 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
 def _check_implementation(args: argparse.Namespace, implementation: str) -> None:
     if implementation != "local":
         return
-    for flag in ("moe_grouped_gemm", "moe_permute_fusion", "delay_wgrad_compute"):
-        if getattr(args, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} needs --transformer-impl transformer_engine, and a GPU")
+    needs_te = ("sequence_parallel", "multi_latent_attention", "moe_grouped_gemm", "moe_permute_fusion",
+                "delay_wgrad_compute")  # fmt: skip
+    wanted = [name for name in needs_te if getattr(args, name)]
     if args.context_parallel_size > 1:
-        raise ConfigError("--context-parallel-size needs --transformer-impl transformer_engine, and a GPU")
+        wanted.append("context_parallel_size")
+    if wanted:
+        flag = wanted[0].replace("_", "-")
+        raise ConfigError(f"--{flag} needs --transformer-impl transformer_engine, and that a GPU")
     if args.num_moe_experts is not None and args.add_bias_linear:
         raise ConfigError("the local implementation's experts have no bias: add --disable-bias-linear")
+    if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
+        # megatron-core's checkpoint makes the bias that it returns part of its own graph, and never comes back
+        raise ConfigError("--recompute-modules mlp needs --disable-bias-linear with the local implementation")
 
 
 def _schedule_settings(args: argparse.Namespace) -> dict[str, Any]:

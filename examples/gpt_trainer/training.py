@@ -11,8 +11,8 @@ import megatron_patches
 from gpt_trainer.checkpoint import Checkpoints
 from gpt_trainer.data import build_datasets, vocabulary
 from gpt_trainer.metrics import Metrics
-from gpt_trainer.model import build_chunks, build_optimizer, build_scheduler, transformer_config
-from gpt_trainer.steps import Progress, Steps
+from gpt_trainer.model import ConfigError, build_chunks, build_optimizer, build_scheduler, transformer_config
+from gpt_trainer.steps import Progress, StepResult, Steps
 from offload_engine import ResidencyMeter, SavedTensorTracker
 
 
@@ -51,7 +51,10 @@ class Training:
         if not args.offload_activation:
             return None
         config = megatron_patches.offload_config_from_args(args)
-        return megatron_patches.apply(config, modules=args.offload_modules or ["core_attn"], meter=self._meter)
+        try:
+            return megatron_patches.apply(config, modules=args.offload_modules or ["core_attn"], meter=self._meter)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def _evaluates(self) -> bool:
@@ -64,7 +67,11 @@ class Training:
         return SavedTensorTracker(self._meter, weights)
 
     def run(self) -> None:
-        """Trains to `--train-iters`, or to the next multiple of `--exit-interval`."""
+        """Trains to `--train-iters`, or to the next multiple of `--exit-interval`.
+
+        Raises:
+            ConfigError: before the first step, for offload flags that do not fit the model.
+        """
         args, progress = self._args, self._progress
         metrics = Metrics(args.train_iters, progress.step, args.log_interval, args.metrics_json, self._meter)
         try:
@@ -84,7 +91,7 @@ class Training:
         records_timeline = args.timeline_json is not None and progress.step + 1 == self._timeline_step()
         self._prepare_meter(records_timeline)
         begin = time.perf_counter()
-        result = self._steps.train(self._train_set, progress)
+        result = self._train_step()
         self._synchronize()
         step_ms = 1e3 * (time.perf_counter() - begin)
         self._steps.spans.is_recording = False
@@ -95,6 +102,15 @@ class Training:
             metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)
         if _is_due(args.save_interval, progress.step):
             self._checkpoints.save(args.save, progress)
+
+    def _train_step(self) -> StepResult:
+        try:
+            return self._steps.train(self._train_set, self._progress)
+        except (NotImplementedError, OSError, ValueError) as error:
+            if self._offload is None or self._offload.engine is not None:
+                raise
+            # no engine yet: the model was found unfit for what the flags ask before its first step began
+            raise ConfigError(str(error)) from error
 
     def _prepare_meter(self, records_timeline: bool) -> None:
         self._steps.spans.is_recording = records_timeline

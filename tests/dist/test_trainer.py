@@ -1,0 +1,212 @@
+"""The trainer: every kind of run, with and without offload, to the last bit; resuming; errors before the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.dist.trainer import EXAMPLES, Run, train
+
+MODEL = (
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
+    *("--global-batch-size", "4", "--train-iters", "3", "--make-vocab-size-divisible-by", "16"),
+)
+OFFLOAD = ("--offload-activation", "--offload-min-tensor-bytes", "1", "--offload-dir", "none")
+MOE = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .bin/.idx pair of the first help topics."""
+    directory = tmp_path_factory.mktemp("text")
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "prepare_text.py"), "--output-prefix", "text"]
+    subprocess.run(command, cwd=directory, check=True, env=_environment(), capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def directory(text: Path, tmp_path: Path) -> Path:
+    """A directory for one test, with the text in it."""
+    for path in text.glob("text.*"):
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def run(directory: Path, flags: str = "", *, num_ranks: int = 1) -> Run:
+    """A run that must succeed."""
+    result = train(directory, *MODEL, *flags.split(), num_ranks=num_ranks)
+    assert result.status == 0, result.output
+    return result
+
+
+def fail(directory: Path, flags: str, *, num_ranks: int = 1) -> str:
+    """A run that must end with one line of explanation, before its first step."""
+    result = train(directory, *MODEL, *flags.split(), num_ranks=num_ranks)
+    assert result.status != 0
+    assert result.steps == []
+    assert "Traceback" not in result.output, result.output
+    assert "error:" in result.output, result.output
+    return result.output
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "modules"),
+    [
+        pytest.param(1, "", "core_attn qkv_linear", id="dense"),
+        pytest.param(
+            1,
+            "--swiglu --position-embedding-type rope --normalization RMSNorm --group-query-attention "
+            "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights --qk-layernorm",
+            "core_attn mlp_fc1",
+            id="llama-like",
+        ),
+        pytest.param(1, f"{MOE} --moe-layer-freq ([0]*1+[1]*3)", "core_attn router_fc1", id="dense and moe"),
+        pytest.param(1, "--rampup-batch-size 2 2 4 --lr-decay-style cosine", "core_attn", id="growing batch"),
+        pytest.param(1, "--recompute-granularity selective --eval-interval 1", "attn_proj", id="selective"),
+        pytest.param(2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce", "core_attn", id="dp2 bf16"),
+        pytest.param(2, "--tensor-model-parallel-size 2", "core_attn", id="tp2"),
+        pytest.param(2, f"{PP2} --eval-interval 2 --eval-iters 1", "core_attn attn_proj", id="pp2"),
+        pytest.param(
+            2,
+            f"{PP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "layer_input",
+            id="pp2 full recomputation",
+        ),
+        pytest.param(
+            2, f"{VPP2} {MOE} --eval-interval 1 --eval-iters 1 --eval-at-start", "core_attn router_fc1", id="vpp2 moe"
+        ),
+        pytest.param(
+            2,
+            f"{VPP2} {MOE} --bf16 --use-distributed-optimizer --overlap-grad-reduce",
+            "core_attn router_fc1 qkv_linear",
+            id="vpp2 moe bf16",
+        ),
+        pytest.param(2, f"{PP2} --pipeline-model-parallel-layout E|tt|tt|L", "core_attn", id="loss-only stage"),
+        pytest.param(2, f"--expert-model-parallel-size 2 {MOE}", "core_attn router_fc1", id="ep2"),
+    ],
+)
+def test_offload_changes_no_bit_and_moves_bytes(directory: Path, num_ranks: int, flags: str, modules: str) -> None:
+    plain = run(directory, flags, num_ranks=num_ranks)
+    offload = run(directory, f"{flags} {' '.join(OFFLOAD)} --offload-modules {modules}", num_ranks=num_ranks)
+    assert offload.curve == plain.curve
+    assert [step.get("validation_loss") for step in offload.steps] == [
+        step.get("validation_loss") for step in plain.steps
+    ]
+    for without, having in zip(plain.steps, offload.steps, strict=True):
+        assert without["offload"]["copied_out_bytes"] == 0
+        assert having["offload"]["copied_out_bytes"] == having["offload"]["copied_in_bytes"] > 0
+        before, after = (step["offload"]["peak_resident_saved_bytes"] for step in (without, having))
+        assert after < before
+
+
+def test_training_learns(directory: Path) -> None:
+    curve = run(directory, "--train-iters 12 --lr 0.01").curve
+    assert curve[-1][0] < curve[0][0] - 1.0
+
+
+def test_the_record_of_a_step(directory: Path) -> None:
+    result = run(directory, f"{PP2} --train-iters 2", num_ranks=2)
+    assert [step["step"] for step in result.steps] == [1, 2]
+    step = result.steps[-1]
+    assert {"loss", "grad_norm", "step_ms", "offload", "ranks"} <= step.keys()
+    assert [rank["rank"] for rank in step["ranks"]] == [0, 1]
+    for figures in (step, *step["ranks"]):
+        offload = figures["offload"]
+        assert offload["peak_resident_saved_bytes"] > 0
+        assert {"copied_out_bytes", "copied_in_bytes", "host_bytes", "prefetch_misses"} <= offload.keys()
+    assert all(rank["rss_peak_bytes"] > 0 for rank in step["ranks"])
+
+
+def test_the_timeline_of_a_step(directory: Path) -> None:
+    path = directory / "timeline.json"
+    result = run(directory, f"{PP2} --timeline-json {path} --timeline-step 3", num_ranks=2)
+    timeline = json.loads(path.read_text())
+    assert timeline["step"] == 3
+    for rank, figures in zip(timeline["ranks"], result.steps[-1]["ranks"], strict=True):
+        assert max(nbytes for _, nbytes in rank["timeline"]) == figures["offload"]["peak_resident_saved_bytes"]
+        assert rank["timeline"][-1][1] == 0
+        kinds = [kind for kind, _, _ in rank["spans"]]
+        assert kinds.count("F") == kinds.count("B") == 4  # microbatches
+        assert all(0 < begin < end < 60 for _, begin, end in rank["spans"])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        pytest.param(1, "--attention-dropout 0.2", id="plain"),
+        pytest.param(2, f"{VPP2} {MOE} --bf16 --use-distributed-optimizer", id="vpp2 moe distributed"),
+        pytest.param(2, f"--expert-model-parallel-size 2 {MOE} --bf16 --use-distributed-optimizer", id="ep2"),
+    ],
+)
+def test_a_resumed_run_repeats_every_bit(directory: Path, num_ranks: int, flags: str) -> None:
+    flags += " --train-iters 5 --lr-warmup-iters 2"
+    whole = run(directory, flags, num_ranks=num_ranks)
+    saved = directory / "checkpoints"
+    first = run(directory, f"{flags} --save {saved} --exit-interval 2", num_ranks=num_ranks)
+    rest = run(directory, f"{flags} --load {saved}", num_ranks=num_ranks)
+    assert first.curve + rest.curve == whole.curve
+    assert [step["step"] for step in rest.steps] == [3, 4, 5]
+
+
+def test_one_seed_gives_one_curve_and_another_seed_another(directory: Path) -> None:
+    flags = f"{VPP2} {MOE}"
+    first, second = (run(directory, flags, num_ranks=2) for _ in range(2))
+    assert first.curve == second.curve
+    assert run(directory, f"{flags} --seed 5", num_ranks=2).curve != first.curve
+
+
+def test_evaluation_leaves_training_alone(directory: Path) -> None:
+    plain = run(directory)
+    evaluated = run(directory, "--eval-at-start --eval-interval 1 --eval-iters 2")
+    assert evaluated.curve == plain.curve
+    assert all(4 < step["validation_loss"] < 7 for step in evaluated.steps)
+    assert "before the first step: validation loss" in evaluated.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--data-path nowhere/text", "nowhere/text.bin does not exist"),
+        ("--load nowhere", "there is no checkpoint in nowhere"),
+        ("--num-experts 4", "add --disable-bias-linear"),
+        ("--sequence-parallel", "--sequence-parallel needs --transformer-impl transformer_engine"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "needs --pipeline-model-parallel-size"),
+        ("--num-layers 3 --pipeline-model-parallel-size 2", "must be a multiple of the 2"),
+        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("--offload-modules core_attn", "without --offload-activation"),
+        ("--offload-activation --offload-modules no_such_module", "no_such_module"),
+        ("--offload-activation --offload-modules router_fc1", "router_fc1"),
+        ("--offload-activation --offload-min-tensor-bytes -1", "negative"),
+        ("--offload-activation --offload-dir /no/such/directory", "/no/such/directory"),
+    ],
+)
+def test_mistakes_end_the_run_before_its_first_step(directory: Path, flags: str, message: str) -> None:
+    assert message in fail(directory, flags)
+
+
+def test_a_checkpoint_of_another_shape_is_refused(directory: Path) -> None:
+    run(directory, f"--train-iters 1 --save {directory / 'saved'}")
+    assert "num_layers 4 (now 2)" in fail(directory, f"--num-layers 2 --load {directory / 'saved'}")
+
+
+def test_torchrun(directory: Path) -> None:
+    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = ["--data-path", "text", *MODEL, *VPP2.split(), "--metrics-json", "metrics.json"]
+    command = [*launcher, str(EXAMPLES / "pretrain_gpt.py"), *flags]
+    result = subprocess.run(command, cwd=directory, env=_environment(), capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    steps = [json.loads(line) for line in (directory / "metrics.json").read_text().splitlines()]
+    assert len(steps) == 3
+    assert "100%" in result.stderr  # the progress bar
