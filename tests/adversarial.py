@@ -597,6 +597,10 @@ class _ObserveCompute(TorchDispatchMode):
         super().__init__()
         self._device = device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that skips it imports all of the compiler, and costs more than the checks
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._device._run_operation(func, args, kwargs or {})
 

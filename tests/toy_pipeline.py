@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from offload_engine import (
     Action,
@@ -176,6 +175,28 @@ class _Views(torch.autograd.Function):
 class Views(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Views.apply(x).tanh()
+
+
+class _Recompute(torch.autograd.Function):
+    """Reentrant checkpointing; torch's own would import the compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: nn.Module) -> torch.Tensor:
+        ctx.block, ctx.random_state = block, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        state = torch.get_rng_state()
+        torch.set_rng_state(ctx.random_state)
+        with torch.enable_grad():
+            out = ctx.block(x)
+        torch.set_rng_state(state)
+        torch.autograd.backward(out, grads[0])
+        return x.grad, None
 
 
 class Pair(nn.Module):
@@ -386,7 +407,7 @@ class Unit(nn.Module):
 
     def _inner(self, x: torch.Tensor, runner: Runner) -> torch.Tensor:
         if self.is_recomputed:
-            out = checkpoint(self.block, x, use_reentrant=True)
+            out = _Recompute.apply(x, self.block)
         else:
             out = self.block(x)
         return runner.maybe_fail(self.index, out)
