@@ -31,7 +31,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
 # Targeted tests first: they are the fastest, and the name of the test that fails says the most.
-TESTS = ("tests/cpu/test_engine_order.py", "tests/cpu/test_host_pool.py", "tests/cpu/test_random_pipelines.py")
+TESTS = ("tests/cpu/test_engine.py", "tests/cpu/test_random_pipelines.py", "tests/cpu/test_host_pool.py")
 NUM_BATCHES = 8  # of random pipelines
 TIMEOUT_S = 150
 
