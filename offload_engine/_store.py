@@ -180,9 +180,12 @@ class ActivationStore:
         Raises:
             CopyError: names the group.
         """
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # else this frame and the error keep each other, and the step's graph, alive
 
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
