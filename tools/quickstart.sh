@@ -4,11 +4,11 @@
 #
 #   tools/quickstart.sh [DIRECTORY]    where the text, the metrics and the plot go; default out/quickstart
 #
-# STEPS (default 10) sets the length of each run; PYTHON and VENV choose the environment, see tools/setup_env.sh.
+# STEPS (default 6) sets the length of each run; PYTHON and VENV choose the environment, see tools/setup_env.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out/quickstart}
-steps=${STEPS:-10}
+steps=${STEPS:-6}
 python=${VENV:-.venv}/bin/python
 
 tools/setup_env.sh megatron,plots,test
@@ -16,11 +16,11 @@ mkdir -p "$out"
 
 # One thread a process: the two stages of the pipeline share the cores.
 export OMP_NUM_THREADS=1
-# Big tensors come from, and go back to, the system at once, in both runs: glibc otherwise keeps freed blocks up to
-# 32 MiB in the process, and its size would say little about what is alive.
-export MALLOC_MMAP_THRESHOLD_=262144
+# In both runs, big tensors come from the system and go back to it at once (glibc otherwise keeps freed blocks of up to
+# 32 MiB, and the size of the process says little about what is alive), in huge pages where the system has them.
+export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1
 
-"$python" examples/prepare_text.py --output-prefix "$out/text"
+"$python" -W ignore::UserWarning examples/prepare_text.py --output-prefix "$out/text"
 
 pretrain() { # NAME [FLAGS]: one run; its metrics and the timeline of its last step land in $out/NAME.*
     local name=$1
@@ -28,9 +28,9 @@ pretrain() { # NAME [FLAGS]: one run; its metrics and the timeline of its last s
     "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$(free_port)" \
         examples/pretrain_gpt.py \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
-        --num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 \
-        --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 \
-        --micro-batch-size 1 --global-batch-size 8 --train-iters "$steps" --seed 1234 \
+        --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 16 --seq-length 256 \
+        --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --disable-bias-linear \
+        --micro-batch-size 4 --global-batch-size 16 --train-iters "$steps" --seed 1234 \
         --data-path "$out/text" --metrics-json "$out/$name.jsonl" \
         --timeline-json "$out/$name.timeline.json" --timeline-step "$steps" "$@"
 }
