@@ -58,15 +58,12 @@ class Checkpoints:
         self._chunks = chunks
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._has_parameter_state = args.use_distributed_optimizer
 
     def save(self, directory: Path, progress: Progress) -> None:
         """Writes a checkpoint; the latest one is replaced only when all ranks are done."""
         folder = directory / f"iter_{progress.step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self._state(progress), folder / _rank_file())
-        if self._has_parameter_state:
-            self._optimizer.save_parameter_state(str(folder / _rank_file("_optimizer")))
         dist.barrier()
         if dist.get_rank() == 0:
             _write_atomically(directory / LATEST, f"{progress.step}\n")
@@ -83,9 +80,7 @@ class Checkpoints:
         self._check(state["shape"], folder)
         for chunk, weights in zip(self._chunks, state["model"], strict=True):
             chunk.load_state_dict(weights)
-        self._optimizer.load_state_dict(state["optimizer"])
-        if self._has_parameter_state:
-            self._optimizer.load_parameter_state(str(folder / _rank_file("_optimizer")))
+        _set_optimizer_states(self._optimizer, state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
         _set_random_states(state["random"])
         return Progress(**state["progress"])
@@ -95,7 +90,7 @@ class Checkpoints:
             "shape": self._shape,
             "progress": dataclasses.asdict(progress),
             "model": [chunk.state_dict() for chunk in self._chunks],
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": _optimizer_states(self._optimizer),
             "scheduler": self._scheduler.state_dict(),
             "random": _random_states(),
         }
@@ -107,8 +102,8 @@ class Checkpoints:
             raise CheckpointError(f"{folder} was made with {', '.join(others)}")
 
 
-def _rank_file(suffix: str = "") -> str:
-    return f"rank_{dist.get_rank():05d}{suffix}.pt"
+def _rank_file() -> str:
+    return f"rank_{dist.get_rank():05d}.pt"
 
 
 def _latest(directory: Path) -> Path:
@@ -131,6 +126,35 @@ def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def _optimizer_states(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """This rank's share of the optimizer, whatever its kind: torch's own states, and the weights they belong to.
+
+    megatron-core's functions for this fail for a distributed optimizer made of torch's AdamW, as on a CPU.
+    """
+    return [
+        {"state": part.state_dict(), "weights": [weight.detach().clone() for weight in _weights(part)]}
+        for part in _parts(optimizer)
+    ]
+
+
+def _set_optimizer_states(optimizer: MegatronOptimizer, states: list[dict[str, Any]]) -> None:
+    for part, saved in zip(_parts(optimizer), states, strict=True):
+        part.load_state_dict(saved["state"])
+        for weight, value in zip(_weights(part), saved["weights"], strict=True):
+            weight.data.copy_(value)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """Dense and expert parameters have an optimizer each; a stage without parameters has a stub without one."""
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [part for part in parts if part is not None]
+
+
+def _weights(part: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What the optimizer steps: float32 copies of this rank's share of the parameters, or these themselves."""
+    return [weight for group in part.param_groups for weight in group["params"]]
 
 
 def _random_states() -> dict[str, Any]:
