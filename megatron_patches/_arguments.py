@@ -204,7 +204,7 @@ def check_fields(config: Any) -> None:
     if config.offload_activation:
         _check_others_are_off(config)
         canonical_names(config.offload_modules or ())
-        _engine_config(config, OffloadConfig())
+        _check_limit(config)
     elif config.offload_modules and not config.fine_grained_activation_offloading:
         raise ValueError(
             f"offload_modules={config.offload_modules} without offload_activation=True moves nothing: set "
@@ -219,6 +219,12 @@ def _check_size(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a whole number of bytes, got {value!r}")
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value:,}")
+
+
+def _check_limit(config: Any) -> None:
+    # Where the threshold is left open, `apply()` may have lowered it: the first step checks the two together.
+    if None not in (config.offload_host_limit_bytes, config.offload_min_tensor_bytes):
+        _engine_config(config, OffloadConfig())
 
 
 def _check_others_are_off(config: Any) -> None:

@@ -98,7 +98,8 @@ class Handle:
     @contextmanager
     def _running_step(self, attachment: Attachment, step: Step) -> Iterator[None]:
         actions = step.order(step.config)
-        weights = [tensor for chunk in step.wrapped for tensor in (*chunk.parameters(), *chunk.buffers())]
+        # of the chunks inside the wrappers: DistributedDataParallel keeps something else under the name `buffers`
+        weights = [tensor for chunk in step.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         attachment.begin_iteration(actions)
         self._running = attachment
         try:

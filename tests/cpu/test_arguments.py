@@ -98,7 +98,10 @@ def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
         ({"offload_activation": True, "offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
         ({"offload_activation": True, "offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
         ({"offload_max_inflight_bytes": "1"}, "offload_max_inflight_bytes must be a whole number"),
-        ({"offload_activation": True, "offload_host_limit_bytes": 10}, "nothing could ever be offloaded"),
+        (
+            {"offload_activation": True, "offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11},
+            "nothing could ever be offloaded",
+        ),
         ({"offload_activation": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
         (
             {
@@ -143,9 +146,7 @@ def test_flags() -> None:
     assert offload_config_from_args(parser.parse_args([])) == OffloadConfig()
 
 
-@pytest.mark.parametrize(
-    ("value", "message"), [("-1", "negative"), ("1e6", "not a whole"), ("x", "not a whole")]
-)
+@pytest.mark.parametrize(("value", "message"), [("-1", "negative"), ("1e6", "not a whole"), ("x", "not a whole")])
 def test_flags_reject_bad_sizes(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_offload_arguments(argparse.ArgumentParser())
     with pytest.raises(SystemExit):

@@ -20,7 +20,7 @@ from megatron_patches._schedules import unwrap  # noqa: E402
 from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, repair_checkpoint_without_output, run  # noqa: E402
+from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2)]
 MICROBATCHES = {1: [3, 1, 9, 2], 2: [2, 5, 1, 9, 4], 4: [2, 8, 4, 6]}  # by number of stages in all
@@ -117,7 +117,6 @@ def _microbatches(shape: Pipeline) -> list[int]:
 def _check_cases(cases: Sequence[Case], microbatches: Sequence[Sequence[int]]) -> None:
     """On one rank: every case without offload, then with, at its own numbers of microbatches."""
     gc.disable()
-    repair_checkpoint_without_output()
     for case, numbers in zip(cases, microbatches, strict=False):
         _run_with(case, numbers, _run_without(case, numbers))
 

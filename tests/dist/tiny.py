@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import megatron.core.tensor_parallel.random as tp_random
 import torch
 from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -20,16 +20,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 NUM_LAYERS = 4
 MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
-
-
-def repair_checkpoint_without_output() -> None:
-    """megatron-core asks for fp8 state with fp8 off, which needs TransformerEngine, and that a GPU."""
-    original = tp_random.CheckpointWithoutOutput.__init__
-
-    def init(self: Any, fp8: Any = False) -> None:
-        original(self, fp8 or None)
-
-    tp_random.CheckpointWithoutOutput.__init__ = init
 
 
 def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overrides: Any) -> TransformerConfig:
@@ -74,7 +64,13 @@ def make_chunks(config: TransformerConfig, *, wrap: bool = False) -> list[torch.
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     num_stages = ps.get_virtual_pipeline_model_parallel_world_size()
     chunks = [make_chunk(config, stage if num_stages else None) for stage in range(num_stages or 1)]
-    return [Float16Module(config, chunk) for chunk in chunks] if wrap else chunks
+    return [_wrapped(config, chunk) for chunk in chunks] if wrap else chunks
+
+
+def _wrapped(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
+    """As Megatron's training loop has it: casts around the model, gradients in contiguous buffers around that."""
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallel(config, settings, Float16Module(config, chunk))
 
 
 def make_chunk(config: TransformerConfig, stage: int | None) -> GPTModel:
@@ -101,7 +97,7 @@ def run(
     batches = [_batches(num_microbatches) for _ in chunks]
     for chunk in chunks:
         chunk.train(not forward_only)
-        chunk.zero_grad()
+        getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
     with torch.set_grad_enabled(not forward_only):
         out = get_forward_backward_func()(
             forward_step_func=more.pop("forward_step", forward_step),
@@ -118,8 +114,8 @@ def run(
 
 def fingerprint(chunks: list[torch.nn.Module], losses: list[float]) -> dict[str, str]:
     """Digest of the losses and of every gradient, to the last bit."""
-    named = {f"{stage}.{name}": p.grad for stage, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
-    digests = {name: _digest(grad) for name, grad in named.items()}
+    named = {f"{stage}.{name}": p for stage, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    digests = {name: _digest(getattr(p, "main_grad", p.grad)) for name, p in named.items()}
     return {**digests, "losses": repr([loss.hex() for loss in losses])}
 
 
