@@ -51,6 +51,9 @@ class Mover:
         self.store.raise_failure()
         self.releases.advance()
         self.prefetcher.reach(chunk, index)
+        if index < len(chunk.groups):
+            self.store.await_copy_in(chunk.groups[index])
+        self.prefetcher.advance()
 
     def end_backward(self) -> None:
         """The backward of a group is over."""

@@ -71,7 +71,6 @@ class Prefetcher:
             self._enter_backward(chunk)
         if chunk.next_index >= index:
             self._issue_late(chunk, index)
-        self.advance()
 
     def advance(self) -> None:
         """Issue copy-ins up to the horizon."""

@@ -58,5 +58,4 @@ class ReleaseQueue:
     def _release_oldest(self) -> None:
         oldest = self._queue.popleft()
         self._inflight_bytes -= oldest.nbytes
-        for saved in oldest.storages:
-            self._store.release(saved)
+        self._store.release(oldest.storages)

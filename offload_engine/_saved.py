@@ -48,6 +48,8 @@ class SavedStorage:
         "readers",
         "pending",
         "copied_out",
+        "copied_in",
+        "ready_on",
         "lease",
         "region",
         "num_handles",
@@ -57,14 +59,16 @@ class SavedStorage:
 
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> None:
         self.key: int = storage._cdata
-        self.version: int | None = tensor._version  # None once the buffer is a copied-in one
+        self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
         self.residency: Residency = Residency.RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
         self.stream: Stream = None  # where its group committed: the compute stream whose memory pool owns the bytes
-        self.readers: list[Stream] = []  # other compute streams that read a copied-in buffer
-        self.pending: Event | None = None  # last copy touching `buffer`
+        self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
+        self.pending: Event | None = None  # last copy touching `buffer`, as long as `stream` has not waited for it
         self.copied_out: Event | None = None
+        self.copied_in: Event | None = None
+        self.ready_on: Stream = None  # the stream that waited for `copied_in` last
         self.lease: GroupLease | None = None
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
@@ -75,8 +79,6 @@ class SavedStorage:
     def is_modified(self) -> bool:
         """True if the saved bytes were written in place, or discarded, since they were saved."""
         assert self.buffer is not None
-        if self.version is None:
-            return False
         return self.buffer._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
 
     def __repr__(self) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine._devices.base import HostRegion
+from offload_engine._devices.base import Event, HostRegion
 from offload_engine._host_pool import HostPool
 from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup, without_graph
 from offload_engine._stats import IterationStats
-from offload_engine._transfers import TransferContext, await_copy_in, copy_in, copy_out, drop_buffer
+from offload_engine._transfers import TransferContext, await_copy_in, copy_in, copy_out, drop_buffer, settle
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.meter import ResidencyMeter
 
@@ -36,6 +36,7 @@ class ActivationStore:
         self.resident_bytes: int = 0
         self.prefetched_bytes: int = 0
         self._context = context
+        self._torch_device = context.device.torch_device
         self._pool = pool
         self._meter = meter
         self._min_tensor_bytes = min_tensor_bytes
@@ -67,7 +68,14 @@ class ActivationStore:
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> object:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
-        if not self._can_move(tensor):
+        # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.device != self._torch_device
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or hasattr(tensor, "_TE_do_not_offload")
+        ):
             return without_graph(tensor)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -78,7 +86,10 @@ class ActivationStore:
             return without_graph(tensor)
         saved = self._by_key.get(key)
         if saved is None or saved.version != tensor._version:
-            saved = self._admit(tensor, storage, group)
+            saved = self._by_key[key] = SavedStorage(tensor, storage, group)
+            self.live[saved] = None
+            self.stats.managed_bytes += nbytes
+            self._arrive([saved], nbytes)
         group.add(saved)
         return PackedTensor(tensor, saved, group, self)
 
@@ -91,26 +102,25 @@ class ActivationStore:
             CopyError: if its copy-in failed.
         """
         saved = handle.storage
-        if saved.residency is Residency.RETIRED:
-            raise OffloadError(f"a saved tensor of {handle.group} was dropped by reset_iteration(); run forward again")
-        if saved.residency is Residency.ON_HOST:
-            self.stats.prefetch_misses += 1
-            self.issue_copy_in([saved])
-        elif saved.residency is Residency.COPYING_OUT:
-            self._keep(saved)
-        if saved.is_modified():
-            raise RuntimeError(
-                f"a tensor saved for backward by {handle.group} has been modified by an inplace operation since; "
-                "clone it before the modification"
-            )
-        if saved.version is None:
-            self._await_copy_in(saved)
+        if saved.residency is not Residency.RESIDENT:
+            self._bring_back(saved)
+        if saved.copied_in is None:
+            self._check_unmodified(saved)
+        elif saved.ready_on != self._context.device.current_stream():
+            self._await([saved])
         assert saved.buffer is not None
         return handle.view(saved.buffer)
 
     def issue_copy_out(self, group: TensorGroup) -> list[SavedStorage]:
         """Copy out what `group` saved first; returns the storages now being copied (none where there is no room)."""
-        storages = [saved for saved in group.storages if saved.group is group and self._is_movable(saved)]
+        storages = [
+            saved
+            for saved in group.storages
+            if saved.group is group
+            and saved.residency is Residency.RESIDENT
+            and saved.lease is None
+            and not saved.is_modified()
+        ]
         if not storages:
             return []
         lease = self._lend(storages)
@@ -125,19 +135,20 @@ class ActivationStore:
         self.stats.num_offloaded_groups += 1
         return storages
 
-    def release(self, saved: SavedStorage) -> None:
-        """Drop the device bytes of a storage being copied out, unless it was recalled or is gone.
+    def release(self, storages: Sequence[SavedStorage]) -> None:
+        """Drop the device bytes of storages copied out together, but for those recalled or gone since.
 
         Raises:
-            CopyError: if its copy-out failed; names the group.
+            CopyError: if the copy-out failed; names the group.
         """
-        if saved.residency is not Residency.COPYING_OUT or saved.is_modified():
-            return
+        leaving = [s for s in storages if s.residency is Residency.COPYING_OUT and not s.is_modified()]
         try:
-            self._drop(saved)
+            settle(leaving, self._context)
         except CopyError as error:
-            raise _named(error, "copy-out", saved) from error
-        saved.residency = Residency.ON_HOST
+            raise _named(error, "copy-out", leaving[0]) from error
+        for saved in leaving:
+            self._drop(saved)
+            saved.residency = Residency.ON_HOST
 
     def recall(self, group: TensorGroup) -> None:
         """`group` is needed soon: what is still being copied out stays on the device, where its bytes still are."""
@@ -148,12 +159,25 @@ class ActivationStore:
     def issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
         """Copy in storages that are on host; their leases go back at once, together with the event of the copy."""
         copied_in = copy_in(storages, self._context)
+        total = 0
         for saved in storages:
-            saved.residency, saved.pending, saved.version = Residency.COPYING_IN, copied_in, None
-            self._give_back(saved)
-            self.stats.copied_in_bytes += saved.nbytes
-            self.prefetched_bytes += saved.nbytes
-            self._arrive(saved)
+            saved.residency = Residency.COPYING_IN
+            saved.pending = saved.copied_in = copied_in
+            self._give_back(saved, copied_in)
+            total += saved.nbytes
+        self.stats.copied_in_bytes += total
+        self.prefetched_bytes += total
+        self._arrive(storages, total)
+
+    def await_copy_in(self, group: TensorGroup) -> None:
+        """The backward of `group` begins: the current stream waits for its copy-in, if one is issued.
+
+        Raises:
+            CopyError: if the copy-in failed; names the group.
+        """
+        arriving = [saved for saved in group.storages if saved.residency is Residency.COPYING_IN]
+        if arriving:
+            self._await(arriving)
 
     def retire(self, saved: SavedStorage) -> None:
         """Autograd has dropped the last handle: give everything back. No-op for a storage that is gone."""
@@ -162,17 +186,15 @@ class ActivationStore:
         if saved.residency is Residency.COPYING_IN:
             self.prefetched_bytes -= saved.nbytes
         if saved.buffer is not None:
-            try:
-                self._drop(saved)
-            except CopyError as error:
-                # Nobody needs these bytes any more, and a failed copy no longer touches them. But this may run inside
-                # a destructor, which cannot raise: the next boundary of a group does (`raise_failure`).
-                self._failure = self._failure or _named(error, "copy", saved)
-                saved.pending = saved.copied_out = None
-                self._drop(saved)
+            if saved.pending is not None:
+                self._settle_last(saved)
+            self._drop(saved)
         if saved.lease is not None:
-            self._give_back(saved)
-        self._forget(saved)
+            self._give_back(saved, saved.copied_out)
+        saved.residency = Residency.RETIRED
+        self.live.pop(saved, None)
+        if self._by_key.get(saved.key) is saved:
+            del self._by_key[saved.key]
 
     def raise_failure(self) -> None:
         """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
@@ -202,26 +224,43 @@ class ActivationStore:
         self._excluded.clear()
         self._failure = None
 
-    def _can_move(self, tensor: torch.Tensor) -> bool:
-        # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.device == self._context.device.torch_device
-            and tensor.layout is torch.strided
-            and not tensor.is_quantized
-            and not hasattr(tensor, "_TE_do_not_offload")
-        )
+    def _bring_back(self, saved: SavedStorage) -> None:
+        """Have the device bytes there, or on their way: the prefetch did not."""
+        if saved.residency is Residency.RETIRED:
+            raise OffloadError(f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again")
+        if saved.residency is Residency.COPYING_OUT:
+            self._keep(saved)
+            return
+        if saved.residency is Residency.ON_HOST:
+            self.stats.prefetch_misses += 1
+            self.issue_copy_in([saved])
+        self._await([saved])
 
-    def _admit(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> SavedStorage:
-        saved = SavedStorage(tensor, storage, group)
-        self._by_key[saved.key] = saved
-        self.live[saved] = None
-        self.stats.managed_bytes += saved.nbytes
-        self._arrive(saved)
-        return saved
+    def _await(self, storages: Sequence[SavedStorage]) -> None:
+        try:
+            await_copy_in(storages, self._context)
+        except CopyError as error:
+            raise _named(error, "copy-in", storages[0]) from error
+        for saved in storages:
+            if saved.residency is Residency.COPYING_IN:
+                saved.residency = Residency.RESIDENT
+                self.prefetched_bytes -= saved.nbytes
 
-    def _is_movable(self, saved: SavedStorage) -> bool:
-        return saved.residency is Residency.RESIDENT and saved.lease is None and not saved.is_modified()
+    def _check_unmodified(self, saved: SavedStorage) -> None:
+        if saved.is_modified():
+            raise RuntimeError(
+                f"a tensor saved for backward by {saved.group} has been modified by an inplace operation since; "
+                "clone it before the modification"
+            )
+
+    def _settle_last(self, saved: SavedStorage) -> None:
+        try:
+            settle([saved], self._context)
+        except CopyError as error:
+            # Nobody needs these bytes any more, and a failed copy no longer touches them. But this may run inside a
+            # destructor, which cannot raise: the next boundary of a group does (`raise_failure`).
+            self._failure = self._failure or _named(error, "copy", saved)
+            saved.pending = saved.copied_out = None
 
     def _lend(self, storages: Sequence[SavedStorage]) -> GroupLease | None:
         """One lease with a region for each storage; None, and nothing lent, where the host tier has no room."""
@@ -239,46 +278,30 @@ class ActivationStore:
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
         saved.residency = Residency.RESIDENT
-        self._give_back(saved)
+        self._give_back(saved, saved.copied_out)
 
-    def _await_copy_in(self, saved: SavedStorage) -> None:
-        if saved.residency is Residency.COPYING_IN:
-            saved.residency = Residency.RESIDENT
-            self.prefetched_bytes -= saved.nbytes
-        try:
-            await_copy_in(saved, self._context)
-        except CopyError as error:
-            raise _named(error, "copy-in", saved) from error
-
-    def _give_back(self, saved: SavedStorage) -> None:
+    def _give_back(self, saved: SavedStorage, last_copy: Event | None) -> None:
         lease, saved.lease = saved.lease, None
         assert lease is not None
-        last_copy = saved.pending if saved.residency is Residency.COPYING_IN else saved.copied_out
         if lease.give_up_part(last_copy):
             self._pool.give_back(lease.lease, lease.events)
 
-    def _forget(self, saved: SavedStorage) -> None:
-        saved.residency = Residency.RETIRED
-        self.live.pop(saved, None)
-        if self._by_key.get(saved.key) is saved:
-            del self._by_key[saved.key]
-
-    def _arrive(self, saved: SavedStorage) -> None:
-        """The storage has a buffer on the device from now on."""
-        self.resident_bytes += saved.nbytes
+    def _arrive(self, storages: Sequence[SavedStorage], nbytes: int) -> None:
+        """The storages, of `nbytes` in all, have a buffer on the device from now on."""
+        self.resident_bytes += nbytes
         if self.resident_bytes > self.stats.peak_resident_bytes:
             self.stats.peak_resident_bytes = self.resident_bytes
         if self._meter is not None:
-            assert saved.buffer is not None
-            self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
+            for saved in storages:
+                assert saved.buffer is not None
+                self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
 
     def _drop(self, saved: SavedStorage) -> None:
-        """Drop the buffer of the storage, in order."""
-        address = None if self._meter is None or saved.buffer is None else saved.buffer.untyped_storage()._cdata
-        drop_buffer(saved, self._context)
+        """Drop the buffer of a settled storage."""
         self.resident_bytes -= saved.nbytes
-        if self._meter is not None and address is not None:
-            self._meter.drop(address)
+        if self._meter is not None and saved.buffer is not None:
+            self._meter.drop(saved.buffer.untyped_storage()._cdata)
+        drop_buffer(saved, self._context)
 
 
 def _named(error: CopyError, copy: str, saved: SavedStorage) -> CopyError:

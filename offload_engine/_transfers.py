@@ -66,30 +66,53 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     return device.record_event(stream)
 
 
-def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """Let go of the device bytes of `storage`.
+def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+    """Before the buffers of `storages` are dropped: order the last copy that touched each before what comes next.
 
     Raises:
-        CopyError: if its last copy failed; the bytes are still there then.
+        CopyError: if such a copy failed.
     """
     device = context.device
-    if storage.pending is not None and not device.is_complete(storage.pending):
-        device.wait_event(storage.stream, storage.pending)  # Rule 3
-    for reader in storage.readers:
-        device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
+    settled: Event | None = None
+    for storage in storages:
+        if storage.pending is None:
+            continue
+        if storage.pending is not settled and not device.is_complete(storage.pending):
+            device.wait_event(storage.stream, storage.pending)  # Rule 3
+        settled, storage.pending = storage.pending, None
+
+
+def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
+    """Let go of the device bytes of `storage`, which is settled."""
+    device = context.device
+    if storage.readers:
+        for reader in storage.readers:
+            device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
+        storage.readers = ()
     assert storage.buffer is not None
     device.on_release(storage.buffer)
-    storage.buffer = storage.pending = None
-    storage.readers.clear()
+    storage.buffer = None
 
 
-def await_copy_in(storage: SavedStorage, context: TransferContext) -> None:
-    """Make the stream that is about to read `storage`, whose last copy was a copy-in, wait for it."""
+def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+    """Make the current stream, which is about to read `storages`, wait for their copy-in, issued together.
+
+    Raises:
+        CopyError: if it failed.
+    """
     device = context.device
     reader = device.current_stream()
-    device.wait_event(reader, storage.pending)  # Rule 5
-    if reader != storage.stream and reader not in storage.readers:
-        storage.readers.append(reader)
+    awaited: Event | None = None
+    for storage in storages:
+        copied_in = storage.copied_in
+        if copied_in is not awaited:
+            device.wait_event(reader, copied_in)  # Rule 5
+            awaited = copied_in
+        storage.ready_on = reader
+        if reader == storage.stream:
+            storage.pending = None
+        elif reader not in storage.readers:
+            storage.readers = (*storage.readers, reader)
 
 
 def _distinct(streams: list[Stream]) -> list[Stream]:
