@@ -1,0 +1,147 @@
+"""The rows for machines without a GPU: they go on, do what they say, and come off without a trace."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_patches import apply_cpu_support
+from megatron_patches._cpu import CudaWithoutGpu, TorchWithoutGpu, cpu_rows
+from megatron_patches._registry import PatchError
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
+
+@pytest.fixture
+def applied() -> Iterator[None]:
+    with apply_cpu_support():
+        yield
+
+
+def targets() -> dict[str, Any]:
+    """What each row's target is now."""
+    values = {}
+    for row in cpu_rows():
+        module, _, path = row.target.partition(":")
+        *outer, name = path.split(".")
+        owner = importlib.import_module(module)
+        for part in outer:
+            owner = getattr(owner, part)
+        values[row.target] = vars(owner).get(name)
+    return values
+
+
+def test_the_rows_come_off_without_a_trace() -> None:
+    before = targets()
+    with apply_cpu_support() as applied:
+        assert len(applied.rows) > 20
+        changed = [target for target, value in targets().items() if value is not before[target]]
+        assert {row.target for row in applied.rows} >= set(changed)
+        with pytest.raises(PatchError, match="already in force"):
+            apply_cpu_support()
+    assert targets() == before
+
+
+def test_torch_itself_stays_as_it_is(applied: None) -> None:
+    assert not torch.cuda.is_available()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.cuda.current_device()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_every_row_says_why() -> None:
+    for row in cpu_rows():
+        assert len(row.why) > 20, row
+
+
+def test_a_module_sees_the_cpu_in_the_place_of_the_gpu() -> None:
+    stand_in = TorchWithoutGpu(torch)
+    for device in ("cuda", stand_in.cuda.current_device()):
+        assert stand_in.zeros(2, device=device).device.type == "cpu"
+    assert stand_in.tensor([1.0], device="cuda").tolist() == [1.0]
+    assert stand_in.Tensor is torch.Tensor
+    assert stand_in.nn.Linear is torch.nn.Linear
+
+
+def test_streams_and_events_do_nothing() -> None:
+    cuda = CudaWithoutGpu()
+    stream, event = cuda.Stream(), cuda.Event()
+    assert cuda.current_stream() is cuda.default_stream()
+    with cuda.stream(stream), cuda.nvtx.range("label"):
+        stream.wait_stream(cuda.current_stream())
+        event.record(stream)
+        event.wait(stream)
+    assert stream.record_event(event) is event
+    assert stream.query() and event.query()
+    cuda.synchronize()
+
+
+def test_the_random_tracker_runs_on_the_generator_of_the_cpu(applied: None, caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    def draw(tracker: CudaRNGStatesTracker) -> list[float]:
+        with tracker.fork("test"):
+            return torch.rand(2).tolist()
+
+    torch.manual_seed(1)
+    outside = torch.rand(2).tolist()
+    torch.manual_seed(1)
+    tracker, again = CudaRNGStatesTracker(), CudaRNGStatesTracker()
+    tracker.add("test", 7)
+    again.add("test", 7)
+    first, second = draw(tracker), draw(tracker)
+    assert first != second
+    assert [draw(again), draw(again)] == [first, second]
+    assert torch.rand(2).tolist() == outside
+    assert caplog.records == []
+
+
+def test_a_sent_tensor_may_be_freed_at_once(applied: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    sent = []
+
+    def isend(tensor: torch.Tensor, dst: int, group: object) -> None:
+        sent.append(tensor)
+
+    class Group:
+        def size(self) -> int:
+            return 3
+
+        def rank(self) -> int:
+            return 0
+
+    monkeypatch.setattr(torch.distributed, "isend", isend)
+    output = torch.ones(4, requires_grad=True)
+    p2p_communication._p2p_ops(
+        tensor_send_prev=None,
+        tensor_recv_prev=None,
+        tensor_send_next=output,
+        tensor_recv_next=None,
+        group=Group(),
+        prev_pipeline_rank=2,
+        next_pipeline_rank=1,
+    )
+    output.data = torch.zeros(1)
+    assert sent[0].tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert not sent[0].requires_grad
+
+
+def test_a_method_of_tensors_is_replaced_during_a_call_only(applied: None) -> None:
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 3.0)
+    optimizer.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=2.0)
+    assert parameter.grad.tolist() == pytest.approx([1.5, 1.5], rel=1e-5)
+    assert parameter.grad.type() == "torch.FloatTensor"
+    with pytest.raises(AssertionError):
+        clip_grads.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=2.0)
