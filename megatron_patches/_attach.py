@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from megatron_patches._modules import Site, find_sites
-from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine, group_commit, group_start
+from megatron_patches._bracket import GroupBracket
+from megatron_patches._sites import Site, find_sites
+from offload_engine import Action, ChunkKey, OffloadEngine
 
 logger = logging.getLogger(__name__)
-
-_Replace = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Open(NamedTuple):
-    """A bracket between its entry and its exit."""
-
-    chunk: ChunkOffloadHandler
-    hooks: AbstractContextManager[Any]
 
 
 class Attachment:
@@ -152,90 +143,6 @@ class Attachment:
         self._handles.append(module.register_forward_pre_hook(leave, with_kwargs=True))
 
 
-class GroupBracket:
-    """Opens and closes the groups of one place in the model, one at a time.
-
-    While the engine is passive (evaluation, recomputation) every method returns None, which changes nothing.
-    """
-
-    def __init__(self, engine: OffloadEngine, name: str, counter: Counter[str]) -> None:
-        self._engine = engine
-        self._name = name
-        self._counter = counter
-        self._open: _Open | None = None
-
-    def enter_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enters in front of a call; returns its arguments with the group's mark on the first that needs it."""
-        chunk = self._chunk()
-        if chunk is None:
-            return None
-        marked, (args, kwargs) = _replace_in_arguments(args, kwargs, self._start(chunk))
-        self._enter(chunk, marked)
-        return args, kwargs
-
-    def enter_with(self, output: Any) -> Any:
-        """Enters behind a call; returns its output with the group's mark."""
-        chunk = self._chunk()
-        if chunk is None:
-            return None
-        marked, output = _replace_first(output, self._start(chunk))
-        self._enter(chunk, marked)
-        return output
-
-    def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leaves in front of a call; returns its arguments with the mark of the group's end."""
-        chunk = self._exit_hooks()
-        if chunk is None:
-            return None
-        marked, (args, kwargs) = _replace_in_arguments(args, kwargs, self._commit(chunk))
-        if not marked:
-            chunk.close_group()
-        return args, kwargs
-
-    def leave_with(self, output: Any) -> Any:
-        """Leaves behind a call; returns its output with the mark of the group's end. No output: it raised."""
-        if output is None:
-            return self.leave()
-        chunk = self._exit_hooks()
-        if chunk is None:
-            return None
-        marked, output = _replace_first(output, self._commit(chunk))
-        if not marked:
-            chunk.close_group()
-        return output
-
-    def leave(self) -> None:
-        """Leaves without an output to mark, after an exception; nothing if it is not open."""
-        chunk = self._exit_hooks()
-        if chunk is not None:
-            chunk.abandon_group()
-
-    def _chunk(self) -> ChunkOffloadHandler | None:
-        return self._engine.current_chunk if self._engine.is_active else None
-
-    def _start(self, chunk: ChunkOffloadHandler) -> _Replace:
-        return lambda tensor: group_start(tensor, chunk, name=self._name)
-
-    def _commit(self, chunk: ChunkOffloadHandler) -> _Replace:
-        return lambda tensor: group_commit(tensor, chunk)
-
-    def _enter(self, chunk: ChunkOffloadHandler, is_marked: bool) -> None:
-        if not is_marked:
-            chunk.open_group(self._name)
-        hooks = chunk.saved_tensors_hooks()
-        hooks.__enter__()
-        self._open = _Open(chunk, hooks)
-        self._counter[self._name] += 1
-
-    def _exit_hooks(self) -> ChunkOffloadHandler | None:
-        if self._open is None:
-            return None
-        chunk, hooks = self._open
-        self._open = None
-        hooks.__exit__(None, None, None)
-        return chunk
-
-
 def last_of_each_name(sites: Sequence[Site]) -> frozenset[int]:
     """Ordinals, within the chunk, of the last group of every name."""
     return frozenset({site.name: ordinal for ordinal, site in enumerate(sites)}.values())
@@ -245,32 +152,3 @@ def backward_at_once(actions: Sequence[Action]) -> frozenset[ChunkKey]:
     """The chunks whose backward is the next thing after their forward."""
     pairs = zip(actions, actions[1:], strict=False)
     return frozenset(a.chunk for a, b in pairs if (a.kind, b.kind) == ("F", "B") and a.chunk == b.chunk)
-
-
-def _replace_in_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], replace: _Replace
-) -> tuple[bool, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Replaces the first tensor that requires grad, in order of position, then of keywords."""
-    done, new_args = _replace_first(args, replace)
-    if done:
-        return True, (new_args, kwargs)
-    for key, value in kwargs.items():
-        if _needs_grad(value):
-            return True, (args, {**kwargs, key: replace(value)})
-    return False, (args, kwargs)
-
-
-def _replace_first(value: Any, replace: _Replace) -> tuple[bool, Any]:
-    """Replaces the first tensor that requires grad in a tensor, tuple or list."""
-    if _needs_grad(value):
-        return True, replace(value)
-    if isinstance(value, (tuple, list)):
-        for position, item in enumerate(value):
-            if _needs_grad(item):
-                items = [*value[:position], replace(item), *value[position + 1 :]]
-                return True, type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return False, value
-
-
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter)

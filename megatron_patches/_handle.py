@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from megatron_patches._arguments import Settings, config_rows, resolve
-from megatron_patches._attach import Attachment, GroupBracket
+from megatron_patches._attach import Attachment
+from megatron_patches._bracket import GroupBracket
 from megatron_patches._modules import canonical_names, drop_parts
 from megatron_patches._recompute import recompute_rows
 from megatron_patches._registry import Applied, apply_patches

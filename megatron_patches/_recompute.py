@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_patches._attach import GroupBracket
+from megatron_patches._bracket import GroupBracket
 from megatron_patches._registry import Patch
 from offload_engine import OffloadEngine
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron_patches._modules import ModuleRow, Survey, merge_surveys, row_of, survey
+from megatron_patches._modules import ModuleRow, row_of
+from megatron_patches._sites import Survey, merge_surveys, survey
 
 _Gathered = tuple[Survey | None, str | None]
 

@@ -12,17 +12,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 
 from megatron_patches.__main__ import module_table  # noqa: E402
 from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
-from megatron_patches._modules import (  # noqa: E402
-    MODULES,
-    Site,
-    canonical_names,
-    drop_parts,
-    find_sites,
-    known_names,
-    merge_surveys,
-    row_of,
-    survey,
-)
+from megatron_patches._modules import MODULES, canonical_names, drop_parts, known_names, row_of  # noqa: E402
+from megatron_patches._sites import Site, find_sites, merge_surveys, survey  # noqa: E402
 from megatron_patches._validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402

@@ -15,8 +15,9 @@ import torch  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
 from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
-from megatron_patches._modules import canonical_names, drop_parts, find_sites  # noqa: E402
+from megatron_patches._modules import canonical_names, drop_parts  # noqa: E402
 from megatron_patches._schedules import unwrap  # noqa: E402
+from megatron_patches._sites import find_sites  # noqa: E402
 from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402

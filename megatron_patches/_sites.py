@@ -1,0 +1,97 @@
+"""Where a model has the submodules that the table of names speaks of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron_patches._modules import MODULES, ModuleRow
+
+
+class Site(NamedTuple):
+    """One bracket found in a model chunk."""
+
+    name: str
+    path: str
+    until: str | None
+
+
+class Survey(NamedTuple):
+    """What a model chunk, or a whole model, has to offer."""
+
+    sites: dict[str, int]
+    """Name -> how many places."""
+
+    identities: frozenset[str]
+    """Names whose submodule is there but does nothing."""
+
+    classes: frozenset[str]
+    """Class names of the layers' submodules, as "mlp: MoELayer", for error messages."""
+
+
+def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
+    """Every place in a model chunk that the names stand for, in the order in which the chunk runs them."""
+    found = []
+    for depth, (prefix, layer) in enumerate(_layers(chunk)):
+        modules = dict(layer.named_modules())
+        for rank, row in enumerate(MODULES):
+            if row.name in names:
+                for site, expert in _sites_in_layer(row, modules):
+                    found.append(((depth, expert, rank), _under(prefix, site)))
+    return [site for _, site in sorted(found, key=lambda entry: entry[0])]
+
+
+def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
+    """Counts, for every name of the table, the places in these chunks."""
+    sites = {row.name: 0 for row in MODULES}
+    identities, classes = set(), set()
+    for _, layer in (entry for chunk in chunks for entry in _layers(chunk)):
+        modules = dict(layer.named_modules())
+        classes |= {f"{name}: {type(child).__name__}" for name, child in layer.named_children()}
+        for row in MODULES:
+            sites[row.name] += sum(1 for _ in _sites_in_layer(row, modules))
+            if any(_is_identity(modules.get(bracket.path)) for bracket in row.brackets):
+                identities.add(row.name)
+    return Survey(sites, frozenset(identities), frozenset(classes))
+
+
+def merge_surveys(surveys: Iterable[Survey]) -> Survey:
+    """The survey of a model spread over several ranks."""
+    parts = list(surveys)
+    sites = {row.name: sum(part.sites[row.name] for part in parts) for row in MODULES}
+    identities = frozenset[str]().union(*(part.identities for part in parts))
+    return Survey(sites, identities, frozenset[str]().union(*(part.classes for part in parts)))
+
+
+def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for path, module in chunk.named_modules():
+        if isinstance(module, TransformerLayer):
+            yield path, module
+
+
+def _sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
+    """Sites relative to the layer, each with the number of its expert (-1: not one of several)."""
+    for bracket in row.brackets:
+        pattern = re.compile(re.escape(bracket.path).replace(r"\*", r"([^.]+)"))
+        for path, module in modules.items():
+            match = pattern.fullmatch(path)
+            if match is None or _is_identity(module):
+                continue
+            until = bracket.until.replace("*", match[1]) if bracket.until and match.groups() else bracket.until
+            if until is None or until in modules:
+                yield Site(row.name, path, until), int(match[1]) if match.groups() else -1
+
+
+def _under(prefix: str, site: Site) -> Site:
+    return Site(site.name, f"{prefix}.{site.path}", f"{prefix}.{site.until}" if site.until else None)
+
+
+def _is_identity(module: torch.nn.Module | None) -> bool:
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    return isinstance(module, (IdentityOp, IdentityFuncOp))
