@@ -31,7 +31,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
 # Targeted tests first: they are the fastest, and the name of the test that fails says the most.
-TESTS = ("tests/cpu/test_engine.py", "tests/cpu/test_random_pipelines.py", "tests/cpu/test_host_pool.py")
+TESTS = tuple(f"tests/cpu/test_{name}.py" for name in ("copy_order", "engine", "random_pipelines", "host_pool"))
 NUM_BATCHES = 8  # of random pipelines
 TIMEOUT_S = 150
 
@@ -137,7 +137,7 @@ def _check_all(chosen: list[tuple[int, Mutation]], jobs: int) -> dict[int, Outco
 def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         name = _name_of(node.value)
-        if _WAITS.match(name):
+        if _is_wait(node):
             yield _mutation(node, "pass", f"no {name}", source, path)
         elif name == "append" and _name_of_owner(node.value) in _EVENT_LISTS:
             yield _mutation(node, "pass", f"not added to {_name_of_owner(node.value)}", source, path)
@@ -146,6 +146,10 @@ def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
         if position < len(arguments):
             nothing = "None" if _name_of(node) == "give_up_part" else "()"
             yield _mutation(arguments[position], nothing, f"{_name_of(node)} without its events", source, path)
+    if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and any(map(_is_wait, ast.walk(node))):
+        for element in node.iter.elts:
+            rest = ", ".join(ast.unparse(other) for other in node.iter.elts if other is not element)
+            yield _mutation(node.iter, f"({rest},)", f"no wait for {ast.unparse(element)}", source, path)
 
 
 def _mutation(node: ast.expr | ast.stmt, replacement: str, title: str, source: str, path: Path) -> Mutation:
@@ -154,6 +158,10 @@ def _mutation(node: ast.expr | ast.stmt, replacement: str, title: str, source: s
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
     return Mutation(path, node.lineno, start, end, replacement, title, lines[node.lineno - 1].strip())
+
+
+def _is_wait(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(_name_of(node.value)))
 
 
 def _name_of(call: ast.Call) -> str:

@@ -1,0 +1,62 @@
+"""tools/mutation_check.py: it finds the waits of the engine, and a missing one is caught."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("tqdm")
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools" / "mutation_check.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutation_check", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mutation_check = load()
+
+
+def test_every_documented_rule_has_a_wait_to_remove() -> None:
+    rules = set(re.findall(r"^ (\d)\. ", (ROOT / "offload_engine/_transfers.py").read_text(), re.MULTILINE))
+    found = {rule for m in mutation_check.find_mutations(ROOT) for rule in re.findall(r"Rule (\d)", m.code)}
+    assert rules and rules <= found, f"rules {sorted(rules - found)} are named at no wait"
+
+
+def test_every_wait_on_an_event_is_found() -> None:
+    found = {(mutation.path, mutation.line) for mutation in mutation_check.find_mutations(ROOT)}
+    for path in (ROOT / "offload_engine").glob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if re.search(r"\.(wait_event|synchronize)\(", line):
+                assert (path.relative_to(ROOT), number) in found, f"{path.name}:{number}: {line.strip()}"
+
+
+def test_mutations_are_programs_that_differ() -> None:
+    mutations = mutation_check.find_mutations(ROOT)
+    for mutation in mutations:
+        source = (ROOT / mutation.path).read_text()
+        mutated = mutation.apply(source)
+        assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source)), mutation
+    assert len({mutation[:5] for mutation in mutations}) == len(mutations)
+
+
+def test_a_missing_wait_is_caught_and_named() -> None:
+    (mutation,) = [m for m in mutation_check.find_mutations(ROOT) if "Rule 5" in m.code]
+    outcome = mutation_check.run_tests(mutation)
+    assert outcome.verdict == "caught", outcome
+    assert outcome.detail.startswith("test_copy_order.py::"), outcome
+
+
+def test_list_names_the_places(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutation_check.main(["--list"]) == 0
+    assert "_transfers.py:" in capsys.readouterr().out
