@@ -1,0 +1,204 @@
+"""Brackets on plain modules: what they take, what they leave alone, and how they survive exceptions."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from megatron_patches._attach import Attachment  # noqa: E402
+from megatron_patches._sites import Site  # noqa: E402
+from offload_engine import ChunkKey, OffloadConfig, OffloadEngine  # noqa: E402
+from offload_engine.schedule import no_pipelining  # noqa: E402
+
+
+class Pair(NamedTuple):
+    """An output of two tensors."""
+
+    main: torch.Tensor
+    extra: torch.Tensor | None
+
+
+class Part(torch.nn.Module):
+    """Saves its input, and gives it back multiplied in one of several shapes of output."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, flag: object = None, *, hidden: torch.Tensor) -> Any:
+        return self.wrap(hidden * hidden.sin())
+
+
+class Mlp(torch.nn.Module):
+    """Two linears with an activation between them, as in Megatron; `fault` raises in the named place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_fc1 = torch.nn.Linear(8, 8)
+        self.linear_fc2 = torch.nn.Linear(8, 8)
+        self.fault = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear_fc1(x)
+        if self.fault:
+            raise ArithmeticError("between the two")
+        return self.linear_fc2(x.exp().tanh())
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none"))
+    yield engine
+    engine.close()
+
+
+def attach(engine: OffloadEngine, chunk: torch.nn.Module, *sites: Site) -> Attachment:
+    attachment = Attachment(engine, [chunk], ())
+    attachment._attach_sites(chunk, sites)
+    return attachment
+
+
+def step(attachment: Attachment, chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Forward, backward; returns the gradient of the input."""
+    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+    actions = no_pipelining(1)
+    attachment.begin_iteration(actions)
+    with attachment.engine.iteration(actions):
+        chunk(x * 1, *args, **kwargs).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def without(chunk: Callable[..., Any]) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+    chunk(x * 1).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+OUTPUTS = {
+    "tensor": (lambda out: out, lambda out: out),
+    "tuple": (lambda out: (None, out), lambda out: out[1]),
+    "list": (lambda out: [out, None], lambda out: out[0]),
+    "named tuple": (lambda out: Pair(out, None), lambda out: out.main),
+}
+
+
+@pytest.mark.parametrize("shape", OUTPUTS)
+def test_keywords_and_every_shape_of_output(engine: OffloadEngine, shape: str) -> None:
+    wrap, unwrap = OUTPUTS[shape]
+
+    class Chunk(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part(wrap)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.part("flag", hidden=x)
+            assert type(out) is type(wrap(x))
+            return unwrap(out)
+
+    chunk = Chunk()
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("part", "part", None))
+    assert torch.equal(step(attachment, chunk), expected)
+    assert engine.stats.num_offloaded_groups == 1 and attachment.num_groups == Counter(part=1)
+
+
+def test_input_and_output_without_gradient(engine: OffloadEngine) -> None:
+    class Frozen(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.inner(x.detach()).detach() + self.inner(x.detach())
+
+    chunk = Frozen()
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("inner", "inner", None))
+    assert torch.equal(step(attachment, chunk), expected)
+    assert engine.stats.num_groups == 2 and engine.pool.num_leases == 0
+
+
+def test_a_stretch_beside_the_brackets_of_its_ends(engine: OffloadEngine) -> None:
+    chunk = Mlp()
+    expected = without(chunk)
+    fc1, act, fc2 = (
+        Site("fc1", "linear_fc1", None),
+        Site("act", "linear_fc1", "linear_fc2"),
+        Site("fc2", "linear_fc2", None),
+    )
+    # at the top of a chunk a site's owner is the chunk itself
+    chunk_holder = torch.nn.Sequential(chunk)
+    sites = [site._replace(path=f"0.{site.path}", until=site.until and f"0.{site.until}") for site in (fc1, act, fc2)]
+    attachment = attach(engine, chunk_holder, *sites)
+    assert torch.equal(step(attachment, chunk_holder), expected)
+    assert attachment.num_groups == Counter(fc1=1, act=1, fc2=1) and engine.stats.num_offloaded_groups == 3
+
+
+def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
+    chunk = torch.nn.Sequential(Mlp())
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("act", "0.linear_fc1", "0.linear_fc2"))
+    chunk[0].fault = True
+    with pytest.raises(ArithmeticError):
+        step(attachment, chunk)
+    x = torch.ones(2, requires_grad=True)
+    assert (x * x).grad_fn._saved_self is x, "a hook is still in force"
+    chunk[0].fault = False
+    assert torch.equal(step(attachment, chunk), expected)
+
+
+def test_passive_without_gradients_and_outside_an_iteration(engine: OffloadEngine) -> None:
+    chunk = torch.nn.Sequential(Mlp())
+    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
+    without(chunk)
+    with engine.iteration(), torch.no_grad():
+        chunk(torch.ones(4, 8))
+    assert not attachment.num_groups
+
+
+def test_passive_while_backward_recomputes(engine: OffloadEngine) -> None:
+    chunk = torch.nn.Sequential(Mlp())
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        engine.start_chunk(ChunkKey(0, 0))
+        return checkpoint(chunk[0], x, use_reentrant=True)
+
+    assert torch.equal(step(attachment, recomputed), expected)
+    assert not attachment.num_groups
+
+
+def test_a_copy_of_the_model_does_not_copy_the_engine(engine: OffloadEngine) -> None:
+    chunk = torch.nn.Sequential(Mlp())
+    attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
+    twin = copy.deepcopy(chunk)
+    assert torch.equal(without(twin), without(chunk))
+
+
+def test_closing_takes_every_hook_off(engine: OffloadEngine) -> None:
+    chunk = torch.nn.Sequential(Mlp())
+    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None), Site("act", "0.linear_fc1", "0.linear_fc2"))
+    attachment.close()
+    attachment.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in chunk.modules())
+
+
+def test_names_that_a_step_never_calls_are_named(engine: OffloadEngine, caplog: pytest.LogCaptureFixture) -> None:
+    attachment = Attachment(engine, [torch.nn.Identity()], ())
+    attachment._unused_names = {"moe_act"}
+    attachment.warn_of_unused_names()
+    attachment.warn_of_unused_names()
+    assert [record.message for record in caplog.records if "'moe_act'" in record.message] == [caplog.messages[0]]
