@@ -60,7 +60,7 @@ def run_ranks(
         ranks = []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
-            group = _Group(rank, world_size, f"file://{directory}/store", pipeline)
+            group = Group(rank, world_size, f"file://{directory}/store", pipeline)
             process = context.Process(target=_rank_main, args=(writer, group, fn, args), daemon=True)
             process.start()
             writer.close()
@@ -77,7 +77,7 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     rank: int
     world_size: int
     store: str
@@ -109,7 +109,7 @@ def _receive(reader: Any) -> _Outcome:
         return _Outcome(error="died without a word")
 
 
-def _rank_main(writer: Connection, group: _Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         if group.pipeline is not None:
             _set_up(group, group.pipeline)
@@ -121,12 +121,17 @@ def _rank_main(writer: Connection, group: _Group, fn: Callable[..., Any], args: 
     os._exit(0)  # without waiting for gloo's threads, whose peers may be gone
 
 
-def _set_up(group: _Group, shape: Pipeline) -> None:
+def _set_up(group: Group, shape: Pipeline) -> None:
+    from megatron_patches import apply_cpu_support
+
+    apply_cpu_support()
+    set_up_groups(group, shape)
+
+
+def set_up_groups(group: Group, shape: Pipeline) -> None:
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from megatron_patches import apply_cpu_support
 
     os.environ.update(
         RANK=str(group.rank), WORLD_SIZE=str(group.world_size), LOCAL_RANK=str(group.rank), GLOO_SOCKET_IFNAME="lo"
@@ -145,5 +150,4 @@ def _set_up(group: _Group, shape: Pipeline) -> None:
         virtual_pipeline_model_parallel_size=shape.virtual,
         expert_model_parallel_size=shape.expert,
     )
-    apply_cpu_support()
     model_parallel_cuda_manual_seed(123)

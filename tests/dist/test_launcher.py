@@ -1,0 +1,91 @@
+"""`python -m megatron_patches`: a script that knows nothing of the patches runs with them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from tests.dist.launch import RankFailed, run_ranks  # noqa: E402
+
+SCRIPT = """
+import json, sys
+import sibling
+from megatron.core.transformer.transformer_config import TransformerConfig
+import torch
+from tests.dist.launch import Group, set_up_groups, Pipeline
+from tests.dist.tiny import make_chunks, make_config, run
+
+set_up_groups(Group(0, 1, "file://" + sys.argv[1] + "/store", Pipeline()), Pipeline())
+from megatron.core.pipeline_parallel import schedules
+chunks = make_chunks(make_config())
+run(chunks, 2)
+hooks = sum(len(m._forward_hooks) for m in chunks[0].modules())
+json.dump([__name__, sys.argv[1:], sys.path[0], hooks], open(sys.argv[1] + "/seen.json", "w"))
+"""
+
+
+def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
+    seen = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
+    # Each layer: core attention has one hook, the stretch of the activation two.
+    assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path), 3 * 4]
+
+
+def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
+    assert _launch(tmp_path)[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "no script given"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["--offload-everything", "missing.py"], "unrecognized arguments: --offload-everything"),
+        (["--offload-modules", "core_attn", "THIS"], "--offload-modules without --offload-activation"),
+        (["--offload-activation", "--offload-modules", "core_atn", "THIS"], "unknown module name 'core_atn'"),
+        (["--offload-activation", "--offload-horizon-bytes", "-1", "THIS"], "negative"),
+    ],
+)
+def test_bad_command_lines(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_patches.__main__ import main
+
+    with pytest.raises(SystemExit) as error:
+        main([__file__ if word == "THIS" else word for word in argv])
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_list_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_patches.__main__ import main
+
+    main(["--list-modules"])
+    assert "self_attention.core_attention" in capsys.readouterr().out
+
+
+def test_a_rank_that_fails_is_reported() -> None:
+    """The helper of these tests itself."""
+    with pytest.raises(RankFailed, match="ZeroDivisionError"):
+        run_ranks(_divide, 0, pipeline=None)
+    assert run_ranks(_divide, 2, pipeline=None, world_size=2) == [0.5, 0.5]
+
+
+def _launch(tmp_path: Path, *flags: str) -> list[object]:
+    script = tmp_path / "pretrain.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "sibling.py").touch()
+    run_ranks(_main, [*flags, str(script), str(tmp_path), "--bf16", "other.py"], pipeline=None)
+    return json.loads((tmp_path / "seen.json").read_text())
+
+
+def _main(argv: list[str]) -> None:
+    from megatron_patches.__main__ import main
+
+    sys.argv = ["megatron_patches", *argv]
+    main()
+
+
+def _divide(by: int) -> float:
+    return 1 / by
