@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from .base import CopyError, Event, HostRegion, HostSlab, Stream
+from .cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime
 from .pinned import PinnedSlab, numa_node_of
 from .regions import check_copy, check_slab_size
 
@@ -49,11 +50,13 @@ class CudaDevice:
             raise RuntimeError("no CUDA device here: use CpuDevice")
         self.torch_device = _with_index(torch_device)
         self.host_alignment = 512  # as the device allocator's blocks: no two copies share a cache line
+        self._index: int = self.torch_device.index
+        self._runtime = CudaRuntime(self.torch_device)
         self._numa_node = numa_node_of(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
         self._slabs: weakref.WeakSet[PinnedSlab] = weakref.WeakSet()
         # Also at interpreter exit: memory must not be unmapped under a copy.
-        self._close = weakref.finalize(self, _shut_down, self._streams, self._slabs, os.getpid())
+        self._close = weakref.finalize(self, _shut_down, self._streams, self._slabs, self._runtime, os.getpid())
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device}, memory node {self._numa_node})"
@@ -63,43 +66,43 @@ class CudaDevice:
         stream = torch.cuda.Stream(self.torch_device)
         self._streams.append(stream)
         logger.debug("copy stream %s: %s", name, stream)
-        return stream
+        return stream.cuda_stream
 
     def current_stream(self) -> Stream:
-        return torch.cuda.current_stream(self.torch_device)
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def record_event(self, stream: Stream) -> Event:
-        event = torch.cuda.Event()  # without timing: cheaper to record, and all that ordering needs
-        event.record(stream)
-        return event
+        return self._runtime.record(stream)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        event.wait(stream)
+        self._runtime.wait(stream, event)
 
     def is_complete(self, event: Event) -> bool:
-        return event.query()
+        return self._runtime.is_complete(event)
 
     def synchronize(self, event: Event) -> None:
         try:
-            event.synchronize()
+            self._runtime.synchronize(event)
         except RuntimeError as error:
             raise CopyError(
                 f"CUDA failed before or in a copy on {self.torch_device}: {error}. Restart the process."
             ) from error
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        with torch.cuda.stream(stream):
+        if stream == torch._C._cuda_getCurrentRawStream(self._index):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device)):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
         check_copy(source, target)
-        with torch.cuda.stream(stream):
-            _host_bytes(target).copy_(_device_bytes(source), non_blocking=True)
+        device = source.untyped_storage().data_ptr()
+        self._runtime.copy(_host_address(target), device, target.nbytes, DEVICE_TO_HOST, stream)
 
     def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
         check_copy(target, source)
-        with torch.cuda.stream(stream):
-            _device_bytes(target).copy_(_host_bytes(source), non_blocking=True)
+        device = target.untyped_storage().data_ptr()
+        self._runtime.copy(device, _host_address(source), source.nbytes, HOST_TO_DEVICE, stream)
 
     def on_release(self, buffer: torch.Tensor) -> None:
         pass
@@ -124,15 +127,13 @@ def _with_index(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
-def _device_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+def _host_address(region: HostRegion) -> int:
+    return cast(PinnedSlab, region.slab).address + region.offset
 
 
-def _host_bytes(region: HostRegion) -> torch.Tensor:
-    return cast(PinnedSlab, region.slab).view(region.offset, region.nbytes)
-
-
-def _shut_down(streams: list[torch.cuda.Stream], slabs: weakref.WeakSet[PinnedSlab], pid: int) -> None:
+def _shut_down(
+    streams: list[torch.cuda.Stream], slabs: weakref.WeakSet[PinnedSlab], runtime: CudaRuntime, pid: int
+) -> None:
     if pid != os.getpid():
         return  # a forked child: CUDA did not come along
     try:
@@ -142,3 +143,4 @@ def _shut_down(streams: list[torch.cuda.Stream], slabs: weakref.WeakSet[PinnedSl
         logger.warning("copies were lost: %s", error)
     for slab in list(slabs):
         slab.close()
+    runtime.destroy_idle_events()

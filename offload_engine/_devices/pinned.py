@@ -46,7 +46,7 @@ class PinnedSlab:
         mapping = _map(nbytes)
         # The tensor owns the mapping from here on: it is unmapped with the last view of it, never under one.
         self._bytes: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)
-        address = self._bytes.data_ptr()
+        self._address = address = self._bytes.data_ptr()
         if numa_node is not None:
             _prefer_node(address, nbytes, numa_node)
         _touch(address, nbytes)
@@ -56,6 +56,13 @@ class PinnedSlab:
 
     def __repr__(self) -> str:
         return f"PinnedSlab({self.nbytes:,} bytes)"
+
+    @property
+    def address(self) -> int:
+        """Of the first byte, for a copy; valid until the slab is closed."""
+        if self._bytes is None:
+            raise RuntimeError(f"{self} is closed")
+        return self._address
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Bytes `offset .. offset + nbytes` as a 1-D uint8 tensor on the CPU; keep it no longer than the slab."""

@@ -37,8 +37,8 @@ def garbage(nbytes: int) -> torch.Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
 
 
-def delay(stream: torch.cuda.Stream) -> None:
-    with torch.cuda.stream(stream):
+def delay(stream: int) -> None:
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
         torch.cuda._sleep(LATE_CYCLES)
 
 
@@ -104,7 +104,8 @@ def test_the_copy_stream_is_current_only_inside_a_copy(device: CudaDevice) -> No
     before = torch.cuda.current_stream()
     stream, region = device.new_stream("out"), HostRegion(device.new_slab(512), 0, 512)
     device.copy_out(stream, garbage(512), region)
-    assert torch.cuda.current_stream() == before == device.current_stream()
+    assert torch.cuda.current_stream() == before
+    assert device.current_stream() == before.cuda_stream
     torch.cuda.synchronize()
 
 
@@ -115,7 +116,7 @@ def test_buffers_come_from_the_pool_of_the_compute_stream(device: CudaDevice) ->
     del buffer
     assert torch.empty(8 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
     other = torch.cuda.Stream()
-    buffer = device.allocate(24 * MIB, other)
+    buffer = device.allocate(24 * MIB, other.cuda_stream)
     address = buffer.data_ptr()
     del buffer
     with torch.cuda.stream(other):
@@ -133,6 +134,25 @@ def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:
     del source
     assert torch.empty(32 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
     torch.cuda.synchronize()
+
+
+def test_an_event_is_reused_only_when_nobody_holds_it(device: CudaDevice) -> None:
+    stream = device.new_stream("out")
+    first = device.record_event(stream)
+    handle = first.handle
+    assert device.record_event(stream).handle != handle
+    del first
+    handles = {device.record_event(stream).handle for _ in range(8)}
+    assert handle in handles and len(handles) <= 2
+
+
+def test_a_question_about_a_late_event_leaves_no_error_behind(device: CudaDevice) -> None:
+    stream = device.new_stream("out")
+    delay(stream)
+    event = device.record_event(stream)
+    assert not device.is_complete(event)
+    assert torch.ones(8, device="cuda").sum().item() == 8
+    device.synchronize(event)
 
 
 def test_slabs_are_pinned_until_closed(device: CudaDevice) -> None:
