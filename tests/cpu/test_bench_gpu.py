@@ -1,0 +1,426 @@
+"""tools/bench_gpu.py: what can be known of it without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("tqdm")
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def tools_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+with tools_on_path():
+    from bench_gpu import contenders, gradients, measure, model, report, settings
+
+
+# ---- the command line ----
+
+
+def test_preset_gives_the_shape_and_flags_change_it() -> None:
+    plain = settings.parse(["--setup", "b"])
+    assert plain.shape == settings.SETUPS["b"].shape
+    assert [entry.label for entry in plain.entries] == ["ours core_attn", "none", "incumbent core_attn"]
+    changed = settings.parse(["--setup", "b", "--layers", "2", "--vpp", "0", "--experts", "4"])
+    assert changed.shape == dataclasses.replace(plain.shape, layers=2, experts=4)
+
+
+def test_every_preset_fits_its_gpus() -> None:
+    for setup in settings.SETUPS.values():
+        setup.shape.check(setup.num_gpus)
+        settings.incumbent_modules(setup.modules)
+
+
+def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() -> None:
+    found = settings.parse(["--setup", "b", "--modules", "core_attn", "--modules", "core_attn,router_fc1"])
+    labels = [entry.label for entry in found.entries]
+    assert labels == [
+        "ours core_attn",
+        "none",
+        "incumbent core_attn",
+        "ours core_attn,router_fc1",
+        "incumbent core_attn,expert_fc1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--contenders ours,theirs", "theirs"),
+        ("--modules attn_proj", "only together with core_attn"),
+        ("--modules mlp_fc1", "offloads none of mlp_fc1"),
+        ("--rounds 0", "at least 1"),
+        ("--engine horizon_bytes", "NAME=VALUE"),
+        ("--contenders none --profile trace.json", "--profile-contender ours"),
+        ("--setup e", "invalid choice"),
+    ],
+)
+def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.parse(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_modules_of_ours_alone_need_not_be_known_to_the_incumbent() -> None:
+    found = settings.parse(["--modules", "mlp_fc1", "--contenders", "ours,none", "--engine", "horizon_bytes=1024"])
+    assert [entry.modules for entry in found.entries] == [("mlp_fc1",), ()]
+    assert found.engine == {"horizon_bytes": 1024}
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "message"),
+    [
+        (dict(pp=2), 3, "3 processes"),
+        (dict(pp=2, vpp=3), 2, "6 model chunks"),
+        (dict(vpp=2), 1, "needs pp"),
+        (dict(pp=2, vpp=2, nmb=5), 2, "multiple of pp"),
+        (dict(experts=3, ep=2), 2, "3 experts"),
+    ],
+)
+def test_shapes_that_do_not_fit(changes: dict[str, int], world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings.Shape(**changes).check(world_size)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would start the benchmark")
+def test_without_a_gpu_the_script_says_what_to_do() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "bench_gpu.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "bench_cpu.py" in done.stderr
+
+
+# ---- gradients ----
+
+
+def test_fingerprints_notice_one_bit_and_the_order() -> None:
+    grad = torch.randn(1000).bfloat16()
+    flipped, swapped = grad.clone(), grad.clone()
+    flipped.view(torch.int16)[500] ^= 1
+    swapped[[0, 1]] = grad[[1, 0]]
+    own = gradients.fingerprint({"w": grad, "b": None}, [torch.tensor(1.5)])
+    assert gradients.compare(own, gradients.fingerprint({"w": grad.clone(), "b": None}, [torch.tensor(1.5)])) == (
+        gradients.Difference(2, 0, 0.0, True)
+    )
+    for other in (flipped, swapped):
+        difference = gradients.compare(own, gradients.fingerprint({"w": other, "b": None}, [torch.tensor(1.5)]))
+        assert difference.num_differing == 1 and difference.max_relative > 0
+        assert not difference.is_bitwise_equal
+
+
+def test_a_digest_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad = {"w": torch.randn(1001)}
+    whole = gradients.fingerprint(grad, []).digests
+    monkeypatch.setattr(gradients, "_PIECE", 17)
+    assert gradients.fingerprint(grad, []).digests == whole
+
+
+def test_losses_count_too() -> None:
+    one, other = (gradients.fingerprint({}, [torch.tensor(loss)]) for loss in (1.0, 1.0 + 2**-23))
+    assert not gradients.compare(one, other).is_bitwise_equal
+
+
+# ---- statistics and tables ----
+
+MIB = 1 << 20
+
+
+def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: Any) -> dict[str, Any]:
+    modules = [] if contender == "none" else ["qkv_linear"]
+    record = {
+        "kind": "turn",
+        "contender": contender,
+        "label": " ".join([contender, *modules]),
+        "modules": modules,
+        "round": number,
+        "rank": rank,
+        "step_ms": step_ms,
+        "host_ms": step_ms,
+        "peak_allocated_bytes": 1000 * MIB,
+        "peak_reserved_bytes": 1100 * MIB,
+        "pinned_bytes": 0,
+        "host_rss_bytes": 50 * MIB,
+        "alloc_retries": 0,
+        "device_allocs": 0,
+        "between_steps": {"is_bitwise_equal": True},
+        **contenders.Moved().as_record(),
+    }
+    return {**record, **more}
+
+
+def ours(rank: int, number: int, step_ms: list[float]) -> dict[str, Any]:
+    return turn(
+        "ours",
+        rank,
+        number,
+        step_ms,
+        peak_allocated_bytes=900 * MIB,
+        peak_reserved_bytes=1010 * MIB,
+        pinned_bytes=105 * MIB,
+        copied_out_bytes=400 * MIB,
+        copied_in_bytes=400 * MIB,
+        peak_host_bytes=100 * MIB,
+        is_confirmed=True,
+        out_gbps=50.0,
+        in_gbps=54.0,
+    )
+
+
+def parity(label: str, number: int, is_reference: bool, num_differing: int = 0) -> dict[str, Any]:
+    difference = gradients.Difference(10, num_differing, 0.0, True)
+    return {
+        "kind": "parity",
+        "label": label,
+        "round": number,
+        "rank": 0,
+        "is_reference": is_reference,
+        **difference.as_record(),
+    }
+
+
+def run_records() -> list[dict[str, Any]]:
+    link = {"kind": "link", "rank": 0, "copy_bytes": 64 * MIB, "out_gbps": 55.0, "in_gbps": 55.0}
+    return [
+        {**link, "both_out_gbps": 50.0, "both_in_gbps": 50.0},
+        {"kind": "host_read", "rank": 0, "cpu_idle_ms": 0.04, "cpu_busy_ms": 8.6},
+        {"kind": "pinning", "slab_gbps": 7.0, "host_alloc_gbps": 1.6},
+        {"kind": "group_cost", "us": 33.0},
+        *(turn("none", rank, number, [100.0, 101.0]) for number in (0, 1) for rank in (0, 1)),
+        ours(0, 0, [100.0, 104.0]),
+        ours(1, 0, [102.0, 101.0]),
+        ours(0, 1, [101.0, 101.0]),
+        ours(1, 1, [100.0, 100.0]),
+        turn("incumbent", 0, 0, [107.0, 107.0]),
+        parity("none", 0, True),
+        parity("none", 1, False),
+        parity("ours qkv_linear", 0, False),
+        parity("ours qkv_linear", 1, False),
+    ]
+
+
+def test_a_step_takes_as_long_as_on_the_slowest_rank() -> None:
+    turns = [r for r in run_records() if r["kind"] == "turn" and r["contender"] == "ours"]
+    assert report.slowest_of_ranks(turns) == [[102.0, 104.0], [101.0, 101.0]]
+
+
+def test_summary_has_ratios_and_falls() -> None:
+    found = {(s["label"], s["rank"]): s for s in report.summarize(run_records())}
+    assert len(found) == 5
+    own = found["ours qkv_linear", 0]
+    assert own["step_ms_median"] == 101.5
+    assert own["ratio"] == pytest.approx(101.5 / 100.5)
+    assert own["round_ratios"] == pytest.approx([103 / 100.5, 101 / 100.5])
+    assert own["fall_allocated_share"] == 1.0 and own["fall_reserved_share"] == 0.9
+    assert own["link_out_ms"] == pytest.approx(400 * MIB / 55e6)
+    assert own["link_both_ms"] == pytest.approx(400 * MIB / 50e6)
+    assert own["is_bitwise_equal"] is True
+    assert found["none", 0]["is_bitwise_equal"] is True
+    assert found["none", 0]["fall_allocated_share"] is None
+
+
+def test_targets_take_the_worst_rank_and_the_incumbent_as_limit() -> None:
+    records = run_records()
+    found = {t.what: t for t in report.targets(report.summarize(records), records)}
+    met = {what.removeprefix("ours qkv_linear: "): target.is_met for what, target in found.items()}
+    assert met == {
+        "fall of reserved over bytes on host": False,
+        "R, fall of allocated over bytes on host": True,
+        "step time over no offload": False,
+        "copy-out over a plain copy": False,
+        "copy-in over a plain copy": True,
+        "pinned over bytes on host": True,
+        "step ms (limit: the incumbent's)": True,
+        "losses and gradients bitwise equal": True,
+        "host read under a full queue, ms": None,
+        "pinning over cudaHostAlloc": True,
+        "host time of a group of 3 tensors, us": False,
+    }
+
+
+def test_a_difference_is_shown_beside_the_spread_of_no_offload() -> None:
+    records = [r for r in run_records() if r["kind"] != "parity"]
+    records += [parity("none", 0, True), parity("none", 1, False, 3), parity("ours qkv_linear", 0, False, 4)]
+    found = {s["label"]: s for s in report.summarize(records) if s["rank"] == 0}
+    assert (found["none"]["num_differing"], found["ours qkv_linear"]["num_differing"]) == (3, 4)
+
+
+def test_tables_show_every_contender_and_target() -> None:
+    from rich.console import Console
+
+    records = run_records()
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(report.tables("setup a", report.summarize(records), records))
+    shown = screen.getvalue()
+    for word in ("ours qkv_linear", "incumbent", "none", "1.0100", "MISSED", "not measured", "8.600", "retries"):
+        assert word in shown
+
+
+def test_tables_of_a_run_with_one_contender_alone() -> None:
+    from rich.console import Console
+
+    records = [ours(0, 0, [1.0])]
+    Console(file=io.StringIO()).print(report.tables("x", report.summarize(records), records))
+
+
+def test_plot_is_an_image(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot_memory([measure.MemoryTimeline("ours", [0.0, 1.0], [1 << 30] * 2, [2 << 30] * 2)], tmp_path / "m.png")
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- turns, on a tiny model without a GPU ----
+
+
+class FakeEvent:
+    def record(self, stream: Any) -> None: ...
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 0.5
+
+
+class FakeGauge:
+    def wait(self) -> None: ...
+
+    def start(self) -> None: ...
+
+    def read(self) -> dict[str, int]:
+        return {name: 0 for name in ("torch_pinned_bytes", "peak_allocated_bytes", "peak_reserved_bytes")}
+
+    def release(self) -> None: ...
+
+    def current(self) -> tuple[int, int]:
+        return 1, 2
+
+
+class Alone:
+    rank, world_size = 0, 1
+
+    def barrier(self) -> None: ...
+
+
+TINY = settings.Shape(layers=4, hidden=32, heads=2, seq=16, mbs=2, nmb=3, vocab=64, ffn=128)
+OURS = settings.Entry("ours", ("qkv_linear", "core_attn"))
+
+
+def take_turns() -> dict[str, Any]:
+    """In a process with megatron-core's parallel state: ours and none, and once ours with a step that raises."""
+    from tests.dist import tiny
+
+    chunks = tiny.make_chunks(tiny.make_config())
+    training = model.Training(TINY, chunks, "cpu")
+    steps: list[str] = []
+    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 2), steps.append, FakeEvent)
+    none = contenders.NoOffload(settings.Entry("none"))
+    own = contenders.Ours(OURS, {"min_tensor_bytes": 0, "directory": "none"})
+    hooks = _num_hooks(chunks)
+    turns = [bench.turn(contender, number) for number in (0, 1) for contender in (own, none)]
+    training.step, whole = _raise, training.step
+    with pytest.raises(ZeroDivisionError):
+        bench.turn(own, 2)
+    training.step = whole
+    timeline = measure.record_memory("none", FakeGauge(), bench.step)
+    assert timeline.allocated_bytes[-1] == 1
+    assert _num_hooks(chunks) == hooks
+    return {"turns": turns, "parity": bench.parity(), "steps": len(steps)}
+
+
+def _raise() -> Any:
+    raise ZeroDivisionError
+
+
+def _num_hooks(chunks: list[torch.nn.Module]) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
+
+
+@pytest.mark.dist
+def test_turns_on_one_model_switch_ours_on_and_off() -> None:
+    pytest.importorskip("megatron.core")
+    from tests.dist.launch import run_ranks
+
+    (found,) = run_ranks(take_turns)
+    json.dumps(found)
+    own, none = found["turns"][0], found["turns"][1]
+    assert own["is_confirmed"] and own["copied_out_bytes"] == own["copied_in_bytes"] > 0
+    assert own["engine"]["copied_out_bytes"] == own["copied_out_bytes"]
+    assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * own["num_copies_out"]) / 1e6)
+    assert own["pinned_bytes"] > 0
+    assert (none["copied_out_bytes"], none["is_confirmed"]) == (0, False)
+    assert len(own["step_ms"]) == 2 and len(own["losses"]) == TINY.nmb
+    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 4
+    assert [p["label"] for p in found["parity"] if p["is_reference"]] == ["none"]
+    assert found["steps"] == 4 * (1 + 1 + 2) + 1 + 1
+
+
+def switch_flags(kind: str) -> list[Any]:
+    """In a process with megatron-core's parallel state: the incumbent's flags, built with it and switched to it."""
+    from tests.dist import tiny
+
+    names = ["qkv_linear", "core_attn"]
+    built = tiny.make_chunks(tiny.make_config(kind, fine_grained_activation_offloading=True, offload_modules=names))
+    switched = tiny.make_chunks(tiny.make_config(kind))
+    off = _flags(switched)
+    places = contenders.switch_incumbent(switched, names)
+    on = _flags(switched)
+    contenders.switch_incumbent(switched, [])
+    return [_flags(built), on, off, _flags(switched), dict(places)]
+
+
+def _flags(chunks: list[torch.nn.Module]) -> dict[str, Any]:
+    flags = {
+        f"{name}.{attribute}": value
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        for attribute, value in vars(module).items()
+        if attribute.startswith("offload_") and isinstance(value, bool)
+    }
+    config = chunks[0].config
+    return {**flags, "config": (config.fine_grained_activation_offloading, config.offload_modules)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_switching_the_incumbent_gives_the_flags_of_a_model_built_with_it(kind: str) -> None:
+    pytest.importorskip("megatron.core")
+    from tests.dist.launch import run_ranks
+
+    ((built, on, off, off_again, places),) = run_ranks(switch_flags, kind)
+    assert on == built
+    assert off_again == off != on
+    assert places == {"qkv_linear": 4, "core_attn": 4}
+
+
+class FakeExperts(torch.nn.Module):
+    """The attributes that grouped experts copy from the configuration when they are constructed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_fc1 = torch.nn.Linear(1, 1)
+        self.linear_fc1.save_original_input = False
+        self.offload_expert_fc1 = self.offload_moe_act = self.offload_fused_group_mlp = False
+
+
+def test_experts_save_their_original_input_while_fc1_is_offloaded() -> None:
+    experts = FakeExperts()
+    assert contenders.switch_incumbent([experts], ["expert_fc1"]) == {"expert_fc1": 1}
+    assert experts.offload_expert_fc1 and experts.linear_fc1.save_original_input and not experts.offload_moe_act
+    assert not contenders.switch_incumbent([experts], [])
+    assert not experts.offload_expert_fc1 and not experts.linear_fc1.save_original_input

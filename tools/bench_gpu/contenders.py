@@ -1,0 +1,327 @@
+"""The contenders, and how one model in one process is switched between them.
+
+All of them run on the same chunks, weights and tokens. A contender is attached for one turn and detached after it:
+
+- `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
+- `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
+  off, closes the engine and gives its pinned memory back.
+- `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes,
+  so `switch_incumbent()` sets both: `fine_grained_activation_offloading` and `offload_modules` of every configuration
+  in the model, `TransformerLayer`'s flags by its own `_set_offload_modules()`, and those of attention and experts by
+  name (`_CACHED`), with `linear_fc1.save_original_input`, which experts set together with theirs. The singleton
+  `PipelineOffloadManager` is made anew for each turn, so that each begins with the warm-up step in which it records the
+  chunks, and is dropped at the end, when torch's cache of pinned memory is emptied too.
+
+That a contender really moved bytes is counted where the copies are issued (`counting()`), not taken from its word:
+`Device.copy_out` and `copy_in` for ours, `ChunkOffloadHandler.offload` and `reload` for the incumbent. The same place
+times each copy with a pair of events on the stream that does it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .settings import Entry
+
+# Attribute of attention and experts -> name in offload_modules.
+_CACHED = {
+    "offload_qkv_linear": "qkv_linear",
+    "offload_core_attention": "core_attn",
+    "offload_attn_proj": "attn_proj",
+    "offload_expert_fc1": "expert_fc1",
+    "offload_moe_act": "moe_act",
+    "offload_fused_group_mlp": "fused_group_mlp",
+}
+_OF_LAYERS = {"offload_attn_norm": "attn_norm", "offload_mlp_norm": "mlp_norm"}
+
+
+@dataclass
+class Direction:
+    """Copies one way during one step."""
+
+    nbytes: int = 0
+    num_copies: int = 0
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def milliseconds(self) -> float:
+        """Time that the copies themselves took; wait for the device first."""
+        return float(sum(begin.elapsed_time(end) for begin, end in self.events))
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        spent = self.milliseconds
+        return self.nbytes / spent / 1e6 if spent else None
+
+
+class CopyCounter:
+    """Bytes and times of the copies of one step, counted where they are issued."""
+
+    def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
+        self.out = Direction()
+        self.back = Direction()
+        self.host_bytes = 0
+        self.peak_host_bytes = 0
+        self.misses = 0
+        self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
+
+    @contextmanager
+    def copy_out(self, nbytes: int, stream: Any) -> Iterator[None]:
+        with self._copy(self.out, nbytes, stream):
+            yield
+        self.host_bytes += nbytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+
+    @contextmanager
+    def copy_in(self, nbytes: int, stream: Any) -> Iterator[None]:
+        with self._copy(self.back, nbytes, stream):
+            yield
+        self.host_bytes -= nbytes
+
+    @contextmanager
+    def _copy(self, direction: Direction, nbytes: int, stream: Any) -> Iterator[None]:
+        pair = self._new_event(), self._new_event()
+        pair[0].record(stream)
+        yield
+        pair[1].record(stream)
+        direction.nbytes += nbytes
+        direction.num_copies += 1
+        direction.events.append(pair)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What one step moved."""
+
+    copied_out_bytes: int = 0
+    copied_in_bytes: int = 0
+    num_copies_out: int = 0
+    peak_host_bytes: int = 0
+    """The most bytes that were on the host at once, in the order of issue."""
+    prefetch_misses: int = 0
+    out_gbps: float | None = None
+    in_gbps: float | None = None
+    is_confirmed: bool = False
+    """Whether bytes were moved, and as many as the contender says."""
+    engine: Mapping[str, int] = field(default_factory=dict)
+    """The contender's own counters."""
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def moved_of(counter: CopyCounter, **more: Any) -> Moved:
+    values: dict[str, Any] = dict(
+        is_confirmed=counter.out.nbytes > 0,
+        copied_out_bytes=counter.out.nbytes,
+        copied_in_bytes=counter.back.nbytes,
+        num_copies_out=counter.out.num_copies,
+        peak_host_bytes=counter.peak_host_bytes,
+        prefetch_misses=counter.misses,
+        out_gbps=counter.out.gigabytes_per_second,
+        in_gbps=counter.back.gigabytes_per_second,
+    )
+    return Moved(**{**values, **more})
+
+
+class Contender(Protocol):
+    """One way to run the step."""
+
+    entry: Entry
+
+    def attach(self) -> None:
+        """Puts it on the model. Between `detach()` and this, the model is as it was built."""
+
+    def detach(self) -> None:
+        """Takes it off and frees what it holds. Idempotent; also after an exception in a step."""
+
+    def counting(self, counter: CopyCounter) -> AbstractContextManager[None]:
+        """Counts the copies of the steps inside; after the first step only."""
+
+    def moved(self, counter: CopyCounter) -> Moved:
+        """What the step under `counting` moved; wait for the device first."""
+
+    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
+        """Pinned host memory it holds; the argument is what torch's own allocator of pinned memory holds."""
+
+
+class NoOffload:
+    """The model as it was built."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def attach(self) -> None: ...
+
+    def detach(self) -> None: ...
+
+    @contextmanager
+    def counting(self, counter: CopyCounter) -> Iterator[None]:
+        yield
+
+    def moved(self, counter: CopyCounter) -> Moved:
+        return Moved()
+
+    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
+        return torch_pinned_bytes
+
+
+class Ours:
+    """The engine, through `megatron_patches`."""
+
+    def __init__(self, entry: Entry, settings: Mapping[str, Any]) -> None:
+        self.entry = entry
+        self._settings = dict(settings)
+        self._handle: Any = None
+
+    def attach(self) -> None:
+        import megatron_patches
+        from offload_engine import OffloadConfig
+
+        self._handle = megatron_patches.apply(OffloadConfig(**self._settings), modules=self.entry.modules)
+
+    def detach(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @contextmanager
+    def counting(self, counter: CopyCounter) -> Iterator[None]:
+        device = self._engine().device
+        out, back = device.copy_out, device.copy_in
+
+        def copy_out(stream: Any, source: torch.Tensor, target: Any, *more: Any) -> None:
+            with counter.copy_out(target.nbytes, stream):
+                out(stream, source, target, *more)
+
+        def copy_in(stream: Any, source: Any, target: torch.Tensor, *more: Any) -> None:
+            with counter.copy_in(source.nbytes, stream):
+                back(stream, source, target, *more)
+
+        device.copy_out, device.copy_in = copy_out, copy_in
+        try:
+            yield
+        finally:
+            del device.copy_out, device.copy_in  # the class's come to light again
+
+    def moved(self, counter: CopyCounter) -> Moved:
+        stats = self._engine().stats
+        return moved_of(
+            counter,
+            is_confirmed=stats.copied_out_bytes == counter.out.nbytes > 0,
+            peak_host_bytes=stats.peak_host_bytes,
+            prefetch_misses=stats.prefetch_misses,
+            engine={name: value for name, value in asdict(stats).items() if isinstance(value, int)},
+        )
+
+    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
+        return int(self._engine().pool.slab_bytes_total) + torch_pinned_bytes
+
+    def _engine(self) -> Any:
+        engine = self._handle.engine if self._handle is not None else None
+        if engine is None:
+            raise RuntimeError(f"{self.entry.label}: there is no engine before the first step of its turn")
+        return engine
+
+
+class Incumbent:
+    """megatron-core's own offload."""
+
+    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
+        self.entry = entry
+        self.places: Counter[str] = Counter()
+        self._chunks = list(chunks)
+
+    def attach(self) -> None:
+        if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
+            raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
+        self.places = switch_incumbent(self._chunks, self.entry.modules)
+        _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
+
+    def detach(self) -> None:
+        from megatron.core.extensions.transformer_engine import cpu_offload
+
+        switch_incumbent(self._chunks, ())
+        _manager_class().OFFLOAD_MGR = None
+        if cpu_offload is not None:
+            cpu_offload.CPUOffloadEnabled = False  # an exception inside a group leaves it on
+
+    @contextmanager
+    def counting(self, counter: CopyCounter) -> Iterator[None]:
+        from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler as Handler
+
+        offload, reload = Handler.offload, Handler.reload
+
+        def counted_offload(handler: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with counter.copy_out(tensor.nbytes, torch.cuda.current_stream()):
+                return offload(handler, tensor, *args, **kwargs)
+
+        def counted_reload(handler: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            stream = torch.cuda.current_stream()
+            counter.misses += stream != handler.h2d_stream  # in line, when autograd asked for it
+            with counter.copy_in(state[1].nbytes, stream):
+                return reload(handler, state, *args, **kwargs)
+
+        Handler.offload, Handler.reload = counted_offload, counted_reload
+        try:
+            yield
+        finally:
+            Handler.offload, Handler.reload = offload, reload
+
+    def moved(self, counter: CopyCounter) -> Moved:
+        summary = getattr(_manager_class().get_instance(), "_offload_summary_total_bytes", 0)
+        return moved_of(
+            counter, engine={"summary_bytes": summary, **{f"places_{k}": v for k, v in self.places.items()}}
+        )
+
+    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
+        return torch_pinned_bytes
+
+
+def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
+    """The contender of an entry of the command line."""
+    if entry.kind == "ours":
+        return Ours(entry, engine)
+    return Incumbent(entry, chunks) if entry.kind == "incumbent" else NoOffload(entry)
+
+
+def switch_incumbent(chunks: Sequence[torch.nn.Module], modules: Sequence[str]) -> Counter[str]:
+    """Sets megatron-core's own offload to exactly these modules; none: off.
+
+    Returns:
+        In how many places of these chunks each module is now offloaded; a name without any is missing.
+    """
+    submodules = [module for chunk in chunks for module in chunk.modules()]
+    for config in {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values():
+        if hasattr(config, "fine_grained_activation_offloading"):
+            config.fine_grained_activation_offloading = bool(modules)
+            config.offload_modules = list(modules)
+    places: Counter[str] = Counter()
+    for module in submodules:
+        places.update(_switch_module(module, modules))
+    return places
+
+
+def _switch_module(module: torch.nn.Module, modules: Sequence[str]) -> list[str]:
+    if hasattr(module, "_set_offload_modules"):
+        module._set_offload_modules()
+        return [name for attribute, name in _OF_LAYERS.items() if getattr(module, attribute)]
+    own = {attribute: name for attribute, name in _CACHED.items() if attribute in vars(module)}
+    for attribute, name in own.items():
+        setattr(module, attribute, name in modules)
+    if "offload_expert_fc1" in own and hasattr(module.linear_fc1, "save_original_input"):
+        module.linear_fc1.save_original_input = "expert_fc1" in modules
+    return [name for name in own.values() if name in modules]
+
+
+def _manager_class() -> Any:
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+    return PipelineOffloadManager

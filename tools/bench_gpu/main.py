@@ -1,0 +1,207 @@
+"""Wires the parts of the benchmark together."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .settings import Settings, parse
+
+_VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "PYTORCH_", "TORCH_", "OMP_")
+_PACKAGES = ("torch", "megatron-core", "transformer-engine")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings = parse(arguments)
+    _set_environment(settings)
+    import torch  # only now: what it and TransformerEngine read from the environment is set
+
+    if not torch.cuda.is_available():
+        print("bench_gpu.py needs a GPU; tools/bench_cpu.py is for machines without", file=sys.stderr)
+        return 2
+    from .model import start_ranks
+
+    ranks = start_ranks(settings.shape, settings.deterministic)
+    try:
+        return Run(settings, ranks).execute()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _set_environment(settings: Settings) -> None:
+    defaults = {"NVTE_CPU_OFFLOAD_V1": "1"}
+    if settings.deterministic:
+        defaults |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+class Run:
+    """One run on this rank. Rank 0 writes the records of all, each as soon as it is there."""
+
+    def __init__(self, settings: Settings, ranks: Any) -> None:
+        from tqdm import tqdm
+
+        from .measure import Bench, Counts, CudaGauge, MemoryTimeline
+        from .model import Training, build_chunks, make_config
+
+        self._settings = settings
+        self._ranks = ranks
+        self._begin = time.perf_counter()
+        self._records: list[dict[str, Any]] = []
+        self._timelines: list[MemoryTimeline] = []
+        self._failed: set[str] = set()
+        self._check_engine()
+        counts = Counts(settings.warmup, settings.iters)
+        self._bar = tqdm(
+            total=settings.rounds * len(settings.entries) * counts.total,
+            desc="model",
+            unit="step",
+            disable=ranks.rank != 0,
+        )
+        self._chunks = build_chunks(settings.shape, make_config(settings.shape, settings.deterministic))
+        training = Training(settings.shape, self._chunks)
+        self._gauge = CudaGauge()
+        self._bench = Bench(training, ranks, self._gauge, counts, self._show)
+
+    def execute(self) -> int:
+        """Everything; returns the exit status."""
+        from rich.console import Console
+
+        from .report import plot_memory, summarize, tables
+
+        self._publish([self._description()])
+        self._bar.set_description("the machine")
+        if self._settings.micro:
+            self._measure_machine()
+        self._measure_contenders()
+        self._publish(self._bench.parity())
+        self._bar.close()
+        if self._ranks.rank == 0:
+            summaries = summarize(self._records)
+            self._write([*summaries, {"kind": "end", "seconds": time.perf_counter() - self._begin}])
+            if self._settings.memory_plot and self._timelines:
+                plot_memory(self._timelines, self._settings.memory_plot)
+            if summaries:
+                Console(width=max(150, Console().width)).print(tables(self._title(), summaries, self._records))
+        return 1 if self._failed else 0
+
+    def _check_engine(self) -> None:
+        from offload_engine import OffloadConfig
+
+        OffloadConfig(**self._settings.engine)
+
+    def _measure_machine(self) -> None:
+        from . import link
+
+        activation = self._settings.shape.activation_bytes
+        self._publish(link.measure_link([activation, 2 * activation], self._ranks))
+        self._publish([link.measure_reads(self._ranks)])
+        # The others wait: these take the host's memory bandwidth and a quiet CPU.
+        alone = [link.measure_pinning(), link.measure_group_cost()] if self._ranks.rank == 0 else []
+        self._publish(alone)
+
+    def _measure_contenders(self) -> None:
+        from .contenders import make_contender
+
+        contenders = [make_contender(e, self._chunks, self._settings.engine) for e in self._settings.entries]
+        self._bench.step()  # kernels are chosen and communicators made on the first step
+        gc.collect()
+        gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
+        for number in range(self._settings.rounds):
+            for contender in contenders:
+                if contender.entry.label not in self._failed:
+                    self._turn(contender, number)
+
+    def _turn(self, contender: Any, number: int) -> None:
+        is_last = number == self._settings.rounds - 1
+        extras = (lambda: self._extras(contender)) if is_last else None
+        try:
+            record = self._bench.turn(contender, number, extras)
+        except Exception as error:
+            if self._ranks.world_size > 1:  # the other ranks are waiting for this one
+                raise
+            self._failed.add(contender.entry.label)
+            label = contender.entry.label
+            self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
+            self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
+            return
+        self._publish([record])
+
+    def _extras(self, contender: Any) -> None:
+        from .measure import profile_step, record_memory
+
+        label = contender.entry.label
+        if self._settings.memory_plot:
+            self._timelines.append(record_memory(label, self._gauge, self._bench.step))
+        if self._settings.profile and contender.entry.kind == self._settings.profile_contender:
+            profile_step(self._bench.step, self._settings.profile if self._ranks.rank == 0 else None)
+
+    def _show(self, what: str) -> None:
+        self._bar.set_description(what, refresh=False)
+        self._bar.update(what != "extra")
+
+    def _publish(self, own: list[dict[str, Any]]) -> None:
+        """Collective: this rank's records, together with everybody's, to rank 0."""
+        self._write([record for records in self._ranks.gather(own) for record in records])
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        self._records += records
+        if self._ranks.rank == 0 and self._settings.json:
+            with self._settings.json.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def _title(self) -> str:
+        import torch
+
+        return f"setup {self._settings.setup}, {self._ranks.world_size} x {torch.cuda.get_device_name()}"
+
+    def _description(self) -> dict[str, Any]:
+        import torch
+
+        return {
+            "kind": "run",
+            "rank": self._ranks.rank,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "setup": self._settings.setup,
+            "shape": asdict(self._settings.shape),
+            "rounds": self._settings.rounds,
+            "iters": self._settings.iters,
+            "warmup": self._settings.warmup,
+            "engine": self._settings.engine,
+            "deterministic": self._settings.deterministic,
+            "world_size": self._ranks.world_size,
+            "device": torch.cuda.get_device_name(),
+            "python": platform.python_version(),
+            "versions": {name: _version(name) for name in _PACKAGES},
+            "commit": _commit(),
+            "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
+        }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,276 @@
+"""One turn of one contender: warm-up, one counted step, timed steps, and what they left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from .contenders import Contender, CopyCounter
+from .gradients import Fingerprint, compare, fingerprint
+from .model import Ranks
+
+_SAMPLE_S = 0.001
+
+
+class Gauge(Protocol):
+    """Where memory is read from."""
+
+    def wait(self) -> None: ...
+
+    def start(self) -> None:
+        """Frees what nobody uses, and lets peaks begin again."""
+
+    def read(self) -> dict[str, int]: ...
+
+    def release(self) -> None:
+        """After a contender: frees what it left, pinned memory too."""
+
+    def current(self) -> tuple[int, int]:
+        """Bytes allocated and reserved now; cheap."""
+
+
+class CudaGauge:
+    """Device memory from torch's allocators, host memory from the system."""
+
+    def __init__(self) -> None:
+        self._at_start: dict[str, int] = {}
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def start(self) -> None:
+        self.wait()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._at_start = self._counters()
+
+    def read(self) -> dict[str, int]:
+        import psutil
+
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)),
+            "host_rss_bytes": psutil.Process().memory_info().rss,
+            **{name: value - self._at_start.get(name, 0) for name, value in self._counters().items()},
+        }
+
+    def release(self) -> None:
+        self.wait()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
+
+    def current(self) -> tuple[int, int]:
+        stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
+        return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
+
+    def _counters(self) -> dict[str, int]:
+        stats = torch.cuda.memory_stats()
+        return {"alloc_retries": stats.get("num_alloc_retries", 0), "device_allocs": stats.get("num_device_alloc", 0)}
+
+
+class Step(NamedTuple):
+    """One timed step."""
+
+    milliseconds: float
+    """Until the device is done."""
+    host_milliseconds: float
+    """Until the host has issued it."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many steps a turn has."""
+
+    warmup: int
+    iters: int
+
+    @property
+    def total(self) -> int:
+        return self.warmup + 1 + self.iters
+
+
+class Bench:
+    """Runs turns, and remembers the losses and gradients of each."""
+
+    def __init__(
+        self,
+        training: Any,
+        ranks: Ranks,
+        gauge: Gauge,
+        counts: Counts,
+        on_step: Callable[[str], None],
+        new_event: Callable[[], Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            training: has `step()` and `gradients()`.
+            ranks: for barriers.
+            gauge: of memory.
+            counts: of steps.
+            on_step: told what comes next, before each step; for the progress bar.
+            new_event: makes the events that time copies; None: those of CUDA.
+        """
+        self._training = training
+        self._ranks = ranks
+        self._gauge = gauge
+        self._counts = counts
+        self._on_step = on_step
+        self._new_event = new_event
+        self._fingerprints: list[tuple[str, int, Fingerprint]] = []
+
+    def turn(self, contender: Contender, round_number: int, extras: Callable[[], None] | None = None) -> dict[str, Any]:
+        """One turn; `extras` runs at its end, with the contender still on. Returns this rank's record."""
+        label = contender.entry.label
+        self._gauge.release()
+        try:
+            contender.attach()
+            before = self._warm_up(label)
+            self._gauge.start()
+            counter = CopyCounter(self._new_event)
+            with contender.counting(counter):
+                self._run(f"{label}, counted")
+                self._gauge.wait()
+            moved = contender.moved(counter)
+            steps, losses = self._timed(label)
+            memory = self._gauge.read()
+            pinned = contender.pinned_bytes(memory["torch_pinned_bytes"])
+            after = fingerprint(self._training.gradients(), losses)
+            if extras:
+                extras()
+        finally:
+            contender.detach()
+            self._gauge.release()
+        self._fingerprints.append((label, round_number, after))
+        return {
+            "kind": "turn",
+            "contender": contender.entry.kind,
+            "label": label,
+            "modules": list(contender.entry.modules),
+            "round": round_number,
+            "rank": self._ranks.rank,
+            "step_ms": [step.milliseconds for step in steps],
+            "host_ms": [step.host_milliseconds for step in steps],
+            "pinned_bytes": pinned,
+            **memory,
+            **moved.as_record(),
+            "losses": [float.fromhex(loss) for loss in after.losses],
+            "gradients": after.digests,
+            "between_steps": compare(before, after).as_record(),
+        }
+
+    def parity(self) -> list[dict[str, Any]]:
+        """Every turn so far against the first without offload (else the first of all): this rank's records.
+
+        The other turns without offload show the spread of the model itself.
+        """
+        if not self._fingerprints:
+            return []
+        reference = min(self._fingerprints, key=lambda turn: (turn[0] != "none", turn[1]))
+        return [
+            {
+                "kind": "parity",
+                "label": label,
+                "round": number,
+                "rank": self._ranks.rank,
+                "reference": f"{reference[0]}, round {reference[1]}",
+                "is_reference": own is reference[2],
+                **compare(reference[2], own).as_record(),
+            }
+            for label, number, own in self._fingerprints
+        ]
+
+    def step(self) -> list[torch.Tensor]:
+        """One step beside the turn's own."""
+        return self._run("extra")
+
+    def _warm_up(self, label: str) -> Fingerprint:
+        losses: list[torch.Tensor] = []
+        with contextlib.redirect_stdout(io.StringIO()):  # the incumbent prints a table after its first step
+            for _ in range(self._counts.warmup):
+                losses = self._run(f"{label}, warm-up")
+        return fingerprint(self._training.gradients(), losses)
+
+    def _timed(self, label: str) -> tuple[list[Step], list[torch.Tensor]]:
+        steps, losses = [], []
+        for _ in range(self._counts.iters):
+            self._on_step(label)
+            self._ranks.barrier()
+            self._gauge.wait()
+            begin = time.perf_counter()
+            losses = self._training.step()
+            issued = time.perf_counter()
+            self._gauge.wait()
+            end = time.perf_counter()
+            steps.append(Step((end - begin) * 1e3, (issued - begin) * 1e3))
+        return steps, losses
+
+    def _run(self, label: str) -> list[torch.Tensor]:
+        self._on_step(label)
+        self._ranks.barrier()
+        return list(self._training.step())
+
+
+class MemoryTimeline(NamedTuple):
+    """Device memory over one step, in the order of issue."""
+
+    label: str
+    milliseconds: list[float]
+    allocated_bytes: list[int]
+    reserved_bytes: list[int]
+
+
+def record_memory(label: str, gauge: Gauge, step: Callable[[], Any]) -> MemoryTimeline:
+    """Runs one step while a thread reads the allocator's counters every millisecond."""
+    samples: list[tuple[float, int, int]] = []
+    is_done = threading.Event()
+
+    def poll() -> None:
+        while not is_done.wait(_SAMPLE_S):
+            samples.append((time.perf_counter(), *gauge.current()))
+
+    thread = threading.Thread(target=poll, daemon=True)
+    begin = time.perf_counter()
+    with _switching_threads_often():
+        thread.start()
+        step()
+        gauge.wait()
+        is_done.set()
+        thread.join()
+    samples.append((time.perf_counter(), *gauge.current()))
+    times, allocated, reserved = zip(*samples, strict=True)
+    return MemoryTimeline(label, [(t - begin) * 1e3 for t in times], list(allocated), list(reserved))
+
+
+@contextlib.contextmanager
+def _switching_threads_often() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SAMPLE_S / 10)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def profile_step(step: Callable[[], Any], file: Path | None) -> None:
+    """Runs one step under torch's profiler, where a file is given, and writes its chrome trace."""
+    if file is None:
+        step()
+        return
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(file))

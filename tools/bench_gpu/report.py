@@ -1,0 +1,335 @@
+"""What the records of a run amount to: ratios, falls of memory, targets, tables and the plot. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Group
+from rich.table import Table
+
+from .measure import MemoryTimeline
+from .settings import incumbent_modules
+
+MIB = 1 << 20
+Record = dict[str, Any]
+
+_MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes", "host_rss_bytes")
+_MOVES = ("copied_out_bytes", "copied_in_bytes", "peak_host_bytes", "prefetch_misses", "alloc_retries", "device_allocs")
+
+
+class Target(NamedTuple):
+    """One figure of ours against what it ought to reach."""
+
+    what: str
+    value: float | bool | None
+    limit: str
+    is_met: bool | None
+
+
+def slowest_of_ranks(turns: Iterable[Record], field: str = "step_ms") -> list[list[float]]:
+    """Per round, the time of each step: that of the rank on which it took longest."""
+    rounds: dict[int, list[list[float]]] = {}
+    for turn in turns:
+        rounds.setdefault(turn["round"], []).append(turn[field])
+    return [[max(step) for step in zip(*rounds[number], strict=True)] for number in sorted(rounds)]
+
+
+def summarize(records: Sequence[Record]) -> list[Record]:
+    """One record a contender and rank: medians, falls and ratios against no offload on the same rank."""
+    turns = [record for record in records if record["kind"] == "turn"]
+    labels = list(dict.fromkeys(turn["label"] for turn in turns))
+    base = slowest_of_ranks(turn for turn in turns if turn["contender"] == "none")
+    found = []
+    for label in labels:
+        own = [turn for turn in turns if turn["label"] == label]
+        times = _times(slowest_of_ranks(own), base)
+        times["host_ms_median"] = statistics.median(_flat(slowest_of_ranks(own, "host_ms")))
+        for rank in sorted({turn["rank"] for turn in own}):
+            found.append(_summary(own, rank, times, records))
+    return found
+
+
+def _times(rounds: list[list[float]], base: list[list[float]]) -> Record:
+    steps = _flat(rounds)
+    times: Record = {"step_ms_median": statistics.median(steps), "step_ms_min": min(steps), "step_ms_max": max(steps)}
+    if base:
+        times["ratio"] = times["step_ms_median"] / statistics.median(_flat(base))
+        pairs = zip(rounds, base, strict=False)  # a contender that failed has fewer
+        times["round_ratios"] = [statistics.median(own) / statistics.median(other) for own, other in pairs]
+    return times
+
+
+def _summary(own: Sequence[Record], rank: int, times: Record, records: Sequence[Record]) -> Record:
+    mine = [turn for turn in own if turn["rank"] == rank]
+    summary: Record = {"kind": "summary", **{key: mine[0][key] for key in ("label", "contender", "modules", "rank")}}
+    summary.update(times)
+    summary.update({name: max(turn[name] for turn in mine) for name in (*_MEMORY, *_MOVES)})
+    summary["is_confirmed"] = all(turn["is_confirmed"] for turn in mine)
+    for name in ("out_gbps", "in_gbps"):
+        rates = [turn[name] for turn in mine if turn[name]]
+        summary[name] = statistics.median(rates) if rates else None
+    base = [t for t in records if t["kind"] == "turn" and t["contender"] == "none" and t["rank"] == rank]
+    if base:
+        summary.update(_falls(summary, base))
+    summary.update(_against_link(summary, [r for r in records if r["kind"] == "link" and r["rank"] == rank]))
+    summary.update(_parity(summary["label"], rank, mine, records))
+    return summary
+
+
+def _falls(summary: Record, base: Sequence[Record]) -> Record:
+    falls: Record = {}
+    on_host = summary["peak_host_bytes"]
+    for name in ("allocated", "reserved"):
+        fall = max(turn[f"peak_{name}_bytes"] for turn in base) - summary[f"peak_{name}_bytes"]
+        falls[f"fall_{name}_bytes"] = fall
+        falls[f"fall_{name}_share"] = fall / on_host if on_host else None
+    return falls
+
+
+def _against_link(summary: Record, links: Sequence[Record]) -> Record:
+    """What the step's bytes take on the link at the least, and how near the copies came to plain ones."""
+    if not links or not summary["copied_out_bytes"]:
+        return {}
+    best = {way: max(link[f"{way}_gbps"] for link in links) for way in ("out", "in", "both_out", "both_in")}
+    out_ms, in_ms = (summary[f"copied_{way}_bytes"] / best[way] / 1e6 for way in ("out", "in"))
+    both_ms = max(summary[f"copied_{way}_bytes"] / best[f"both_{way}"] / 1e6 for way in ("out", "in"))
+    shares = {f"{way}_share": (summary[f"{way}_gbps"] or 0) / best[way] for way in ("out", "in")}
+    both = {f"{way}_share_of_both": (summary[f"{way}_gbps"] or 0) / best[f"both_{way}"] for way in ("out", "in")}
+    return {
+        "link_out_ms": out_ms,
+        "link_in_ms": in_ms,
+        "link_both_ms": both_ms,
+        "pinned_share": summary["pinned_bytes"] / summary["peak_host_bytes"] if summary["peak_host_bytes"] else None,
+        **shares,
+        **both,
+    }
+
+
+def _parity(label: str, rank: int, mine: Sequence[Record], records: Sequence[Record]) -> Record:
+    compared = [
+        record
+        for record in records
+        if record["kind"] == "parity" and record["label"] == label and record["rank"] == rank
+        if not record["is_reference"]
+    ]
+    between = [turn["between_steps"] for turn in mine]
+    return {
+        "is_bitwise_equal": all(record["is_bitwise_equal"] for record in compared) if compared else None,
+        "num_differing": max((record["num_differing"] for record in compared), default=None),
+        "max_relative": max((record["max_relative"] for record in compared), default=None),
+        "repeats_itself": all(record["is_bitwise_equal"] for record in between),
+    }
+
+
+def targets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Target]:
+    """What each of our contenders ought to reach, on its worst rank, and what the machine figures ought to be."""
+    found: list[Target] = []
+    for label in dict.fromkeys(s["label"] for s in summaries if s["contender"] == "ours"):
+        found += _targets_of([s for s in summaries if s["label"] == label], summaries)
+    return found + _machine_targets(records)
+
+
+def _targets_of(own: Sequence[Record], summaries: Sequence[Record]) -> list[Target]:
+    label, modules = own[0]["label"], own[0]["modules"]
+    slack = 1.003 if modules == ["qkv_linear"] else 1.005
+    found = [
+        _at_least(f"{label}: fall of reserved over bytes on host", _worst(own, "fall_reserved_share", min), 0.95),
+        _at_least(f"{label}: R, fall of allocated over bytes on host", _worst(own, "fall_allocated_share", min), 0.998),
+        _at_most(f"{label}: step time over no offload", own[0].get("ratio"), slack),
+        _at_least(f"{label}: copy-out over a plain copy", _worst(own, "out_share", min), 0.95),
+        _at_least(f"{label}: copy-in over a plain copy", _worst(own, "in_share", min), 0.95),
+        _at_most(f"{label}: pinned over bytes on host", _worst(own, "pinned_share", max), 1.10),
+    ]
+    rival = _incumbent_of(modules, summaries)
+    if rival:
+        found.append(
+            _at_most(f"{label}: step ms (limit: the incumbent's)", own[0]["step_ms_median"], rival["step_ms_median"])
+        )
+    flags = [s["is_bitwise_equal"] for s in own if s["is_bitwise_equal"] is not None]
+    if flags:
+        found.append(Target(f"{label}: losses and gradients bitwise equal", all(flags), "yes", all(flags)))
+    return found
+
+
+def _machine_targets(records: Sequence[Record]) -> list[Target]:
+    reads = [r for r in records if r["kind"] == "host_read"]
+    found = [_at_most("host read under a full queue, ms", _worst(reads, "engine_busy_ms", max), 0.1)] if reads else []
+    for record in records:
+        if record["kind"] == "pinning":
+            ratio = record["slab_gbps"] / record["host_alloc_gbps"]
+            found.append(_at_least("pinning over cudaHostAlloc", ratio, 4.0))
+        if record["kind"] == "group_cost":
+            found.append(_at_most("host time of a group of 3 tensors, us", record["us"], 30.0))
+    return found
+
+
+def _incumbent_of(modules: Sequence[str], summaries: Sequence[Record]) -> Record | None:
+    try:
+        names = list(incumbent_modules(modules))
+    except ValueError:
+        return None
+    return next((s for s in summaries if s["contender"] == "incumbent" and s["modules"] == names), None)
+
+
+def _worst(records: Sequence[Record], field: str, worst: Any) -> float | None:
+    values = [record[field] for record in records if record.get(field) is not None]
+    return worst(values) if values else None
+
+
+def _at_least(what: str, value: float | None, limit: float) -> Target:
+    return Target(what, value, f">= {limit:g}", None if value is None else value >= limit)
+
+
+def _at_most(what: str, value: float | None, limit: float) -> Target:
+    return Target(what, value, f"<= {limit:.6g}", None if value is None else value <= limit)
+
+
+def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:
+    return [value for one in rounds for value in one]
+
+
+# ---- tables ----
+
+
+def tables(title: str, summaries: Sequence[Record], records: Sequence[Record]) -> Group:
+    """Everything that a person wants to see at the end of a run."""
+    parts = [_time_table(title, summaries), _memory_table(summaries), _moves_table(summaries)]
+    return Group(*parts, _machine_table(records), _target_table(targets(summaries, records)))
+
+
+def _time_table(title: str, summaries: Sequence[Record]) -> Table:
+    table = _table(
+        f"{title}: step time, slowest rank",
+        "contender",
+        "median ms",
+        "min",
+        "max",
+        "host ms",
+        "ratio",
+        "ratio by round",
+    )
+    for s in {s["label"]: s for s in reversed(summaries)}.values():
+        times = (f"{s[name]:,.1f}" for name in ("step_ms_median", "step_ms_min", "step_ms_max", "host_ms_median"))
+        rounds = " ".join(f"{ratio:.4f}" for ratio in s.get("round_ratios", ()))
+        table.add_row(s["label"], *times, _number(s.get("ratio"), 4), rounds)
+    return table
+
+
+def _memory_table(summaries: Sequence[Record]) -> Table:
+    table = _table(
+        "memory, MiB (peaks of the turn)",
+        *("rank", "contender", "allocated", "reserved", "fall alloc.", "fall res.", "on host", "R alloc.", "R res."),
+        *("pinned", "RSS", "retries"),
+    )
+    for s in sorted(summaries, key=lambda s: s["rank"]):
+        table.add_row(
+            str(s["rank"]),
+            s["label"],
+            *(_mib(s.get(name)) for name in ("peak_allocated_bytes", "peak_reserved_bytes")),
+            *(_mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes", "peak_host_bytes")),
+            *(_number(s.get(name), 4) for name in ("fall_allocated_share", "fall_reserved_share")),
+            *(_mib(s.get(name)) for name in ("pinned_bytes", "host_rss_bytes")),
+            str(s["alloc_retries"]),
+        )
+    return table
+
+
+def _moves_table(summaries: Sequence[Record]) -> Table:
+    table = _table(
+        "copies of one step, and losses and gradients against no offload",
+        *(
+            "rank",
+            "contender",
+            "moved",
+            "out MiB",
+            "in MiB",
+            "misses",
+            "out GB/s",
+            "in GB/s",
+            "link out ms",
+            "link in ms",
+        ),
+        *("bitwise", "differing", "max relative", "repeats itself"),
+    )
+    for s in sorted(summaries, key=lambda s: s["rank"]):
+        table.add_row(
+            str(s["rank"]),
+            s["label"],
+            _words(s["is_confirmed"]),
+            *(_mib(s[name]) for name in ("copied_out_bytes", "copied_in_bytes")),
+            str(s["prefetch_misses"]),
+            *(_number(s.get(name), 1) for name in ("out_gbps", "in_gbps", "link_out_ms", "link_in_ms")),
+            *(_words(s[name]) for name in ("is_bitwise_equal", "num_differing")),
+            _number(s["max_relative"], 6),
+            _words(s["repeats_itself"]),
+        )
+    return table
+
+
+def _machine_table(records: Sequence[Record]) -> Table:
+    table = _table("the machine, same run", "what", "rank", "figures")
+    for record in records:
+        if record["kind"] in ("link", "host_read", "pinning", "group_cost"):
+            figures = {k: v for k, v in record.items() if k.endswith(("_gbps", "_ms", "us"))}
+            what = f"{record['kind']} {_mib(record['copy_bytes'])} MiB" if "copy_bytes" in record else record["kind"]
+            shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
+            table.add_row(what, str(record.get("rank", "")), shown)
+    return table
+
+
+def _target_table(found: Sequence[Target]) -> Table:
+    table = _table("targets, on the worst rank", "what", "value", "target", "")
+    for target in found:
+        value = _words(target.value) if isinstance(target.value, bool) else _number(target.value, 4)
+        verdict = (
+            "not measured" if target.is_met is None else "[green]met[/]" if target.is_met else "[bold red]MISSED[/]"
+        )
+        table.add_row(target.what, value, target.limit, verdict)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        is_text = column in ("contender", "what", "figures", "", "ratio by round")
+        table.add_column(column, justify="left" if is_text else "right")
+    return table
+
+
+def _mib(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / MIB:,.0f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def _words(value: Any) -> str:
+    return "" if value is None else {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+# ---- plot ----
+
+
+def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
+    """Device memory over one step of each contender: allocated as a line, reserved dashed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    for timeline in timelines:
+        allocated, reserved = (
+            [nbytes / (1 << 30) for nbytes in series] for series in (timeline.allocated_bytes, timeline.reserved_bytes)
+        )
+        (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{timeline.label}: allocated")
+        axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{timeline.label}: reserved")
+    axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

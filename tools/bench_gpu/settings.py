@@ -1,0 +1,244 @@
+"""The command line of the benchmark: setups, shapes, contenders. No torch here, so that mistakes are cheap."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("none", "ours", "incumbent")
+BF16_BYTES = 2
+
+# What megatron-core's own offload calls what the project's table of modules names otherwise.
+_INCUMBENT_NAMES = {"attn_linear": "attn_proj", "core_attention": "core_attn", "router_fc1": "expert_fc1"}
+_INCUMBENT_KNOWS = frozenset(
+    {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GPT model and how it is spread; every field is a flag of the same name."""
+
+    layers: int = 8
+    hidden: int = 4096
+    ffn: int = 14336
+    heads: int = 32
+    seq: int = 8192
+    mbs: int = 1
+    nmb: int = 4
+    experts: int = 0
+    topk: int = 2
+    moeffn: int = 0
+    pp: int = 1
+    vpp: int = 0
+    ep: int = 1
+    vocab: int = 32000
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one [sequence, batch, hidden] activation in bf16."""
+        return self.seq * self.mbs * self.hidden * BF16_BYTES
+
+    def check(self, world_size: int) -> None:
+        """Rejects what megatron-core would reject later and less clearly.
+
+        Raises:
+            ValueError: for a shape that does not fit itself or the number of processes.
+        """
+        if world_size % self.pp or world_size // self.pp % self.ep:
+            raise ValueError(
+                f"{world_size} processes cannot form pipelines of {self.pp} and expert groups of {self.ep}"
+            )
+        chunks = self.pp * max(1, self.vpp)
+        if self.layers % chunks:
+            raise ValueError(
+                f"{self.layers} layers do not divide into {chunks} model chunks (pp {self.pp} vpp {self.vpp})"
+            )
+        if self.vpp and self.pp < 2:
+            raise ValueError(f"vpp {self.vpp} needs pp of at least 2, got {self.pp}")
+        if self.vpp and self.nmb % self.pp:
+            raise ValueError(f"with virtual stages nmb must be a multiple of pp: {self.nmb} is not one of {self.pp}")
+        if self.experts % self.ep:
+            raise ValueError(f"{self.experts} experts do not divide into expert groups of {self.ep}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A preset: how many GPUs, which model, which modules."""
+
+    num_gpus: int
+    shape: Shape
+    modules: tuple[str, ...]
+
+
+_DENSE = Shape()
+_MOE = Shape(layers=6, ffn=8192, experts=8, topk=2, moeffn=8192)
+_TWO_STAGES: dict[str, Any] = dict(layers=8, nmb=8, pp=2, vpp=2)
+SETUPS = {
+    "a": Setup(1, _DENSE, ("qkv_linear",)),
+    "b": Setup(1, _MOE, ("core_attn",)),
+    "c-dense": Setup(2, dataclasses.replace(_DENSE, **_TWO_STAGES), ("qkv_linear",)),
+    "c-moe": Setup(2, dataclasses.replace(_MOE, **_TWO_STAGES), ("qkv_linear",)),
+    "d": Setup(8, dataclasses.replace(_MOE, **_TWO_STAGES, ep=4), ("qkv_linear",)),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender of a run: what kind, and what it offloads."""
+
+    kind: str
+    modules: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {','.join(self.modules)}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that the command line says."""
+
+    setup: str
+    shape: Shape
+    entries: tuple[Entry, ...]
+    rounds: int
+    iters: int
+    warmup: int
+    engine: dict[str, Any]
+    deterministic: bool
+    micro: bool
+    json: Path | None
+    memory_plot: Path | None
+    profile: Path | None
+    profile_contender: str
+
+
+def parse(arguments: Sequence[str] | None = None) -> Settings:
+    """Reads the command line; ends the process with a message, as argparse does, where it makes no sense."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    preset = SETUPS[args.setup]
+    changes = {f.name: value for f in dataclasses.fields(Shape) if (value := getattr(args, f.name)) is not None}
+    if min(args.rounds, args.iters, args.warmup) < 1:
+        parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
+    try:
+        entries = make_entries(
+            _words(args.contenders), [_words(text) for text in args.modules or ()] or [preset.modules]
+        )
+        engine = dict(_assignment(text) for text in args.engine)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.profile and args.profile_contender not in {entry.kind for entry in entries}:
+        parser.error(f"--profile-contender {args.profile_contender} is not among --contenders")
+    return Settings(
+        setup=args.setup,
+        shape=dataclasses.replace(preset.shape, **changes),
+        entries=entries,
+        rounds=args.rounds,
+        iters=args.iters,
+        warmup=args.warmup,
+        engine=engine,
+        deterministic=args.deterministic,
+        micro=not args.no_micro,
+        json=args.json,
+        memory_plot=args.memory_plot,
+        profile=args.profile,
+        profile_contender=args.profile_contender,
+    )
+
+
+def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> tuple[Entry, ...]:
+    """The contenders of one round, in order: each kind that offloads once for every set of modules.
+
+    Raises:
+        ValueError: for an unknown kind, no kind at all, or modules that the incumbent rejects.
+    """
+    unknown = set(kinds) - set(KINDS)
+    if unknown or not kinds:
+        raise ValueError(f"unknown contenders {sorted(unknown)}: there are {', '.join(KINDS)}")
+    found: list[Entry] = []
+    for modules in [()] if set(kinds) == {"none"} else module_sets:
+        for kind in kinds:
+            entry = Entry(kind, _modules_for(kind, modules))
+            if entry not in found:
+                found.append(entry)
+    return tuple(found)
+
+
+def _modules_for(kind: str, modules: Sequence[str]) -> tuple[str, ...]:
+    if kind == "none":
+        return ()
+    return tuple(modules) if kind == "ours" else incumbent_modules(modules)
+
+
+def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
+    """The names that megatron-core's own offload has for these, without those it cannot offload.
+
+    Raises:
+        ValueError: if none is left, or "attn_proj" comes without "core_attn".
+    """
+    translated = [_INCUMBENT_NAMES.get(name, name) for name in names]
+    known = tuple(name for name in translated if name in _INCUMBENT_KNOWS)
+    if not known:
+        raise ValueError(f"the incumbent offloads none of {', '.join(names)}: leave it out of --contenders")
+    if "attn_proj" in known and "core_attn" not in known:
+        raise ValueError("the incumbent takes attn_proj only together with core_attn")
+    return known
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench_gpu.py", description="Ours, no offload and megatron-core's own offload, interleaved, on GPUs."
+    )
+    presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
+    parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
+    for field in dataclasses.fields(Shape):
+        parser.add_argument(f"--{field.name}", type=int, metavar="N", help="instead of the preset's")
+    parser.add_argument(
+        "--modules",
+        action="append",
+        metavar="A,B",
+        help="what to offload; repeated: ours and the incumbent run once for each set",
+    )
+    parser.add_argument("--contenders", default=",".join(("ours", "none", "incumbent")), metavar="A,B", help="in order")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all contenders take their turn")
+    parser.add_argument(
+        "--iters-per-round", type=int, default=4, dest="iters", metavar="N", help="timed steps of a turn"
+    )
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the turn's peaks are reset")
+    parser.add_argument(
+        "--engine", action="append", default=[], metavar="NAME=VALUE", help="field of OffloadConfig, for ours"
+    )
+    parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
+    parser.add_argument(
+        "--no-micro", action="store_true", help="leave out the link, host reads, pinning and group cost"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
+    parser.add_argument(
+        "--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender, rank 0"
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="chrome trace of one step of one contender, rank 0"
+    )
+    parser.add_argument("--profile-contender", choices=KINDS, default="ours")
+    return parser
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.replace(",", " ").split())
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise ValueError(f"--engine {text!r} is not NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
