@@ -10,17 +10,17 @@ from tqdm import trange
 
 from offload_engine import OffloadConfig, OffloadEngine, ResidencyMeter, SavedTensorTracker, group_commit, group_start
 
-BATCH, LENGTH, HIDDEN, NUM_LAYERS = 8, 128, 128, 12
-TEXT = torch.frombuffer(bytearray("".join(topics.topics.values()), "utf-8"), dtype=torch.uint8).long()
+torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+BATCH, LENGTH, HIDDEN, DEPTH = 8, 128, 128, 12
+TEXT = torch.tensor(list("".join(topics.topics.values()).encode()))
 
 
 class TextModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, HIDDEN)
-        layers = (nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, batch_first=True) for _ in range(NUM_LAYERS))
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(HIDDEN, 256)
+        layers = [nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, batch_first=True) for _ in range(DEPTH)]
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(HIDDEN, 256)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
 
     def forward(self, tokens: torch.Tensor, engine: OffloadEngine | None) -> torch.Tensor:
@@ -43,7 +43,7 @@ def train(num_steps: int, engine: OffloadEngine | None, meter: ResidencyMeter) -
         text = TEXT[torch.randint(len(TEXT) - LENGTH, (BATCH, 1)) + torch.arange(LENGTH + 1)]
         iteration = engine.iteration(weights=weights) if engine else nullcontext()
         with iteration, SavedTensorTracker(meter, weights):  # counts what the engine does not manage
-            loss = nn.functional.cross_entropy(model(text[:, :-1], engine).mT, text[:, 1:])
+            loss = nn.functional.cross_entropy(model(text[:, :-1], engine).flatten(0, 1), text[:, 1:].flatten())
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,254 @@
+"""What the documentation says is true: its code runs, its tables agree with the source, what it names exists."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from megatron_patches import known_names
+from megatron_patches._arguments import add_offload_arguments, config_rows
+from megatron_patches._modules import MODULES, ModuleRow
+from megatron_patches._recompute import recompute_rows
+from megatron_patches._schedules import schedule_rows
+from megatron_patches._versions import SUPPORTED
+from offload_engine import _transfers
+
+ROOT = Path(__file__).parents[2]
+README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
+DOCUMENTS = [README, ARCHITECTURE]
+PACKAGES = ("offload_engine", "megatron_patches")
+
+# Names in the documentation that are not ours.
+FOREIGN = {
+    "apex", "megatron.core", "MLATransformerConfig", "nn.Module", "no_grad", "none", "record_stream", "torch",
+    "torch.cuda", "TransformerConfig",
+}  # fmt: skip
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SPAN = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"(?:\w[\w.-]*/)+[\w.-]*|\w+\.(?:py|md|sh)")
+
+
+def prose(document: Path) -> str:
+    """The text without its code blocks."""
+    return FENCE.sub("", document.read_text())
+
+
+def python_blocks() -> Iterator[str]:
+    for document in DOCUMENTS:
+        yield from (code for language, code in FENCE.findall(document.read_text()) if language == "python")
+
+
+def section(document: Path, heading: str) -> str:
+    """The text under a heading, up to the next one of any level."""
+    found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", prose(document), re.MULTILINE | re.DOTALL)
+    assert found, f"{document.name} has no heading {heading!r}"
+    return found[1]
+
+
+def table(text: str) -> list[list[str]]:
+    """Cells of the rows of the tables in `text`, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = {i - 1 for i, line in enumerate(lines) if line.startswith("|---")}
+    rows = [line for i, line in enumerate(lines) if i not in heads and not line.startswith("|---")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def run_python(*arguments: str, cwd: Path) -> str:
+    """Runs Python in a process of its own, with the packages of this checkout; returns what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+# ---- code ----
+
+
+@pytest.mark.parametrize("block", list(python_blocks()), ids=lambda code: code.split("\n", 1)[0])
+def test_python_block_runs(block: str, tmp_path: Path) -> None:
+    if "megatron" in block:
+        pytest.importorskip("megatron.core")
+        assert "None" in run_python("-c", block, cwd=tmp_path)
+    else:
+        assert re.search(r"copied_out_bytes=[1-9]", run_python("-c", block, cwd=tmp_path))
+
+
+def test_plain_pytorch_example(tmp_path: Path) -> None:
+    printed = run_python(str(ROOT / "examples" / "plain_pytorch.py"), "2", cwd=tmp_path)
+    assert "equal to the last bit: True" in printed
+    peaks = re.findall(r"(\d+) MiB", printed)
+    assert int(peaks[1]) < 0.5 * int(peaks[0])
+
+
+# ---- tables ----
+
+
+def module_cells(row: ModuleRow) -> list[str]:
+    """The row of the README's table for a row of `MODULES`."""
+    conflicts = (*row.recomputed_by, *row.discarded_by)
+    names, conflicts = (", ".join(f"`{name}`" for name in group) for group in ((row.name, *row.aliases), conflicts))
+    return [names, row.saves, conflicts]
+
+
+def test_module_names() -> None:
+    expected = [module_cells(row) for row in MODULES]
+    text = "\n".join("| " + " | ".join(cells) + " |" for cells in expected)
+    assert table(section(README, "Module names")) == expected, f"the table must read\n{text}"
+
+
+def test_flags() -> None:
+    parser = add_offload_arguments(argparse.ArgumentParser(add_help=False))
+    expected = {}
+    for action in parser._actions:
+        stated = re.search(r"Default: (.*?)\.(?: |$)", action.help or "")
+        expected[action.option_strings[0]] = stated[1] if stated else "off"
+    rows = table(section(README, "Flags"))
+    assert {flag.strip("`").split()[0]: default.strip("`") for flag, default, _ in rows} == expected
+
+
+def test_patch_rows() -> None:
+    rows = [*config_rows(), *schedule_rows(None), *recompute_rows(None)]  # type: ignore[arg-type]
+    targets = {row.target.removeprefix("megatron.core.") for row in rows}
+    patterns = [cells[0].strip("`") for cells in table(section(ARCHITECTURE, "How megatron_patches hooks in"))]
+    for target in targets:
+        assert any(fnmatchcase(target, pattern) for pattern in patterns), f"{target} is not in the table"
+    for pattern in patterns:
+        assert any(fnmatchcase(target, pattern) for target in targets), f"{pattern} matches no row"
+
+
+def test_every_file_has_a_row() -> None:
+    files = {cells[0].strip("`") for cells in table(section(ARCHITECTURE, "Files"))}
+    sources = {path for name in PACKAGES for path in (ROOT / name).glob("*.py") if path.name != "__init__.py"}
+    assert files == {path.relative_to(ROOT).as_posix() for path in sources} | {"offload_engine/_devices/"}
+
+
+def test_rules_of_order() -> None:
+    stated = re.findall(r"^ (\d)\. (.+?)\. ", _transfers.__doc__ or "", re.MULTILINE)
+    assert stated == re.findall(r"^(\d)\. (.+?): ", section(README, "How it works"), re.MULTILINE)
+
+
+def test_versions() -> None:
+    cells = {row[0]: row[1:] for row in table(section(README, "What is supported")) if len(row) == 3}
+    setup = (ROOT / "setup.py").read_text()
+    pins = [dict(re.findall(r"^([\w-]+)==([\w.]+)$", path.read_text(), re.MULTILINE)) for path in constraints()]
+    oldest, newest = re.findall(r"[\d.]+\d", SUPPORTED)
+    assert newest == "0.20" and cells["megatron-core"][0] == f"{oldest} to 0.19.x"
+    assert cells["torch"][0] == re.search(r"torch>=([\d.]+)", setup)[1] + " and later"  # type: ignore[index]
+    te = re.search(r"transformer-engine\[pytorch\]>=([\d.]+)", setup)
+    assert te and cells["TransformerEngine"][0] == f"{te[1]} and later, or none"
+    for pin in pins:
+        assert pin["torch"] in cells["torch"][1] and pin["megatron-core"] in cells["megatron-core"][1]
+        assert pin.get("transformer_engine", "none") in cells["TransformerEngine"][1]
+
+
+def constraints() -> list[Path]:
+    return sorted(ROOT.glob("constraints-py3*.txt"))
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in LINK.findall(prose(document)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{document.name} links to {link}, which does not exist"
+        anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings(target)}
+        assert not anchor or anchor in anchors, f"{document.name} links to {link}: no such heading"
+
+
+def headings(document: Path) -> list[str]:
+    return re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE) if document.suffix == ".md" else []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_is_named_exists(document: Path) -> None:
+    symbols, options = {*defined_symbols(), *known_names(), *settings(), *FOREIGN}, known_options()
+    unknown = [span for span in SPAN.findall(prose(document)) if not is_known(span, symbols, options)]
+    assert not unknown, f"{document.name} names what is not there: {unknown}"
+    for path in (
+        path for _, code in FENCE.findall(document.read_text()) for path in re.findall(r"\btools/[\w.]+", code)
+    ):
+        assert (ROOT / path).exists(), f"{document.name} calls {path}, which does not exist"
+
+
+def is_known(span: str, symbols: set[str], options: set[str]) -> bool:
+    """Whether the words of a code span are names, flags or files of this repository, or known from elsewhere."""
+    words = span.split()
+    if words[0] in ("python", "pip"):
+        return words[0] == "pip" or all(is_file(word) for word in words if PATH.fullmatch(word))
+    word = words[0].removesuffix("()")
+    if word.startswith("--"):
+        return word in options
+    return word in symbols or is_public(word) or is_file(word) or is_target(word)
+
+
+def is_public(word: str) -> bool:
+    package, _, name = word.partition(".")
+    return package in PACKAGES and name in importlib.import_module(package).__all__
+
+
+def is_file(word: str) -> bool:
+    beside = ROOT / "offload_engine" / "_devices" / word  # the table of files names these in short
+    return PATH.fullmatch(word) is not None and ((ROOT / word).exists() or beside.exists())
+
+
+def is_target(word: str) -> bool:
+    return ":" in word  # of a patch: `test_patch_rows` looks at these
+
+
+def known_options() -> set[str]:
+    """Every flag of the packages, the tools and the examples; their own parsers are not needed for that."""
+    sources = (path.read_text() for path in python_files(*PACKAGES, "tools", "examples"))
+    options = {option for source in sources for option in re.findall(r"--[a-z][a-z-]+", source)}
+    return options | {f"--{name.replace('_', '-')}" for name in settings()}
+
+
+def settings() -> set[str]:
+    """Fields of megatron-core's configuration that we add, and values of its `recompute_modules`."""
+    fields = {row.target.rpartition(".")[2] for row in config_rows() if row.is_new}
+    recomputed = {name for row in MODULES for name in (*row.recomputed_by, *row.discarded_by)}
+    return fields | recomputed | {"offload_modules"}
+
+
+def defined_symbols() -> Iterator[str]:
+    """Modules, classes, functions and variables of the source, and `Class.member`."""
+    for path in python_files(*PACKAGES, "tests"):
+        for node in ast.parse(path.read_text()).body:
+            for name in names_of(node):
+                yield name
+                if isinstance(node, ast.ClassDef):
+                    yield from (f"{name}.{member}" for child in node.body for member in names_of(child))
+    yield from PACKAGES
+
+
+def names_of(node: ast.stmt) -> list[str]:
+    """What a statement defines."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_the_diagram_is_well_formed() -> None:
+    assert ElementTree.parse(ROOT / "docs" / "images" / "stations.svg").getroot().tag.endswith("svg")
