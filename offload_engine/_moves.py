@@ -52,7 +52,7 @@ class Mover:
         self.releases.advance()
         self.prefetcher.reach(chunk, index)
         if index < len(chunk.groups):
-            self.store.await_copy_in(chunk.groups[index])
+            self.store.await_copy_in(chunk.groups[index])  # early wait: one for the group, where unpack has one each
         self.prefetcher.advance()
 
     def end_backward(self) -> None:
