@@ -87,6 +87,8 @@ class CopyCounter:
 
     @contextmanager
     def _copy(self, direction: Direction, nbytes: int, stream: Any) -> Iterator[None]:
+        if isinstance(stream, int):  # a raw handle, as the CUDA device of the engine uses them
+            stream = torch.cuda.ExternalStream(stream)
         pair = self._new_event(), self._new_event()
         pair[0].record(stream)
         yield
@@ -298,7 +300,7 @@ def switch_incumbent(chunks: Sequence[torch.nn.Module], modules: Sequence[str]) 
     Returns:
         In how many places of these chunks each module is now offloaded; a name without any is missing.
     """
-    submodules = [module for chunk in chunks for module in chunk.modules()]
+    submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     for config in {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values():
         if hasattr(config, "fine_grained_activation_offloading"):
             config.fine_grained_activation_offloading = bool(modules)
@@ -309,7 +311,7 @@ def switch_incumbent(chunks: Sequence[torch.nn.Module], modules: Sequence[str]) 
     return places
 
 
-def _switch_module(module: torch.nn.Module, modules: Sequence[str]) -> list[str]:
+def _switch_module(module: Any, modules: Sequence[str]) -> list[str]:
     if hasattr(module, "_set_offload_modules"):
         module._set_offload_modules()
         return [name for attribute, name in _OF_LAYERS.items() if getattr(module, attribute)]

@@ -18,7 +18,7 @@ from typing import Any
 
 from .settings import Settings, parse
 
-_VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "PYTORCH_", "TORCH_", "OMP_")
+_VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .model import start_ranks
 
     ranks = start_ranks(settings.shape, settings.deterministic)
-    try:
-        return Run(settings, ranks).execute()
-    finally:
-        torch.distributed.destroy_process_group()
+    status = Run(settings, ranks).execute()
+    torch.distributed.destroy_process_group()  # not after an exception: it would wait for ranks that wait for this one
+    return status
 
 
 def _set_environment(settings: Settings) -> None:
-    defaults = {"NVTE_CPU_OFFLOAD_V1": "1"}
+    # Every preset is for one host, which need not have a network that gloo could find.
+    defaults = {"NVTE_CPU_OFFLOAD_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
     if settings.deterministic:
         defaults |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
     for name, value in defaults.items():

@@ -48,7 +48,8 @@ def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
     )
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time and changes nothing that is read
+        # Costs time, and changes nothing that is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
