@@ -73,8 +73,12 @@ class SavedStorage:
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
         self.group: TensorGroup = group  # the group that saved it first, and so moves it out
-        # Keeps the address `key` from being given to another storage while this object is registered under it.
-        self._pin = StorageWeakRef(storage)
+        self._pin: StorageWeakRef | None = None
+
+    def pin_address(self) -> None:
+        """Before the buffer goes: keep the address `key` from being given to another storage, but no byte alive."""
+        assert self.buffer is not None
+        self._pin = StorageWeakRef(self.buffer.untyped_storage())
 
     def is_modified(self) -> bool:
         """True if the saved bytes were written in place, or discarded, since they were saved."""
@@ -149,9 +153,20 @@ class PackedTensor:
         self._is_neg = tensor.is_neg()
         storage.num_handles += 1
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The saved tensor over `buffer`, the bytes of its whole storage: same shape, stride, offset and dtype."""
-        tensor = torch.empty(0, dtype=self._dtype, device=buffer.device)
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the saved tensor."""
+        return self._dtype
+
+    def view(self, buffer: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        """The saved tensor over the storage of `buffer`: same shape, stride, offset and dtype.
+
+        Args:
+            buffer: its storage holds the bytes.
+            empty: any tensor of the saved dtype on the device; an alias of it becomes the result, because to make a
+                tensor from nothing takes twice as long.
+        """
+        tensor = empty.data  # unlike detach(), with a version counter of its own
         tensor.set_(buffer.untyped_storage(), self._offset, self._shape, self._stride)
         if self._is_conj:
             tensor = tensor.conj()

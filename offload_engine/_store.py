@@ -40,6 +40,7 @@ class ActivationStore:
         self._pool = pool
         self._meter = meter
         self._min_tensor_bytes = min_tensor_bytes
+        self._empties: dict[torch.dtype, torch.Tensor] = {}
         self._by_key: dict[int, SavedStorage] = {}
         self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
@@ -109,7 +110,7 @@ class ActivationStore:
         elif saved.ready_on != self._context.device.current_stream():
             self._await([saved])
         assert saved.buffer is not None
-        return handle.view(saved.buffer)
+        return handle.view(saved.buffer, self._empty(handle.dtype))
 
     def issue_copy_out(self, group: TensorGroup) -> list[SavedStorage]:
         """Copy out what `group` saved first; returns the storages now being copied (none where there is no room)."""
@@ -147,6 +148,7 @@ class ActivationStore:
         except CopyError as error:
             raise _named(error, "copy-out", leaving[0]) from error
         for saved in leaving:
+            saved.pin_address()
             self._drop(saved)
             saved.residency = Residency.ON_HOST
 
@@ -261,6 +263,12 @@ class ActivationStore:
             # destructor, which cannot raise: the next boundary of a group does (`raise_failure`).
             self._failure = self._failure or _named(error, "copy", saved)
             saved.pending = saved.copied_out = None
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        empty = self._empties.get(dtype)
+        if empty is None:
+            empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
+        return empty
 
     def _lend(self, storages: Sequence[SavedStorage]) -> GroupLease | None:
         """One lease with a region for each storage; None, and nothing lent, where the host tier has no room."""
