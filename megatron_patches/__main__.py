@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("no script given: name the Megatron-LM script to run, for instance pretrain_gpt.py")
     if not os.path.isfile(script[0]):
         parser.error(f"there is no script {script[0]!r}")
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    _log_to_stderr()
     _apply(parser, args)
     _run(script)
 
@@ -98,6 +98,14 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             apply_cpu_support()
     except (PatchError, RuntimeError) as error:
         sys.exit(f"python -m megatron_patches: {error}")
+
+
+def _log_to_stderr() -> None:
+    # Only what the patches have to say: the script sets up its own logging.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _run(script: Sequence[str]) -> None:

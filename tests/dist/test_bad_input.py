@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine import CopyError, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
@@ -64,6 +65,10 @@ def test_a_fault_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 def test_an_exception_in_the_model_leaves_nothing_behind() -> None:
     run_ranks(_check_exceptions)
+
+
+def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
+    run_ranks(_check_full_disk, str(tmp_path))
 
 
 def test_offload_by_default_and_removal() -> None:
@@ -128,6 +133,41 @@ def _check_exceptions() -> None:
         _fail_in_backward(chunks)
         assert handle.engine is not None and handle.engine.pool.num_leases == 0
         assert fingerprint(chunks, run(chunks, 3)) == expected
+
+
+def _check_full_disk(directory: str) -> None:
+    from offload_engine._devices.file_slab import FileSlab
+
+    expected = _fingerprint_without_offload()
+    with apply(OffloadConfig(min_tensor_bytes=1, directory=directory), modules=["core_attn", "mlp_fc1"]) as handle:
+        chunks = make_chunks(make_config())
+        weights = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+        for call in (1, 5, 12):
+            with _FullAfter(FileSlab, call), pytest.raises(CopyError, match="core_attn|mlp_fc1") as error:
+                run(chunks, 3)
+            assert "microbatch" in str(error.value) and "No space left" in str(error.value), error.value
+            assert handle.engine is not None and handle.engine.pool.num_leases == 0
+            assert all(map(torch.equal, chunks[0].parameters(), weights))
+            assert fingerprint(chunks, run(chunks, 3)) == expected
+
+
+class _FullAfter:
+    """Writes to the host tier fail from the given one on."""
+
+    def __init__(self, slab: Any, call: int) -> None:
+        self._slab, self._left, self._write = slab, call, slab.write
+
+    def __enter__(self) -> None:
+        def write(slab: Any, *args: Any) -> None:
+            self._left -= 1
+            if self._left <= 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self._write(slab, *args)
+
+        self._slab.write = write
+
+    def __exit__(self, *_: object) -> None:
+        self._slab.write = self._write
 
 
 def _check_defaults_and_removal() -> None:

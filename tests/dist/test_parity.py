@@ -103,6 +103,29 @@ def test_uneven_groups_of_microbatches() -> None:
     run_ranks(_check_all, [Case("moe", ["core_attn"], settings=settings)], [3, 5, 9, 8], pipeline=Pipeline(2, 2))
 
 
+def test_two_models_take_turns() -> None:
+    """As in reinforcement learning: each has an engine of its own, and goes with its model."""
+    run_ranks(_check_two_models, pipeline=Pipeline(2))
+
+
+def _check_two_models() -> None:
+    gc.disable()
+    cases = [Case("dense", ["core_attn"]), Case("moe", ["router_fc1", "mlp_norm"])]
+    expected = [_run_without(case, [4])[0] for case in cases]
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+        settings = [{"offload_activation": True, "offload_modules": list(case.names)} for case in cases]
+        models = [make_chunks(make_config(case.kind, **more)) for case, more in zip(cases, settings, strict=True)]
+        engines = set()
+        for _ in range(2):
+            for chunks, wanted in zip(models, expected, strict=True):
+                assert fingerprint(chunks, run(chunks, 4)) == wanted
+                engines.add(id(handle.engine))
+        assert len(engines) == 2
+        models.clear()
+        del chunks
+        assert not handle._attachments
+
+
 def _shared_experts() -> dict[str, Any]:
     return {"moe_shared_expert_intermediate_size": 32}
 
