@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 
-import torch
-from gpt_trainer.arguments import parse_arguments
+from gpt_trainer.arguments import UsageError, parse_arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,29 +26,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # announces its successor
     warnings.filterwarnings("ignore", module="megatron")  # what it warns of on import concerns fused kernels
-    from gpt_trainer.environment import environment  # megatron-core takes seconds to import: not for --help
-
-    from megatron_patches import apply_cpu_support
-
-    with apply_cpu_support(), environment(args) as device:
-        return run(args, device)
-
-
-def run(args: argparse.Namespace, device: torch.device) -> int:
-    """Trains in processes that are set up; returns the exit status."""
-    from gpt_trainer.checkpoint import CheckpointError
-    from gpt_trainer.data import DataError
-    from gpt_trainer.model import ConfigError
-    from gpt_trainer.training import Training
-
     try:
-        with contextlib.closing(Training(args, device)) as training:
-            training.run()
-    except (CheckpointError, ConfigError, DataError) as error:
-        if torch.distributed.get_rank() == 0:
+        train(args)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
             print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def train(args: argparse.Namespace) -> None:
+    """Sets up this process, trains, and takes everything down again.
+
+    Raises:
+        UsageError: before the first step, for what the user has to change.
+    """
+    # megatron-core takes seconds to import: not for --help
+    from gpt_trainer.environment import environment
+    from gpt_trainer.training import Training
+
+    from megatron_patches import apply_cpu_support
+
+    with (
+        apply_cpu_support(),
+        environment(args) as device,
+        contextlib.closing(Training(args, device)) as training,
+    ):
+        training.run()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ from pathlib import Path
 from megatron_patches import add_offload_arguments, offload_config_from_args
 
 
+class UsageError(Exception):
+    """A mistake of the user; the message says which, and what to do. It ends the run without a traceback."""
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses and checks the command line; a mistake ends the process with a message, before anything is built."""
     parser = build_parser()

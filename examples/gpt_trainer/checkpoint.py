@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from gpt_trainer.arguments import UsageError
 from gpt_trainer.steps import Progress
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -40,7 +41,7 @@ _SHAPE = (
 )
 
 
-class CheckpointError(Exception):
+class CheckpointError(UsageError):
     """A checkpoint that cannot be read or does not fit; the message says what was expected."""
 
 

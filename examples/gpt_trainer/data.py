@@ -13,10 +13,13 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
+from gpt_trainer.arguments import UsageError
+
 Batch = dict[str, torch.Tensor]
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-class DataError(Exception):
+class DataError(UsageError):
     """Data that cannot be used; the message says what to do."""
 
 
@@ -88,7 +91,7 @@ def microbatches(
     for index in range(count):
         begin = first + index * stride
         samples = [dataset[number % len(dataset)] for number in range(begin, begin + args.micro_batch_size)]
-        batch = {key: torch.stack([sample[key] for sample in samples]).to(device) for key in samples[0]}
+        batch = {key: torch.stack([sample[key] for sample in samples]).to(device) for key in _FIELDS}
         yield {key: _context_share(tensor) for key, tensor in batch.items()}
 
 

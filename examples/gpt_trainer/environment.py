@@ -20,16 +20,29 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from gpt_trainer.arguments import UsageError
+
 TIMEOUT = timedelta(minutes=10)
+
+
+class ProcessError(UsageError):
+    """The processes that were started do not fit the flags."""
 
 
 @contextlib.contextmanager
 def environment(args: argparse.Namespace) -> Iterator[torch.device]:
-    """Sets up processes, groups and seeds, yields this rank's device, and takes the groups down at the end."""
+    """Sets up processes, groups and seeds, yields this rank's device, and takes the groups down at the end.
+
+    Raises:
+        ProcessError: for a number of processes, or a batch size, that the flags cannot be spread over.
+    """
     device = _init_processes()
     try:
-        _init_groups(args)
-        _init_microbatches(args)
+        try:
+            _init_groups(args)
+            _init_microbatches(args)
+        except (AssertionError, RuntimeError) as error:
+            raise ProcessError(f"{dist.get_world_size()} processes: {error}") from error
         _seed(args.seed)
         yield device
     finally:

@@ -24,10 +24,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from gpt_trainer.arguments import UsageError
 from gpt_trainer.environment import num_virtual_stages
 
 
-class ConfigError(Exception):
+class ConfigError(UsageError):
     """Flags that megatron-core rejects, or that the chosen implementation cannot run."""
 
 

@@ -83,7 +83,7 @@ class Training:
                     break
         finally:
             metrics.close()
-        if args.save is not None:
+        if args.save is not None and not _is_due(args.save_interval, progress.step):
             self._checkpoints.save(args.save, progress)
 
     def _step(self, metrics: Metrics) -> None:

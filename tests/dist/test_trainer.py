@@ -106,9 +106,17 @@ def test_offload_changes_no_bit_and_moves_bytes(directory: Path, num_ranks: int,
     ]
     for without, having in zip(plain.steps, offload.steps, strict=True):
         assert without["offload"]["copied_out_bytes"] == 0
-        assert having["offload"]["copied_out_bytes"] == having["offload"]["copied_in_bytes"] > 0
+        # a group whose backward comes before it was released needs no copy-in
+        assert 0 < having["offload"]["copied_in_bytes"] <= having["offload"]["copied_out_bytes"]
         before, after = (step["offload"]["peak_resident_saved_bytes"] for step in (without, having))
         assert after < before
+
+
+def test_data_sets_are_blended(directory: Path) -> None:
+    text = directory / "text"
+    blend = run(directory, f"--data-path 0.3 {text} 0.7 {text} --data-cache-path {directory / 'cache'}")
+    assert len(blend.curve) == 3
+    assert blend.curve != run(directory).curve
 
 
 def test_training_learns(directory: Path) -> None:
@@ -179,6 +187,9 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
     ("flags", "message"),
     [
         ("--data-path nowhere/text", "nowhere/text.bin does not exist"),
+        ("--split 100,0,0 --eval-interval 1", "leaves no documents for validation"),
+        ("--pipeline-model-parallel-size 2", "1 processes: world_size (1) is not divisible by 2"),
+        ("--global-batch-size 3 --micro-batch-size 2", "batch size (3) is not divisible by micro batch size (2)"),
         ("--load nowhere", "there is no checkpoint in nowhere"),
         ("--num-experts 4", "add --disable-bias-linear"),
         ("--sequence-parallel", "--sequence-parallel needs --transformer-impl transformer_engine"),
