@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -424,3 +425,49 @@ def test_experts_save_their_original_input_while_fc1_is_offloaded() -> None:
     assert experts.offload_expert_fc1 and experts.linear_fc1.save_original_input and not experts.offload_moe_act
     assert not contenders.switch_incumbent([experts], [])
     assert not experts.offload_expert_fc1 and not experts.linear_fc1.save_original_input
+
+
+def run_everything(directory: str) -> list[str]:
+    """In one of two ranks of a pipeline: the whole program, with what only a GPU has replaced."""
+    import torch.distributed as dist
+    from bench_gpu import main
+
+    from tests.dist import tiny
+
+    torch.cuda.Event = lambda enable_timing: FakeEvent()
+    torch.cuda.get_device_name = lambda: "no GPU"
+    measure.CudaGauge = SmallGauge
+    model.make_config = lambda shape, deterministic: tiny.make_config(hidden_size=shape.hidden)
+    model.build_chunks = lambda shape, config: tiny.make_chunks(config)
+    model.Training = lambda shape, chunks, training=model.Training: training(shape, chunks, "cpu")
+    flags = "--contenders ours,none --modules core_attn --rounds 2 --iters 1 --warmup 1 --no-micro".split()
+    files = ["--json", f"{directory}/out.jsonl", "--memory-plot", f"{directory}/memory.png"]
+    engine = ["--engine", "min_tensor_bytes=0", "--engine", "directory=none"]
+    shape = [f for name, value in dataclasses.asdict(TINY).items() for f in (f"--{name}", str(value))]
+    parsed = settings.parse([*flags, *files, *engine, *shape, "--pp", "2"])
+    ranks = model.Ranks(dist.get_rank(), dist.get_world_size(), None)
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        status = main.Run(parsed, ranks).execute()
+    return [str(status), screen.getvalue()]
+
+
+class SmallGauge(FakeGauge):
+    def read(self) -> dict[str, int]:
+        return {**super().read(), "host_rss_bytes": 1, "alloc_retries": 0, "device_allocs": 0}
+
+
+@pytest.mark.dist
+def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    from tests.dist.launch import Pipeline, run_ranks
+
+    (status, shown), (other_status, nothing) = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
+    assert (status, other_status, nothing) == ("0", "0", "")
+    assert "ours core_attn" in shown and "targets" in shown
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    kinds = [record["kind"] for record in records]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"run": 2, "turn": 8, "parity": 8, "summary": 4, "end": 1}
+    assert all(record["is_bitwise_equal"] for record in records if record["kind"] == "parity")
+    assert [r["is_confirmed"] for r in records if r["kind"] == "summary"] == [True, True, False, False]
+    assert (tmp_path / "memory.png").exists()
