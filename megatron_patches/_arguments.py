@@ -203,7 +203,7 @@ def check_fields(config: Any) -> None:
         _check_size(name, getattr(config, name, None))
     if config.offload_activation:
         _check_others_are_off(config)
-        canonical_names(config.offload_modules or ())
+        canonical_names(config.offload_modules or (), config)
         _check_limit(config)
     elif config.offload_modules and not config.fine_grained_activation_offloading:
         raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Bracket(NamedTuple):
@@ -206,30 +206,35 @@ MODULES: tuple[ModuleRow, ...] = (
 )
 
 
-def row_of(name: str) -> ModuleRow:
+def row_of(name: str, config: Any = None) -> ModuleRow:
     """The row of a name or an alias.
 
     Raises:
-        ValueError: for a name that is not in the table, listing those that are.
+        ValueError: for a name that is not in the table, listing those that are, or that a model with this
+            configuration has.
     """
     for row in MODULES:
         if name == row.name or name in row.aliases:
             return row
-    raise ValueError(f"unknown module name {name!r} in offload_modules; known are: {', '.join(known_names())}")
+    known = "known are" if config is None else "this model has"
+    raise ValueError(f"unknown module name {name!r} in offload_modules; {known}: {', '.join(known_names(config))}")
 
 
-def known_names() -> list[str]:
-    """Every name and alias, in the order of the table."""
-    return [name for row in MODULES for name in (row.name, *row.aliases)]
+def known_names(config: Any = None) -> list[str]:
+    """Every name and alias in the order of the table, or those that a model with this TransformerConfig can have."""
+    rows = [row for row in MODULES if config is None or _can_have(config, row)]
+    return [name for row in rows for name in (row.name, *row.aliases)]
 
 
-def canonical_names(names: Iterable[str]) -> tuple[str, ...]:
+def canonical_names(names: Iterable[str], config: Any = None) -> tuple[str, ...]:
     """Names of the table for names or aliases, without repetitions, in the order of the table.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or for one string instead of several.
     """
-    wanted = {row_of(name).name for name in names}
+    if isinstance(names, str):
+        raise ValueError(f"offload_modules must be a list of names, got the string {names!r}")
+    wanted = {row_of(name, config).name for name in names}
     return tuple(row.name for row in MODULES if row.name in wanted)
 
 
@@ -237,3 +242,16 @@ def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Separates names into those to bracket and those that lie inside a bracket asked for as well."""
     inside = {part for name in names for part in row_of(name).parts}
     return tuple(n for n in names if n not in inside), tuple(n for n in names if n in inside)
+
+
+def _can_have(config: Any, row: ModuleRow) -> bool:
+    path = row.brackets[0].path
+    if path.startswith("mlp.shared_experts"):
+        return bool(config.moe_shared_expert_intermediate_size)
+    if path.startswith(("mlp.experts", "mlp.router")):
+        return bool(config.num_moe_experts)
+    if path.startswith("mlp."):
+        frequency = config.moe_layer_freq
+        has_experts_only = frequency == 1 if isinstance(frequency, int) else all(frequency)
+        return not (config.num_moe_experts and has_experts_only)
+    return True

@@ -119,6 +119,22 @@ def test_bad_settings_are_rejected(config_class: type, settings: dict[str, Any],
         make(config_class, **settings)
 
 
+def test_an_unknown_name_lists_what_such_a_model_has(applied: Handle) -> None:
+    def names_listed(**settings: Any) -> list[str]:
+        with pytest.raises(ValueError, match="unknown module name 'x'") as error:
+            make(offload_activation=True, offload_modules=["x"], **settings)
+        return str(error.value).partition("this model has: ")[2].split(", ")
+
+    experts = {"num_moe_experts": 2, "add_bias_linear": False}
+    dense, sparse, mixed = names_listed(), names_listed(**experts), names_listed(**experts, moe_layer_freq=[0, 1])
+    assert ("mlp_fc1" in dense, "router_fc1" in dense) == (True, False)
+    assert ("mlp_fc1" in sparse, "router_fc1" in sparse, "shared_fc1" in sparse) == (False, True, False)
+    assert ("mlp_fc1" in mixed, "router_fc1" in mixed) == (True, True)
+    assert "shared_fc1" in names_listed(**experts, moe_shared_expert_intermediate_size=8)
+    with pytest.raises(ValueError, match="must be a list of names"):
+        make(offload_activation=True, offload_modules="core_attn")
+
+
 def test_megatrons_own_offload_keeps_its_modules(applied: Handle) -> None:
     config = make(fine_grained_activation_offloading=True, offload_modules=["core_attn"])
     assert resolve(config, NO_DEFAULTS) is None
