@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_patches._bracket import GroupBracket
-from megatron_patches._sites import Site, find_sites
+from megatron_patches._sites import Site, count_layers, find_sites
 from offload_engine import Action, ChunkKey, OffloadEngine
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,15 @@ class Attachment:
         chunks: Sequence[torch.nn.Module],
         names: Sequence[str],
         *,
-        brackets_checkpoints: bool = False,
+        layers_per_checkpoint: int | None = None,
     ) -> None:
         """
         Args:
             engine: that moves the groups.
             chunks: this rank's model chunks, without wrappers, in the order of their virtual stages.
             names: of the table; parts of others among them must be left out.
-            brackets_checkpoints: whether fully recomputed layers report to `checkpoint_bracket`.
+            layers_per_checkpoint: how many fully recomputed layers share one input, which is a group of its own; None:
+                such inputs are not asked for.
         """
         self.engine: OffloadEngine = engine
         self.num_groups: Counter[str] = Counter()
@@ -49,14 +50,16 @@ class Attachment:
         self._unused_names: set[str] = set()
         self._num_forwards: list[int] = [0] * len(chunks)
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
-        submodule_names = [name for name in names if not (brackets_checkpoints and name == "layer_input")]
         for stage, chunk in enumerate(chunks):
-            sites = find_sites(chunk, submodule_names)
-            self._last_groups.append(last_of_each_name(sites))
+            sites = find_sites(chunk, names)
+            last_groups = last_of_each_name(sites) or last_checkpoint(count_layers(chunk), layers_per_checkpoint)
+            self._last_groups.append(last_groups)
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
             self._unused_names.update(site.name for site in sites)
-        self.checkpoint_bracket: GroupBracket | None = self.bracket("layer_input") if brackets_checkpoints else None
+        self.checkpoint_bracket: GroupBracket | None = (
+            None if layers_per_checkpoint is None else self.bracket("layer_input")
+        )
 
     def begin_iteration(self, actions: Sequence[Action]) -> None:
         """Starts counting this rank's forwards anew."""
@@ -146,6 +149,13 @@ class Attachment:
 def last_of_each_name(sites: Sequence[Site]) -> frozenset[int]:
     """Ordinals, within the chunk, of the last group of every name."""
     return frozenset({site.name: ordinal for ordinal, site in enumerate(sites)}.values())
+
+
+def last_checkpoint(num_layers: int, layers_per_checkpoint: int | None) -> frozenset[int]:
+    """Ordinal, within the chunk, of the last group of recomputed layers."""
+    if not layers_per_checkpoint or not num_layers:
+        return frozenset()
+    return frozenset({(num_layers - 1) // layers_per_checkpoint})
 
 
 def backward_at_once(actions: Sequence[Action]) -> frozenset[ChunkKey]:

@@ -143,8 +143,13 @@ class Handle:
         names, inside = drop_parts(settings.modules)
         if inside:
             logger.info("offload of %s is part of offload of %s", ", ".join(inside), ", ".join(names))
-        is_full = step.config.recompute_granularity == "full"
-        return Attachment(engine, step.chunks, names, brackets_checkpoints=is_full and "layer_input" in names)
+        per_checkpoint = None
+        if "layer_input" in names and step.config.recompute_granularity == "full":
+            is_uniform = step.config.recompute_method == "uniform"
+            per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
+            # where only a block of layers is recomputed, those behind it save their input themselves
+            names = tuple(name for name in names if name != "layer_input" or not is_uniform)
+        return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
 
 
 def apply(

@@ -44,6 +44,11 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
     return [site for _, site in sorted(found, key=lambda entry: entry[0])]
 
 
+def count_layers(chunk: torch.nn.Module) -> int:
+    """Transformer layers of a model chunk."""
+    return sum(1 for _ in _layers(chunk))
+
+
 def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
     """Counts, for every name of the table, the places in these chunks."""
     sites = {row.name: 0 for row in MODULES}

@@ -17,7 +17,7 @@ from megatron_patches import Handle, apply  # noqa: E402
 from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
 from megatron_patches._modules import canonical_names, drop_parts  # noqa: E402
 from megatron_patches._schedules import unwrap  # noqa: E402
-from megatron_patches._sites import find_sites  # noqa: E402
+from megatron_patches._sites import count_layers, find_sites  # noqa: E402
 from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
@@ -84,6 +84,8 @@ def test_recomputation(shape: Pipeline) -> None:
         Case("mixed", ["layer_input"], settings=full),
         Case("dense", ["layer_input"], settings=full, dtype=torch.bfloat16, wrap=True),
     ]
+    if shape.virtual is None:  # otherwise one layer in each stage is all there are
+        cases.append(Case("dense", ["layer_input", "core_attn"], settings={**full, "recompute_method": "block"}))
     run_ranks(_check_all, cases, _microbatches(shape)[:2], pipeline=shape)
 
 
@@ -171,6 +173,11 @@ def _check_counters(case: Case, handle: Handle, chunks: Sequence[torch.nn.Module
     assert stats is not None and stats.num_storages_left == 0
     assert stats.copied_in_bytes <= stats.copied_out_bytes <= stats.managed_bytes
     if case.settings.get("recompute_granularity"):
+        assert stats.num_groups and (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups), case
+        if case.settings["recompute_granularity"] == "full" and len(case.names) == 1:
+            layers = sum(count_layers(unwrap(chunk)) for chunk in chunks)
+            assert stats.num_groups == num_microbatches * layers
+            assert stats.num_kept_groups == len(backward_at_once(_actions(case, num_microbatches)))
         return
     names, _ = drop_parts(canonical_names(case.names))
     sites = [find_sites(unwrap(chunk), names) for chunk in chunks]
