@@ -113,12 +113,16 @@ class ActivationStore:
         return handle.view(saved.buffer, self._empty(handle.dtype))
 
     def issue_copy_out(self, group: TensorGroup) -> list[SavedStorage]:
-        """Copy out what `group` saved first; returns the storages now being copied (none where there is no room)."""
+        """Copy out what `group` saved first; returns the storages now being copied (none where there is no room).
+
+        What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
+        """
         storages = [
             saved
             for saved in group.storages
             if saved.group is group
             and saved.residency is Residency.RESIDENT
+            and saved.copied_in is None
             and saved.lease is None
             and not saved.is_modified()
         ]

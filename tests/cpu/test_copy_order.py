@@ -142,6 +142,19 @@ def test_two_streams_save_and_read_in_turn(bench: Bench) -> None:
     bench.finish()
 
 
+def test_what_was_copied_in_does_not_move_again(bench: Bench) -> None:
+    handle = bench.save(3.0)
+    with bench.device.compute_stream("comm") as comm:
+        assert bench.read(handle).eq(3.0).all()
+    bench.device.wait_event(bench.device.current_stream(), bench.device.record_event(comm))
+    with bench.device.compute_stream("other"):  # knows nothing of the copy-in, nor owns the buffer
+        bench.chunk.bulk_offload_group(0)
+    assert bench.device.num_copies == {"out": 1, "in": 1}
+    assert bench.read(handle).eq(3.0).all()
+    del handle
+    bench.finish()
+
+
 @pytest.mark.parametrize("pending", ["copy-out", "copy-in"])
 def test_a_reset_waits_for_what_is_in_flight(seed: int | None, pending: str) -> None:
     bench = Bench(seed, max_inflight_bytes=0 if pending == "copy-in" else 1 << 30)

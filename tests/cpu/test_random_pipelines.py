@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ from tests.toy_pipeline import Case, Runner
 
 CASES_PER_BATCH = 25
 NUM_BATCHES = int(os.environ.get("RANDOM_PIPELINE_BATCHES", "22"))  # fewer where many runs are compared
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads only stand in each other's way on tensors this small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def check(case: Case) -> Runner:
