@@ -29,6 +29,8 @@ class Mover:
         self.prefetcher.note_group(group)
         if group.is_kept:
             stats.num_kept_groups += 1
+            # The chunk turns around here, at its peak: what was copied out before this group is off the device by then.
+            self.releases.drain()
             stats.kept_bytes += group.nbytes
         elif not self._dry_run:
             self.copy_out(group)
