@@ -106,7 +106,8 @@ MODULES: tuple[ModuleRow, ...] = (
     ModuleRow(
         name="core_attn",
         aliases=("core_attention",),
-        saves="query, key, value and what the attention kernel keeps (unfused: the probabilities)",
+        saves="query, key, value and what the attention kernel keeps (unfused: the probabilities; flash: its output, "
+        "which attn_proj saves as well: it leaves only with both)",
         brackets=_calls("self_attention.core_attention", "cross_attention.core_attention"),
         recomputed_by=("core_attn",),
         where="layers with self attention",
@@ -150,7 +151,7 @@ MODULES: tuple[ModuleRow, ...] = (
     ),
     ModuleRow(
         name="shared_experts",
-        saves="all that the shared experts save",
+        saves="all that the shared experts save (their input leaves only with router)",
         brackets=_calls("mlp.shared_experts"),
         recomputed_by=("moe", "shared_experts"),
         parts=("shared_fc1", "shared_fc2"),
@@ -158,7 +159,7 @@ MODULES: tuple[ModuleRow, ...] = (
     ),
     ModuleRow(
         name="shared_fc1",
-        saves="input of the shared experts",
+        saves="input of the shared experts (the router saves it as well: it leaves only with both)",
         brackets=_calls("mlp.shared_experts.linear_fc1"),
         recomputed_by=("moe", "shared_experts"),
         discarded_by=("layernorm",),

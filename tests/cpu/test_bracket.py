@@ -181,6 +181,19 @@ def test_passive_while_backward_recomputes(engine: OffloadEngine) -> None:
     assert not attachment.num_groups
 
 
+def test_more_chunks_than_the_actions_say(engine: OffloadEngine) -> None:
+    """The order of the chunks is for prefetch only."""
+    chunk = torch.nn.Sequential(Mlp())
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None), Site("fc2", "0.linear_fc2", None))
+    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+    attachment.begin_iteration(no_pipelining(1))
+    with engine.iteration(no_pipelining(1)):
+        for out in [chunk(x * 1).sum() for _ in range(3)]:
+            out.backward()
+    assert x.grad is not None and torch.equal(x.grad, expected + expected + expected)
+
+
 def test_a_copy_of_the_model_does_not_copy_the_engine(engine: OffloadEngine) -> None:
     chunk = torch.nn.Sequential(Mlp())
     attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
