@@ -374,7 +374,9 @@ class Unit(nn.Module):
         self.is_bracketed = rng.random() < 0.85
         self.is_recomputed = rng.random() < 0.15 and not isinstance(block, (InPlaceInput, Pair))
         self.is_on_comm = runner.case.has_comm_stream and rng.random() < 0.5
-        self.is_on_the_side = rng.random() < 0.08  # its output is not used
+        # Its output is not used. Not where it writes into its input: what follows would miss that part of the graph,
+        # because a bracket hands its block an alias.
+        self.is_on_the_side = rng.random() < 0.08 and not isinstance(block, InPlaceInput)
         self.is_excluded = rng.random() < 0.05
         self.has_residual = rng.random() < 0.3 and type(block) in _INPUT_READ_ONCE
         self.scales_output = type(block) in _OUTPUT_UNSAVED and rng.random() < 0.5
