@@ -105,6 +105,17 @@ def test_uneven_groups_of_microbatches() -> None:
     run_ranks(_check_all, [Case("moe", ["core_attn"], settings=settings)], [3, 5, 9, 8], pipeline=Pipeline(2, 2))
 
 
+def test_tensor_parallel() -> None:
+    """Without sequence parallelism, which needs norms that run on GPUs only."""
+    cases = [Case("dense", [*DENSE[:3], "mlp_norm", "mlp_act"], settings={"tensor_model_parallel_size": 2})]
+    run_ranks(_check_all, cases, [1, 3], pipeline=Pipeline(tensor=2))
+
+
+def test_expert_parallel() -> None:
+    cases = [Case("moe", ["core_attn", "router_fc1", "moe_act"], settings={"expert_model_parallel_size": 2})]
+    run_ranks(_check_all, cases, [1, 3], pipeline=Pipeline(expert=2))
+
+
 def test_two_models_take_turns() -> None:
     """As in reinforcement learning: each has an engine of its own, and goes with its model."""
     run_ranks(_check_two_models, pipeline=Pipeline(2))
