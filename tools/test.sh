@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the test extras (once) and runs the tests. Arguments go to pytest: tools/test.sh -k parity
+# Installs the test extras (once) and runs the tests, two at a time. Arguments go to pytest: tools/test.sh -k parity
 # PYTHON, VENV, EXTRAS and TE_WHEELS choose the environment, see tools/setup_env.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,4 +17,5 @@ if [ -z "${CUDA_HOME:-}" ]; then
         fi
     done
 fi
+[ $# -gt 0 ] || set -- -n 2
 exec "$venv/bin/python" -m pytest "$@"
