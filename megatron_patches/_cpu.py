@@ -53,16 +53,12 @@ _ASKS_FOR_CUDA = {
     "pipeline_parallel.utils": "the all-to-all overlap runs its nodes on GPU streams",
     "models.common.model_chunk_schedule_plan": "the all-to-all overlap orders its nodes with GPU events and streams",
     "models.gpt.fine_grained_callables": "the all-to-all overlap labels its nodes with nvtx ranges",
-    "tensor_parallel.layers": "gather buffers of sequence parallelism are created on the GPU",
     "tensor_parallel.mappings": "gather buffers are created on the GPU",
     "tensor_parallel.random": "the states of the RNG tracker are those of the GPU's generator",
     "distributed.param_and_grad_buffer": "gradient and parameter buffers are created on the GPU",
     "optimizer.optimizer": "overflow flags and loss scale are created on the GPU",
     "optimizer.clip_grads": "the gradient norm is created on the GPU",
-    "transformer.dot_product_attention": "a module asks for the current GPU",
-    "transformer.transformer_layer": "a module asks for the current GPU",
     "transformer.utils": "the causal mask is created on the GPU",
-    "transformer.moe.moe_utils": "the auxiliary losses of a step are collected on the GPU",
     "transformer.moe.router": "the router's weights are moved to the GPU",
     "transformer.moe.token_dispatcher": "split sizes are copied to the host on a GPU stream",
     "transformer.moe.shared_experts": "shared experts may run on a GPU stream of their own",
@@ -180,7 +176,6 @@ def _random_rows() -> list[Patch]:
     module = "megatron.core.tensor_parallel.random"
     why = "the RNG tracker switches the GPU's generator; without a GPU the dropout masks come from the CPU's"
     return [
-        Patch(target=f"{module}:_get_cuda_rng_state", wrapper=functools.partial(_instead, _get_rng_state), why=why),
         Patch(target=f"{module}:_set_cuda_rng_state", wrapper=functools.partial(_instead, _set_rng_state), why=why),
         Patch(
             target=f"{module}:logging",
@@ -196,10 +191,6 @@ def _quiet_logger(name: str) -> logging.Logger:
     return quiet
 
 
-def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
 def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
@@ -213,9 +204,8 @@ def _communication_rows() -> list[Patch]:
         "gloo reads a sent tensor after isend has returned, and the schedule frees a stage's output right after it "
         "(deallocate_pipeline_outputs): send a copy"
     )
-    return [
-        Patch(target=f"{module}:{name}", wrapper=_send_copies, why=why) for name in ("_p2p_ops", "_batched_p2p_ops")
-    ]
+    # not _batched_p2p_ops: whoever batches waits for the sends before going on
+    return [Patch(target=f"{module}:_p2p_ops", wrapper=_send_copies, why=why)]
 
 
 def _send_copies(original: Callable[..., Any]) -> Callable[..., Any]:
