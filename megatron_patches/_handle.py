@@ -14,6 +14,7 @@ from megatron_patches._arguments import Settings, config_rows, resolve
 from megatron_patches._attach import Attachment
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._modules import canonical_names, drop_parts
+from megatron_patches._moe import moe_rows
 from megatron_patches._recompute import recompute_rows
 from megatron_patches._registry import Applied, apply_patches
 from megatron_patches._schedules import Step, schedule_rows
@@ -68,6 +69,11 @@ class Handle:
         self.remove()
 
     # -- what the rows report to --------------------------------------------------------------------------------------
+
+    @property
+    def running_engine(self) -> OffloadEngine | None:
+        """The engine of the running step, else None."""
+        return self._running.engine if self._running is not None else None
 
     @property
     def active_engine(self) -> OffloadEngine | None:
@@ -177,4 +183,4 @@ def apply(
 
 
 def _rows(handle: Handle) -> list[Any]:
-    return [*config_rows(), *schedule_rows(handle), *recompute_rows(handle)]
+    return [*config_rows(), *schedule_rows(handle), *recompute_rows(handle), *moe_rows(handle)]

@@ -57,13 +57,13 @@ class SavedStorage:
         "_pin",
     )
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup, stream: Stream) -> None:
         self.key: int = storage._cdata
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
         self.residency: Residency = Residency.RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
-        self.stream: Stream = None  # where its group committed: the compute stream whose memory pool owns the bytes
+        self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
         self.pending: Event | None = None  # last copy touching `buffer`, as long as `stream` has not waited for it
         self.copied_out: Event | None = None

@@ -87,7 +87,7 @@ class ActivationStore:
             return without_graph(tensor)
         saved = self._by_key.get(key)
         if saved is None or saved.version != tensor._version:
-            saved = self._by_key[key] = SavedStorage(tensor, storage, group)
+            saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
             self.live[saved] = None
             self.stats.managed_bytes += nbytes
             self._arrive([saved], nbytes)

@@ -3,7 +3,7 @@
 [Rules of order] "Compute" is the stream that ran the model's kernels and whose memory pool owns the buffer.
 
  1. Produce, then copy out. Copy-out reads what compute wrote: the copy-out stream waits for an event recorded on
-    compute when the group commits.
+    compute, the stream that saved the tensor, when the group commits.
  2. Reuse of a lease. Earlier copies still touch the host bytes that a lease lends again. The pool lends them together
     with the events of those copies, and the copy-out stream waits for each before the first byte.
  3. Copy, then drop the buffer. The allocator gives a dropped buffer to compute at once. Compute therefore waits for
@@ -41,14 +41,13 @@ class TransferContext:
 def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: TransferContext) -> Event:
     """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
     device, stream = context.device, context.copy_out_stream
-    compute = device.current_stream()
-    device.wait_event(stream, device.record_event(compute))  # Rule 1
+    for compute in _distinct([storage.stream for storage in storages]):
+        device.wait_event(stream, device.record_event(compute))  # Rule 1
     for event in lease.ready_after:
         with suppress(CopyError):  # of a copy that is over and that nobody needed: its bytes are free all the same
             device.wait_event(stream, event)  # Rule 2
     for storage in storages:
         assert storage.region is not None and storage.buffer is not None
-        storage.stream = compute
         device.copy_out(stream, storage.buffer, storage.region)
     return device.record_event(stream)
 
@@ -74,12 +73,15 @@ def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
     """
     device = context.device
     settled: Event | None = None
+    settled_on: Stream = None  # a group may have saved on several streams
     for storage in storages:
-        if storage.pending is None:
+        pending = storage.pending
+        if pending is None:
             continue
-        if storage.pending is not settled and not device.is_complete(storage.pending):
-            device.wait_event(storage.stream, storage.pending)  # Rule 3
-        settled, storage.pending = storage.pending, None
+        if (pending is not settled or storage.stream != settled_on) and not device.is_complete(pending):
+            device.wait_event(storage.stream, pending)  # Rule 3
+        settled, settled_on = pending, storage.stream
+        storage.pending = None
 
 
 def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:

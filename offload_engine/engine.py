@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload_engine._devices import make_device
-from offload_engine._devices.base import Device
+from offload_engine._devices.base import Device, HostRead
 from offload_engine._host_pool import HostPool
 from offload_engine._moves import Mover
 from offload_engine._prefetch import Prefetcher
@@ -133,6 +133,17 @@ class OffloadEngine:
     def exclude(self, tensor: torch.Tensor) -> None:
         """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
         self._store.exclude(tensor)
+
+    def host_read(self, tensor: torch.Tensor) -> HostRead:
+        """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
+
+        Unlike `.cpu()` it does not stand behind copies of activations that are under way. Larger tensors are read the
+        plain way, at once.
+
+        Returns:
+            A handle: `wait()` gives the tensor on the CPU; `tensor` is it, valid once the stream has come so far.
+        """
+        return self.device.host_read(tensor)
 
     def end_iteration(self) -> IterationStats:
         """End a training step, after its last backward.

@@ -31,7 +31,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_engine._devices.base import CopyError, HostRegion
+from offload_engine._devices.base import CopyError, HostRegion, PlainRead
 
 POISON = 0xFF
 _ALIGNMENT = 64  # of torch's own CPU memory: vectorised kernels may sum in another order at another alignment
@@ -346,6 +346,9 @@ class AdversarialDevice:
         memory.writes.append(access)
         source.slab.note(source, False, access)
         stream.queue.append(copy)
+
+    def host_read(self, tensor: torch.Tensor) -> PlainRead:
+        return PlainRead(tensor)
 
     def on_release(self, buffer: torch.Tensor) -> None:
         self._enter()

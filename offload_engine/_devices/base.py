@@ -38,6 +38,27 @@ class HostRegion(NamedTuple):
     nbytes: int
 
 
+class HostRead(Protocol):
+    """A small device tensor on its way to the host."""
+
+    tensor: torch.Tensor
+    """On the CPU. Valid after `wait()`, or after anything that is ordered behind the read on its stream."""
+
+    def wait(self) -> torch.Tensor:
+        """Block the host until the read is done; returns `tensor`."""
+
+
+class PlainRead:
+    """A read that was done on the spot."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor = tensor.detach().to("cpu")
+
+    def wait(self) -> torch.Tensor:
+        """Nothing to wait for."""
+        return self.tensor
+
+
 class Device(Protocol):
     """What the engine needs of a device. All calls come from the thread that runs the model or its backward."""
 
@@ -89,6 +110,9 @@ class Device(Protocol):
 
     def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
         """Issue the host-to-device copy into the whole storage of `target` on `stream`; else as `copy_out`."""
+
+    def host_read(self, tensor: torch.Tensor) -> HostRead:
+        """Start reading a small device tensor, without standing behind copies that are under way."""
 
     def on_release(self, buffer: torch.Tensor) -> None:
         """Told just before the engine drops `buffer`, its last reference to that storage: it may be reused from now on.

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from .base import Event, HostRegion, HostSlab, Stream
+from .base import Event, HostRead, HostRegion, HostSlab, PlainRead, Stream
 from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
 from .file_slab import FileSlab, check_directory
 from .memory_slab import MemorySlab
@@ -98,6 +98,9 @@ class CpuDevice:
     def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
         check_copy(target, source)
         stream.read(source.slab, source.offset, target)
+
+    def host_read(self, tensor: torch.Tensor) -> HostRead:
+        return PlainRead(tensor)
 
     def on_release(self, buffer: torch.Tensor) -> None:
         pass

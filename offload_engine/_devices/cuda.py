@@ -14,8 +14,9 @@ from typing import cast
 
 import torch
 
-from .base import CopyError, Event, HostRegion, HostSlab, Stream
+from .base import CopyError, Event, HostRead, HostRegion, HostSlab, Stream
 from .cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime
+from .host_read import MappedReader
 from .pinned import PinnedSlab, numa_node_of
 from .regions import check_copy, check_slab_size
 
@@ -52,6 +53,7 @@ class CudaDevice:
         self.host_alignment = 512  # as the device allocator's blocks: no two copies share a cache line
         self._index: int = self.torch_device.index
         self._runtime = CudaRuntime(self.torch_device)
+        self._reader: MappedReader | None = None  # made by the first read
         self._numa_node = numa_node_of(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
         self._slabs: weakref.WeakSet[PinnedSlab] = weakref.WeakSet()
@@ -103,6 +105,11 @@ class CudaDevice:
         check_copy(target, source)
         device = target.untyped_storage().data_ptr()
         self._runtime.copy(device, _host_address(source), source.nbytes, HOST_TO_DEVICE, stream)
+
+    def host_read(self, tensor: torch.Tensor) -> HostRead:
+        if self._reader is None:
+            self._reader = MappedReader(self.torch_device, self._runtime)
+        return self._reader.read(tensor)
 
     def on_release(self, buffer: torch.Tensor) -> None:
         pass

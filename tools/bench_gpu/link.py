@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from offload_engine import OffloadConfig, OffloadEngine
+
 from .model import Ranks
 
 MIB = 1 << 20
@@ -89,21 +91,17 @@ def measure_reads(ranks: Ranks, repeats: int = 7) -> dict[str, Any]:
 def _read_times(repeats: int) -> dict[str, float]:
     bulk, stream = _Pair(_QUEUE_BYTES), torch.cuda.Stream()
     times = {}
-    for name, read in _readers(torch.arange(64, device="cuda")).items():
+    engine = OffloadEngine()
+    for name, read in _readers(torch.arange(64, device="cuda"), engine).items():
         read()
         times[f"{name}_idle_ms"] = _median_ms(read, repeats, lambda: None)
         times[f"{name}_busy_ms"] = _median_ms(read, repeats, lambda: _fill_queue(bulk, stream))
+    engine.close()
     return times
 
 
-def _readers(small: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    import offload_engine
-
-    readers: dict[str, Callable[[], Any]] = {"cpu": small.cpu}
-    host_read = getattr(offload_engine, "host_read", None)
-    if host_read is not None:
-        readers["engine"] = lambda: host_read(small).wait()
-    return readers
+def _readers(small: torch.Tensor, engine: OffloadEngine) -> dict[str, Callable[[], Any]]:
+    return {"cpu": small.cpu, "engine": lambda: engine.host_read(small).wait()}
 
 
 def _fill_queue(bulk: _Pair, stream: Any) -> None:
@@ -126,8 +124,6 @@ def _median_ms(read: Callable[[], Any], repeats: int, prepare: Callable[[], None
 
 def measure_pinning() -> dict[str, Any]:
     """GB/s at which 1 GiB of host memory gets pinned: by cudaHostAlloc, and by the engine's device."""
-    from offload_engine import OffloadConfig, OffloadEngine
-
     engine = OffloadEngine(OffloadConfig())
 
     def host_alloc() -> Callable[[], None]:
@@ -177,8 +173,6 @@ class _SaveThree(torch.autograd.Function):
 
 def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
     """Host microseconds of one group of three tensors, forward and backward, best of many repeats."""
-    from offload_engine import OffloadConfig, OffloadEngine
-
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
     try:
         costs = {True: float("inf"), False: float("inf")}
