@@ -128,6 +128,21 @@ def test_rule_6_a_reader_on_another_stream_before_the_drop(bench: Bench) -> None
     bench.finish()
 
 
+def test_one_group_that_saves_on_two_streams(bench: Bench) -> None:
+    main = bench.device.current_stream()
+    bench.chunk.open_group("group")
+    handles = [bench.chunk.tensor_push(torch.full((NUMEL,), 3.0))]
+    with bench.device.compute_stream("comm") as comm:
+        handles.append(bench.chunk.tensor_push(torch.full((NUMEL,), 5.0)))
+    handles.append(bench.chunk.tensor_push(torch.full((NUMEL,), 7.0)))
+    bench.device.wait_event(main, bench.device.record_event(comm))
+    bench.chunk.close_group()  # each buffer goes back to the pool it came from
+    values = [float(bench.read(handle).mean()) for handle in handles]
+    handles.clear()
+    assert values == [3.0, 5.0, 7.0]
+    bench.finish()
+
+
 def test_two_streams_save_and_read_in_turn(bench: Bench) -> None:
     handles = []
     for value in (3.0, 5.0):
