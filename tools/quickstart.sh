@@ -4,11 +4,11 @@
 #
 #   tools/quickstart.sh [DIRECTORY]    where the text, the metrics and the plot go; default out/quickstart
 #
-# STEPS (default 6) sets the length of each run; PYTHON and VENV choose the environment, see tools/setup_env.sh.
+# STEPS (default 5) sets the length of each run; PYTHON and VENV choose the environment, see tools/setup_env.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out/quickstart}
-steps=${STEPS:-6}
+steps=${STEPS:-5}
 python=${VENV:-.venv}/bin/python
 
 tools/setup_env.sh megatron,plots,test
