@@ -319,12 +319,8 @@ def _fused_kernel_rows(optimizer: str) -> list[Patch]:
 
     why = "TransformerEngine's and apex' fused kernels run on GPUs only"
     on_cpu = {
-        ":Adam": torch.optim.AdamW,
         ":SGD": torch.optim.SGD,
         ":USING_PYTORCH_OPTIMIZER": True,
-        ".optimizer:multi_tensor_applier": utils.local_multi_tensor_applier,
-        ".optimizer:multi_tensor_scale_impl": utils.local_multi_tensor_scale,
-        ".clip_grads:multi_tensor_applier": utils.local_multi_tensor_applier,
         ".clip_grads:multi_tensor_scale_impl": utils.local_multi_tensor_scale,
         ".clip_grads:l2_norm_impl": utils.local_multi_tensor_l2_norm,
     }

@@ -47,6 +47,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--moe-layer-freq needs --num-experts")
     if args.min_lr > args.lr:
         raise ValueError(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    decay_iters = args.lr_decay_iters or args.train_iters
+    if args.lr_warmup_iters >= decay_iters:
+        raise ValueError(f"--lr-warmup-iters {args.lr_warmup_iters} must be below the {decay_iters} of the decay")
     if args.seq_length > args.max_position_embeddings:
         raise ValueError(f"--max-position-embeddings must be at least --seq-length {args.seq_length}")
     if args.save_interval is not None and args.save is None:

@@ -190,6 +190,7 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
         ("--split 100,0,0 --eval-interval 1", "leaves no documents for validation"),
         ("--pipeline-model-parallel-size 2", "1 processes: world_size (1) is not divisible by 2"),
         ("--global-batch-size 3 --micro-batch-size 2", "batch size (3) is not divisible by micro batch size (2)"),
+        ("--lr-warmup-iters 3", "--lr-warmup-iters 3 must be below the 3 of"),
         ("--load nowhere", "there is no checkpoint in nowhere"),
         ("--num-experts 4", "add --disable-bias-linear"),
         ("--sequence-parallel", "--sequence-parallel needs --transformer-impl transformer_engine"),
