@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Attachment:
         self._brackets: list[GroupBracket] = []
         self._last_groups: list[frozenset[int]] = []
         self._unused_names: set[str] = set()
+        self._rest_hooks: AbstractContextManager[Any] | None = None  # around the forward of the running chunk
         self._num_forwards: list[int] = [0] * len(chunks)
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
         for stage, chunk in enumerate(chunks):
@@ -70,6 +72,7 @@ class Attachment:
         """Leaves every bracket that an exception kept open."""
         for bracket in reversed(self._brackets):
             bracket.leave()
+        self._leave_rest()
 
     def warn_of_unused_names(self) -> None:
         """Says, once, which of the names found in the model's chunks here no step has called."""
@@ -101,9 +104,20 @@ class Attachment:
             key = ChunkKey(stage, self._num_forwards[stage])
             self._num_forwards[stage] += 1
             at_once = key in self._comes_back_at_once
-            self.engine.start_chunk(key, keep_groups=self._last_groups[stage] if at_once else frozenset())
+            handler = self.engine.start_chunk(key, keep_groups=self._last_groups[stage] if at_once else frozenset())
+            self._rest_hooks = handler.rest_hooks()
+            self._rest_hooks.__enter__()
+
+        def end_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self._leave_rest()
 
         self._handles.append(chunk.register_forward_pre_hook(start_chunk))
+        self._handles.append(chunk.register_forward_hook(end_chunk, always_call=True))
+
+    def _leave_rest(self) -> None:
+        hooks, self._rest_hooks = self._rest_hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
 
     def _attach_sites(self, chunk: torch.nn.Module, sites: Sequence[Site]) -> None:
         # Hooks run in the order of registration. On one submodule a stretch that ends there ends first, then comes

@@ -110,14 +110,17 @@ class GroupLease:
 class TensorGroup:
     """What one call of one bracketed submodule saved."""
 
-    __slots__ = ("chunk", "index", "name", "is_kept", "is_implicit", "storages", "nbytes")
+    __slots__ = ("chunk", "index", "name", "is_kept", "is_implicit", "is_rest", "storages", "nbytes")
 
-    def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_implicit: bool) -> None:
+    def __init__(
+        self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_implicit: bool, is_rest: bool = False
+    ) -> None:
         self.chunk = chunk
         self.index = index
         self.name = name
         self.is_kept = is_kept  # the plan leaves it resident
         self.is_implicit = is_implicit  # opened by a push outside any bracket, as TransformerEngine's hook does
+        self.is_rest = is_rest  # what a chunk saves outside its groups: it moves only with a group that saves it too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once
         self.nbytes = 0
 

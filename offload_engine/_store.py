@@ -89,9 +89,14 @@ class ActivationStore:
         if saved is None or saved.version != tensor._version:
             saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
             self.live[saved] = None
-            self.stats.managed_bytes += nbytes
-            self._arrive([saved], nbytes)
-        group.add(saved)
+            self._hold([saved])
+            if not group.is_rest:
+                self._manage(saved)
+        elif saved.group.is_rest and not group.is_rest:
+            saved.group = group
+            self._manage(saved)
+        if not group.is_rest:
+            group.add(saved)
         return PackedTensor(tensor, saved, group, self)
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
@@ -173,7 +178,8 @@ class ActivationStore:
             total += saved.nbytes
         self.stats.copied_in_bytes += total
         self.prefetched_bytes += total
-        self._arrive(storages, total)
+        self._hold(storages)
+        self._arrive(total)
 
     def await_copy_in(self, group: TensorGroup) -> None:
         """The backward of `group` begins: the current stream waits for its copy-in, if one is issued.
@@ -298,11 +304,18 @@ class ActivationStore:
         if lease.give_up_part(last_copy):
             self._pool.give_back(lease.lease, lease.events)
 
-    def _arrive(self, storages: Sequence[SavedStorage], nbytes: int) -> None:
-        """The storages, of `nbytes` in all, have a buffer on the device from now on."""
+    def _manage(self, saved: SavedStorage) -> None:
+        """A group has saved the storage: from now on it counts, and moves with that group."""
+        self.stats.managed_bytes += saved.nbytes
+        self._arrive(saved.nbytes)
+
+    def _arrive(self, nbytes: int) -> None:
+        """`nbytes` of what groups saved have a buffer on the device from now on."""
         self.resident_bytes += nbytes
         if self.resident_bytes > self.stats.peak_resident_bytes:
             self.stats.peak_resident_bytes = self.resident_bytes
+
+    def _hold(self, storages: Sequence[SavedStorage]) -> None:
         if self._meter is not None:
             for saved in storages:
                 assert saved.buffer is not None
@@ -310,7 +323,8 @@ class ActivationStore:
 
     def _drop(self, saved: SavedStorage) -> None:
         """Drop the buffer of a settled storage."""
-        self.resident_bytes -= saved.nbytes
+        if not saved.group.is_rest:
+            self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:
             self._meter.drop(saved.buffer.untyped_storage()._cdata)
         drop_buffer(saved, self._context)

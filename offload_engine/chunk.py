@@ -66,6 +66,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover = mover
         self._keep_groups = keep_groups
         self._open: list[TensorGroup] = []  # innermost last
+        self._rest = TensorGroup(key, -1, "outside the groups", is_kept=True, is_implicit=False, is_rest=True)
 
     def __repr__(self) -> str:
         return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
@@ -98,6 +99,15 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager for the forward of a group: hands what autograd saves to this handler."""
         return torch.autograd.graph.saved_tensors_hooks(self.tensor_push, self.tensor_pop)
+
+    def rest_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context manager for the whole forward of the chunk, around its groups.
+
+        What is saved outside the groups stays on the device, unless a group saves the same storage too, before or
+        after: then it leaves and comes back with that group. Without these hooks the copy of such a storage frees
+        nothing, because the other saver still holds it.
+        """
+        return torch.autograd.graph.saved_tensors_hooks(self._push_rest, self.tensor_pop)
 
     # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
 
@@ -138,6 +148,9 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover.copy_in(self._group(group_to_reload))
 
     # -- private -----------------------------------------------------------------------------------------------------
+
+    def _push_rest(self, tensor: torch.Tensor) -> Any:
+        return self._mover.store.pack(tensor, self._rest)
 
     def _open_group(self, name: str, is_implicit: bool) -> TensorGroup:
         groups = self.chunk_groups.groups

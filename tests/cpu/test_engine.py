@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from offload_engine import (
@@ -141,6 +142,49 @@ def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again
         (first + second).sum().backward()
         del y, first, second
     assert engine.stats.copied_out_bytes == 4 * NUMEL + 2 * 4 * 8
+
+
+@pytest.mark.parametrize("outsider", ["before the group", "after the group", "both"])
+def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
+    engine: OffloadEngine, outsider: str
+) -> None:
+    def function(x: torch.Tensor, in_group: Callable[..., torch.Tensor]) -> torch.Tensor:
+        y = x * 1
+        saved.append(StorageWeakRef(y.untyped_storage()))
+        early = y.cos() if outsider != "after the group" else 0
+        inside = in_group(torch.sin, y)
+        late = y.view(2, -1).exp().view(-1) * y if outsider != "before the group" else 0
+        return inside + early + late
+
+    saved: list[StorageWeakRef] = []
+    x = leaf()
+    plain = torch.autograd.grad(function(x, lambda operation, y: operation(y)).sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.rest_hooks():
+            output = function(x, lambda operation, y: in_group(chunk, operation, y))
+            in_group(chunk, torch.sin, leaf())
+            in_group(chunk, torch.sin, leaf())
+        assert saved[-1].expired()
+        assert engine.stats.managed_bytes == 3 * 4 * NUMEL
+        offloaded = torch.autograd.grad(output.sum(), x)[0]
+        del output
+    assert torch.equal(plain, offloaded)
+    check_nothing_left(engine)
+
+
+def test_what_only_outsiders_save_stays_and_does_not_count(engine: OffloadEngine) -> None:
+    x = leaf()
+    plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
+    with engine.iteration():
+        with engine.start_chunk().rest_hooks():
+            total = (x * 1).exp().sin().sum()
+        assert engine.stats.managed_bytes == 0
+        assert engine.meter is not None and engine.meter.current_bytes == 4 * NUMEL
+        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
+        del total
+    assert engine.stats.peak_resident_bytes == 0
+    check_nothing_left(engine)
 
 
 def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine) -> None:
