@@ -74,16 +74,18 @@ class Outcome(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    mutations = find_mutations(ROOT)
-    if options.list:
-        console.print(_table(list(enumerate(mutations)), {}))
-        return 0
-    chosen = [(i, m) for i, m in enumerate(mutations) if not options.only or i in options.only]
-    baseline = run_tests(None)
-    if baseline.verdict != "survived":
-        console.print(f"the tests fail without any mutation: {baseline.detail}", style="bold red")
-        return 2
-    outcomes = _check_all(chosen, options.jobs)
+    with tempfile.TemporaryDirectory(prefix="mutation-check-") as folder:
+        snapshot = _copy(ROOT, Path(folder) / "snapshot")  # the checkout may change while this runs
+        mutations = find_mutations(snapshot)
+        chosen = [(i, m) for i, m in enumerate(mutations) if not options.only or i in options.only]
+        if options.list:
+            console.print(_table(chosen, {}))
+            return 0
+        baseline = run_tests(None, snapshot)
+        if baseline.verdict != "survived":
+            console.print(f"the tests fail without any mutation: {baseline.detail}", style="bold red")
+            return 2
+        outcomes = _check_all(chosen, snapshot, options.jobs)
     console.print(_table(chosen, outcomes))
     survivors = [index for index, outcome in outcomes.items() if outcome.verdict != "caught"]
     console.print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutations caught")
@@ -101,19 +103,24 @@ def find_mutations(root: Path) -> list[Mutation]:
     return mutations
 
 
-def run_tests(mutation: Mutation | None) -> Outcome:
-    """Run the tests on a copy of the repository with `mutation` applied; None: unchanged."""
+def run_tests(mutation: Mutation | None, root: Path) -> Outcome:
+    """Run the tests on a copy of the repository `root` with `mutation` applied; None: unchanged."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        copy = Path(folder)
-        for name in (PACKAGE, "tests"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
+        copy = _copy(root, Path(folder) / "copy")
         if mutation is not None:
             target = copy / mutation.path
             target.write_text(mutation.apply(target.read_text()))
         verdict, detail = _pytest(copy)
     return Outcome(verdict, detail, time.perf_counter() - started)
+
+
+def _copy(root: Path, target: Path) -> Path:
+    """What the tests need of the repository."""
+    for name in (PACKAGE, "tests"):
+        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "pyproject.toml", target)
+    return target
 
 
 def _pytest(copy: Path) -> tuple[str, str]:
@@ -128,16 +135,16 @@ def _pytest(copy: Path) -> tuple[str, str]:
         return "error", f"no end within {TIMEOUT_S} s"
     if done.returncode == 0:
         return "survived", ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)", done.stdout, re.MULTILINE)
     if done.returncode == 1 and failed is not None:
         return "caught", failed.group(1).removeprefix("tests/cpu/")
     return "error", (done.stdout + done.stderr)[-500:]
 
 
-def _check_all(chosen: list[tuple[int, Mutation]], jobs: int) -> dict[int, Outcome]:
+def _check_all(chosen: list[tuple[int, Mutation]], root: Path, jobs: int) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
     with ThreadPoolExecutor(jobs) as executor:
-        running = {executor.submit(run_tests, mutation): index for index, mutation in chosen}
+        running = {executor.submit(run_tests, mutation, root): index for index, mutation in chosen}
         for future in tqdm(as_completed(running), total=len(running), desc="mutations", unit="mutation"):
             outcomes[running[future]] = future.result()
     return dict(sorted(outcomes.items()))

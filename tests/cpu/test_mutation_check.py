@@ -52,9 +52,14 @@ def test_mutations_are_programs_that_differ() -> None:
 
 def test_a_missing_wait_is_caught_and_named() -> None:
     (mutation,) = [m for m in mutation_check.find_mutations(ROOT) if "Rule 5" in m.code]
-    outcome = mutation_check.run_tests(mutation)
+    outcome = mutation_check.run_tests(mutation, ROOT)
     assert outcome.verdict == "caught", outcome
     assert outcome.detail.startswith("test_copy_order.py::"), outcome
+
+
+def test_a_program_that_does_not_load_is_an_error_not_a_catch() -> None:
+    (mutation,) = [m for m in mutation_check.find_mutations(ROOT) if "Rule 5" in m.code]
+    assert mutation_check.run_tests(mutation._replace(replacement="pass )"), ROOT).verdict == "error"
 
 
 def test_list_names_the_places(capsys: pytest.CaptureFixture[str]) -> None:
