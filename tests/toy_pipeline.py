@@ -476,7 +476,9 @@ class Runner:
     def _attempt(self, step: Step) -> list[torch.Tensor]:
         self._arm(step.failure)
         if self.engine is not None:
-            weights = list(self.stages.parameters()) if self.case.passes_weights else []
+            # With two streams always: nobody tells the allocator which streams use a weight, as it is never freed.
+            names_weights = self.case.passes_weights or self.case.has_comm_stream
+            weights = list(self.stages.parameters()) if names_weights else []
             self.engine.begin_iteration(step.announced, weights)
         results: list[torch.Tensor] = []
         for position, action in enumerate(step.actions):
