@@ -134,18 +134,18 @@ class Attachment:
             self._enter_after(modules[site.path], owner, bracket)
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
-        def enter(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return bracket.enter_with_arguments(args, kwargs)
+        def enter(module: torch.nn.Module, args: Any) -> None:
+            bracket.enter()
 
-        def leave(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:
             return bracket.leave_with(output)
 
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(leave, with_kwargs=True, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _enter_after(self, module: torch.nn.Module, owner: torch.nn.Module, bracket: GroupBracket) -> None:
-        def enter(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            return bracket.enter_with(output)
+        def enter(module: torch.nn.Module, args: Any, output: Any) -> None:
+            bracket.enter()
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             bracket.leave()  # open still only if an exception left the stretch

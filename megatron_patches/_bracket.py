@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadEngine, group_commit, group_start
+from offload_engine import ChunkOffloadHandler, OffloadEngine, group_commit
 
 _Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -24,7 +24,7 @@ class _Open(NamedTuple):
 class GroupBracket:
     """Opens and closes the groups of one place in the model, one at a time.
 
-    While the engine is passive (evaluation, recomputation) every method returns None, which changes nothing.
+    While the engine is passive (evaluation, recomputation) nothing is opened, and leaving changes nothing.
     """
 
     def __init__(self, engine: OffloadEngine, name: str, counter: Counter[str]) -> None:
@@ -33,23 +33,21 @@ class GroupBracket:
         self._counter = counter
         self._open: _Open | None = None
 
-    def enter_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enters in front of a call; returns its arguments with the group's mark on the first that needs it."""
-        chunk = self._chunk()
-        if chunk is None:
-            return None
-        marked, (args, kwargs) = _replace_in_arguments(args, kwargs, self._start(chunk))
-        self._enter(chunk, marked)
-        return args, kwargs
+    def enter(self) -> bool:
+        """Opens a group: what is saved from now on belongs to it. False while the engine is passive.
 
-    def enter_with(self, output: Any) -> Any:
-        """Enters behind a call; returns its output with the group's mark."""
-        chunk = self._chunk()
+        Nothing marks the input in the graph. A mark would gather the gradients of an input that is read more than once
+        before those of its other readers are added: another order of summation, and another last bit.
+        """
+        chunk = self._engine.current_chunk if self._engine.is_active else None
         if chunk is None:
-            return None
-        marked, output = _replace_first(output, self._start(chunk))
-        self._enter(chunk, marked)
-        return output
+            return False
+        chunk.open_group(self._name)
+        hooks = chunk.saved_tensors_hooks()
+        hooks.__enter__()
+        self._open = _Open(chunk, hooks)
+        self._counter[self._name] += 1
+        return True
 
     def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Leaves in front of a call; returns its arguments with the mark of the group's end."""
@@ -79,22 +77,8 @@ class GroupBracket:
         if chunk is not None:
             chunk.abandon_group()
 
-    def _chunk(self) -> ChunkOffloadHandler | None:
-        return self._engine.current_chunk if self._engine.is_active else None
-
-    def _start(self, chunk: ChunkOffloadHandler) -> _Replace:
-        return lambda tensor: group_start(tensor, chunk, name=self._name)
-
     def _commit(self, chunk: ChunkOffloadHandler) -> _Replace:
         return lambda tensor: group_commit(tensor, chunk)
-
-    def _enter(self, chunk: ChunkOffloadHandler, is_marked: bool) -> None:
-        if not is_marked:
-            chunk.open_group(self._name)
-        hooks = chunk.saved_tensors_hooks()
-        hooks.__enter__()
-        self._open = _Open(chunk, hooks)
-        self._counter[self._name] += 1
 
     def _exit_hooks(self) -> ChunkOffloadHandler | None:
         if self._open is None:

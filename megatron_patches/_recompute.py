@@ -58,12 +58,11 @@ def _bracketing_input(original: Callable[..., Any], *, runner: Runner) -> Callab
     @functools.wraps(original)
     def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
         bracket = runner.checkpoint_bracket()
-        entered = bracket.enter_with_arguments(args, {}) if bracket is not None else None
-        if bracket is None or entered is None:
+        if bracket is None or not bracket.enter():
             return original(function, distribute_saved_activations, *args)
         output = None
         try:
-            output = original(function, distribute_saved_activations, *entered[0])
+            output = original(function, distribute_saved_activations, *args)
         finally:
             output = bracket.leave_with(output)
         return output
