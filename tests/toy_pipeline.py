@@ -268,6 +268,7 @@ class Case:
     has_comm_stream: bool
     passes_weights: bool
     tracks_rest: bool
+    manages_rest: bool
     deallocates: bool
     config: OffloadConfig
     host_capacity: int | None
@@ -293,6 +294,7 @@ class Case:
             has_comm_stream=rng.random() < 0.3,
             passes_weights=rng.random() < 0.9,
             tracks_rest=rng.random() < 0.5,
+            manages_rest=random.Random(seed + 1).random() < 0.5,  # drawn apart: the other draws stay as they were
             deallocates=rng.random() < 0.5,
             config=config,
             host_capacity=rng.choice((4096, 1 << 16)) if limit is not None else rng.choice((1500, 1 << 14, 1 << 18)),
@@ -526,9 +528,12 @@ class Runner:
 
     def _forward(self, key: ChunkKey, step: Step) -> None:
         x = self._inputs[key] = self._input_of(key, step)
+        rest: AbstractContextManager[Any] = nullcontext()
         if self.engine is not None:
-            self.engine.start_chunk(key, keep_groups=step.keep.get(key, frozenset()))
-        with self._tracker():
+            chunk = self.engine.start_chunk(key, keep_groups=step.keep.get(key, frozenset()))
+            if self.case.manages_rest:
+                rest = chunk.rest_hooks()
+        with self._tracker(), rest:
             out = self.stages[key.stage](x)
             if not self._is_sent(key):
                 out = (out * out.detach().cos()).mean()
