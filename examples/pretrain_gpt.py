@@ -42,13 +42,15 @@ def train(args: argparse.Namespace) -> None:
         UsageError: before the first step, for what the user has to change.
     """
     # megatron-core takes seconds to import: not for --help
-    from gpt_trainer.environment import environment
+    from gpt_trainer.environment import environment, patching
     from gpt_trainer.training import Training
 
     from megatron_patches import apply_cpu_support
 
+    with patching():
+        cpu_support = apply_cpu_support()
     with (
-        apply_cpu_support(),
+        cpu_support,
         environment(args) as device,
         contextlib.closing(Training(args, device)) as training,
     ):

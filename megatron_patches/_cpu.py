@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_patches._registry import Applied, Patch, apply_patches
+from megatron_patches._versions import check_supported
 
 CPU = torch.device("cpu")
 
@@ -27,8 +28,12 @@ def apply_cpu_support() -> Applied:
     """Applies the rows of this module where there is no GPU, and none where there is one.
 
     Call it before the model is built. `Applied.remove` takes everything back.
+
+    Raises:
+        RuntimeError: if megatron-core is missing or of a version that is not supported.
+        PatchError: if the rows are in force already.
     """
-    return apply_patches(() if torch.cuda.is_available() else cpu_rows())
+    return apply_patches(() if torch.cuda.is_available() else cpu_rows(), version=check_supported())
 
 
 def cpu_rows() -> list[Patch]:

@@ -58,8 +58,15 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("give either --data-path or --mock-data")
     if args.timeline_step is not None and args.timeline_json is None:
         raise ValueError("--timeline-step needs --timeline-json")
+    _check_output_files(args)
     _check_virtual_stages(args)
     _check_offload(args)
+
+
+def _check_output_files(args: argparse.Namespace) -> None:
+    for flag, path in (("--metrics-json", args.metrics_json), ("--timeline-json", args.timeline_json)):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
 
 
 def _check_offload(args: argparse.Namespace) -> None:

@@ -21,12 +21,33 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from gpt_trainer.arguments import UsageError
+from megatron_patches import PatchError
 
 TIMEOUT = timedelta(minutes=10)
 
 
 class ProcessError(UsageError):
     """The processes that were started do not fit the flags."""
+
+
+class PatchingError(UsageError):
+    """megatron-core cannot be patched: it is of another version, or patched already."""
+
+
+@contextlib.contextmanager
+def patching() -> Iterator[None]:
+    """Around `megatron_patches.apply*()`.
+
+    Raises:
+        PatchingError: for what these functions find wrong with megatron-core.
+    """
+    try:
+        yield
+    except PatchError as error:
+        hint = "This trainer applies the patches itself: start it without python -m megatron_patches."
+        raise PatchingError(f"{error} {hint}") from error
+    except RuntimeError as error:
+        raise PatchingError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -42,7 +42,6 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     names = {field.name for field in dataclasses.fields(config_class)}
     values = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    values = {name: value for name, value in values.items() if not name.startswith("offload_")}
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values.update(
         params_dtype=dtype,

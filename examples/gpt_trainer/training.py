@@ -10,6 +10,7 @@ import torch
 import megatron_patches
 from gpt_trainer.checkpoint import Checkpoints
 from gpt_trainer.data import build_datasets, vocabulary
+from gpt_trainer.environment import patching
 from gpt_trainer.metrics import Metrics
 from gpt_trainer.model import ConfigError, build_chunks, build_optimizer, build_scheduler, transformer_config
 from gpt_trainer.steps import Progress, StepResult, Steps
@@ -20,7 +21,7 @@ class Training:
     """Everything one rank needs to train; `run()` does it.
 
     Raises:
-        CheckpointError, ConfigError, DataError: for a checkpoint, flags or data that cannot be used.
+        UsageError: for a checkpoint, flags, data or a megatron-core that cannot be used.
     """
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
@@ -31,30 +32,32 @@ class Training:
         num_train = args.train_iters * args.global_batch_size
         self._train_set, self._valid_set = build_datasets(args, tokenizer, num_train, num_valid)
         self._meter = ResidencyMeter() if args.metrics_json or args.timeline_json else None
-        self._offload = self._apply_offload()
-        config = transformer_config(args, device)
-        self._chunks = build_chunks(args, config, device, tokenizer.vocab_size)
+        self._offload = self._apply_offload() if args.offload_activation else None
+        try:
+            self._build(tokenizer.vocab_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, vocab_size: int) -> None:
+        args = self._args
+        config = transformer_config(args, self._device)
+        self._chunks = build_chunks(args, config, self._device, vocab_size)
         optimizer = build_optimizer(args, self._chunks)
         scheduler = build_scheduler(args, optimizer)
         self._checkpoints = Checkpoints(args, self._chunks, optimizer, scheduler)
         self._progress = Progress() if args.load is None else self._checkpoints.load(args.load)
-        self._steps = Steps(args, self._chunks, optimizer, scheduler, device, self._tracker())
+        self._steps = Steps(args, self._chunks, optimizer, scheduler, self._device, self._tracker())
 
     def close(self) -> None:
         """Takes the offload patches back."""
         if self._offload is not None:
             self._offload.remove()
 
-    def _apply_offload(self) -> megatron_patches.Handle | None:
-        """This is all that offload takes: one call before the model is built."""
-        args = self._args
-        if not args.offload_activation:
-            return None
-        config = megatron_patches.offload_config_from_args(args)
-        try:
-            return megatron_patches.apply(config, modules=args.offload_modules or ["core_attn"], meter=self._meter)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    def _apply_offload(self) -> megatron_patches.Handle:
+        """This is all that offload takes: one call before the configuration is made, which then has the flags."""
+        with patching():
+            return megatron_patches.apply(meter=self._meter)
 
     @property
     def _evaluates(self) -> bool:

@@ -145,3 +145,11 @@ def test_a_method_of_tensors_is_replaced_during_a_call_only(applied: None) -> No
     assert parameter.grad.type() == "torch.FloatTensor"
     with pytest.raises(AssertionError):
         clip_grads.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=2.0)
+
+
+def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.package_info.__version__", "0.15.0")
+    before = targets()
+    with pytest.raises(RuntimeError, match="megatron-core 0.15.0 is not supported.* pip install"):
+        apply_cpu_support()
+    assert targets() == before
