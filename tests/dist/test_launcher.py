@@ -31,8 +31,8 @@ json.dump([__name__, sys.argv[1:], sys.path[0], hooks], open(sys.argv[1] + "/see
 
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     seen = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
-    # Each layer: core attention has one hook, the stretch of the activation two.
-    assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path), 3 * 4]
+    # Each layer: core attention has one hook, the stretch of the activation two. The chunk has one.
+    assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path), 3 * 4 + 1]
 
 
 def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
