@@ -38,15 +38,13 @@ class Mover:
 
     def copy_out(self, group: TensorGroup) -> None:
         """Issue the copy-out of what `group` saved first."""
-        storages = self.store.issue_copy_out(group)
-        if storages:
-            self.releases.push(storages)
+        issued = self.store.issue_copy_out(group)
+        if issued is not None:
+            self.releases.push(issued)
 
     def copy_in(self, group: TensorGroup) -> None:
         """Issue the copy-in of what `group` has on host, ahead of the prefetch."""
-        on_host = on_host_storages(group)
-        if on_host:
-            self.store.issue_copy_in(on_host)
+        self.store.issue_copy_in(on_host_storages(group))
 
     def begin_backward(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins."""

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
-from offload_engine._devices.base import Device, Event
-from offload_engine._saved import SavedStorage
-from offload_engine._store import ActivationStore
-
-
-class _CopyOut(NamedTuple):
-    storages: list[SavedStorage]
-    nbytes: int
-    copied_out: Event
+from offload_engine._devices.base import Device
+from offload_engine._store import ActivationStore, CopyOut
 
 
 class ReleaseQueue:
     """Groups with a copy-out issued, oldest first.
 
-    A group whose copy has completed is released at the next group boundary. Beyond `limit_bytes` of unreleased copies
-    the compute stream is made to wait for the oldest: that is the back-pressure, and it never blocks a host that runs
-    ahead of its device.
+    A group whose copy has completed is released at the next group boundary. Beyond `max_inflight_bytes` of unreleased
+    copies the compute stream is made to wait for the oldest: that is the back-pressure, and it never blocks a host that
+    runs ahead of its device.
     """
 
     def __init__(self, store: ActivationStore, device: Device, max_inflight_bytes: int | None) -> None:
@@ -29,15 +21,14 @@ class ReleaseQueue:
         self._device = device
         self._max_inflight_bytes = max_inflight_bytes
         self._largest_bytes = 0
-        self._queue: deque[_CopyOut] = deque()
+        self._queue: deque[CopyOut] = deque()
         self._inflight_bytes = 0
 
-    def push(self, storages: list[SavedStorage]) -> None:
-        """Queue storages whose copy-out was just issued together."""
-        nbytes = sum(saved.nbytes for saved in storages)
-        self._queue.append(_CopyOut(storages, nbytes, storages[0].pending))
-        self._inflight_bytes += nbytes
-        self._largest_bytes = max(self._largest_bytes, nbytes)
+    def push(self, issued: CopyOut) -> None:
+        """Queue a copy-out that was just issued."""
+        self._queue.append(issued)
+        self._inflight_bytes += issued.nbytes
+        self._largest_bytes = max(self._largest_bytes, issued.nbytes)
 
     def advance(self) -> None:
         """Release what has been copied out, and as many more as the limit on copies in flight asks for."""

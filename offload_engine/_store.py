@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,9 +22,40 @@ from offload_engine.meter import ResidencyMeter
 
 logger = logging.getLogger(__name__)
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _undisturbed(
+    step: Callable[Concatenate[ActivationStore, _Arguments], _Result],
+) -> Callable[Concatenate[ActivationStore, _Arguments], _Result]:
+    """One step of the store, in the middle of which no storage retires; what autograd drops meanwhile retires after."""
+
+    @functools.wraps(step)
+    def undisturbed(store: ActivationStore, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            with store._lock:
+                return step(store, *args, **kwargs)
+        finally:
+            if store._dropped:
+                store._retire_dropped()
+
+    return undisturbed
+
+
+class CopyOut(NamedTuple):
+    """Storages whose copy-out was issued together."""
+
+    storages: list[SavedStorage]
+    nbytes: int
+    copied_out: Event
+
 
 class ActivationStore:
     """Owns every saved storage from the moment it is packed until autograd drops its last handle.
+
+    That handle may go at any time: the garbage collector finds graphs in cycles, in the middle of a step of this store
+    and in any thread.
 
     Attributes:
         live: storages with a handle left.
@@ -45,6 +80,8 @@ class ActivationStore:
         self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
         self._failure: CopyError | None = None  # of a copy whose storage is gone, not raised yet
+        self._lock = threading.Lock()  # held during a step
+        self._dropped: deque[SavedStorage] = deque()  # without a handle, not retired yet
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Start counting anew; the storages of `weights` are not activations."""
@@ -67,6 +104,7 @@ class ActivationStore:
         # The weak reference keeps the address from being given to another storage, and no bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
 
+    @_undisturbed
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> object:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
         # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
@@ -117,8 +155,9 @@ class ActivationStore:
         assert saved.buffer is not None
         return handle.view(saved.buffer, self._empty(handle.dtype))
 
-    def issue_copy_out(self, group: TensorGroup) -> list[SavedStorage]:
-        """Copy out what `group` saved first; returns the storages now being copied (none where there is no room).
+    @_undisturbed
+    def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
+        """Copy out what `group` saved first; returns what is now being copied (None where there is no room).
 
         What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
         """
@@ -132,19 +171,21 @@ class ActivationStore:
             and not saved.is_modified()
         ]
         if not storages:
-            return []
+            return None
         lease = self._lend(storages)
         if lease is None:
             self.stats.num_host_limit_groups += 1
-            return []
+            return None
         copied_out = copy_out(storages, lease.lease, self._context)
         for saved in storages:
             saved.pending = saved.copied_out = copied_out
             saved.residency = Residency.COPYING_OUT
-            self.stats.copied_out_bytes += saved.nbytes
+        nbytes = sum(saved.nbytes for saved in storages)
+        self.stats.copied_out_bytes += nbytes
         self.stats.num_offloaded_groups += 1
-        return storages
+        return CopyOut(storages, nbytes, copied_out)
 
+    @_undisturbed
     def release(self, storages: Sequence[SavedStorage]) -> None:
         """Drop the device bytes of storages copied out together, but for those recalled or gone since.
 
@@ -161,26 +202,21 @@ class ActivationStore:
             self._drop(saved)
             saved.residency = Residency.ON_HOST
 
+    @_undisturbed
     def recall(self, group: TensorGroup) -> None:
         """`group` is needed soon: what is still being copied out stays on the device, where its bytes still are."""
         for saved in group.storages:
             if saved.residency is Residency.COPYING_OUT:
                 self._keep(saved)
 
+    @_undisturbed
     def issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
-        """Copy in storages that are on host; their leases go back at once, together with the event of the copy."""
-        copied_in = copy_in(storages, self._context)
-        total = 0
-        for saved in storages:
-            saved.residency = Residency.COPYING_IN
-            saved.pending = saved.copied_in = copied_in
-            self._give_back(saved, copied_in)
-            total += saved.nbytes
-        self.stats.copied_in_bytes += total
-        self.prefetched_bytes += total
-        self._hold(storages)
-        self._arrive(total)
+        """Copy in what is on host; the leases go back at once, together with the event of the copy."""
+        on_host = [saved for saved in storages if saved.residency is Residency.ON_HOST]
+        if on_host:
+            self._issue_copy_in(on_host)
 
+    @_undisturbed
     def await_copy_in(self, group: TensorGroup) -> None:
         """The backward of `group` begins: the current stream waits for its copy-in, if one is issued.
 
@@ -192,7 +228,52 @@ class ActivationStore:
             self._await(arriving)
 
     def retire(self, saved: SavedStorage) -> None:
-        """Autograd has dropped the last handle: give everything back. No-op for a storage that is gone."""
+        """Autograd has dropped the last handle: give everything back, where a step is under way after it."""
+        self._dropped.append(saved)
+        self._retire_dropped()
+
+    def raise_failure(self) -> None:
+        """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
+
+        Raises:
+            CopyError: names the group.
+        """
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # else this frame and the error keep each other, and the step's graph, alive
+
+    @_undisturbed
+    def abandon_all(self) -> None:
+        """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
+        device = self._context.device
+        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
+            try:
+                device.synchronize(device.record_event(stream))
+            except CopyError as error:
+                logger.warning("a copy had failed before the reset: %s", error)
+        for saved in list(self.live):
+            saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
+            self._retire(saved)
+        self.prefetched_bytes = 0
+        self._excluded.clear()
+        self._failure = None
+
+    def _retire_dropped(self) -> None:
+        """Retire what autograd has dropped, unless a step is under way: its end does that."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                while self._dropped:
+                    saved = self._dropped.popleft()
+                    if saved.num_handles == 0:  # else the step packed the storage once more
+                        self._retire(saved)
+            finally:
+                self._lock.release()
+
+    def _retire(self, saved: SavedStorage) -> None:
+        """No-op for a storage that is gone."""
         if saved.residency is Residency.RETIRED:
             return
         if saved.residency is Residency.COPYING_IN:
@@ -208,34 +289,20 @@ class ActivationStore:
         if self._by_key.get(saved.key) is saved:
             del self._by_key[saved.key]
 
-    def raise_failure(self) -> None:
-        """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
+    def _issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
+        copied_in = copy_in(storages, self._context)
+        total = 0
+        for saved in storages:
+            saved.residency = Residency.COPYING_IN
+            saved.pending = saved.copied_in = copied_in
+            self._give_back(saved, copied_in)
+            total += saved.nbytes
+        self.stats.copied_in_bytes += total
+        self.prefetched_bytes += total
+        self._hold(storages)
+        self._arrive(total)
 
-        Raises:
-            CopyError: names the group.
-        """
-        failure, self._failure = self._failure, None
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # else this frame and the error keep each other, and the step's graph, alive
-
-    def abandon_all(self) -> None:
-        """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
-        device = self._context.device
-        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
-            try:
-                device.synchronize(device.record_event(stream))
-            except CopyError as error:
-                logger.warning("a copy had failed before the reset: %s", error)
-        for saved in list(self.live):
-            saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
-            self.retire(saved)
-        self.prefetched_bytes = 0
-        self._excluded.clear()
-        self._failure = None
-
+    @_undisturbed
     def _bring_back(self, saved: SavedStorage) -> None:
         """Have the device bytes there, or on their way: the prefetch did not."""
         if saved.residency is Residency.RETIRED:
@@ -245,7 +312,7 @@ class ActivationStore:
             return
         if saved.residency is Residency.ON_HOST:
             self.stats.prefetch_misses += 1
-            self.issue_copy_in([saved])
+            self._issue_copy_in([saved])
         self._await([saved])
 
     def _await(self, storages: Sequence[SavedStorage]) -> None:

@@ -60,7 +60,11 @@ class PlainRead:
 
 
 class Device(Protocol):
-    """What the engine needs of a device. All calls come from the thread that runs the model or its backward."""
+    """What the engine needs of a device.
+
+    Calls come from the thread that runs the model or its backward, one at a time. What drops a buffer may also come
+    from any thread in which the garbage collector finds a graph.
+    """
 
     torch_device: torch.device
     """Saved tensors on this device, and on no other, are moved."""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine import OffloadConfig, OffloadEngine, ResidencyMeter, SavedTensorTracker, group_commit, group_start
+from offload_engine import (
+    ChunkOffloadHandler,
+    OffloadConfig,
+    OffloadEngine,
+    ResidencyMeter,
+    SavedTensorTracker,
+    _store,
+    group_commit,
+    group_start,
+)
 from tests.adversarial import AdversarialDevice
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -67,4 +78,55 @@ def test_a_handle_that_stays_on_the_device_gives_second_derivatives() -> None:
     plain = torch.tanh(torch.exp(x * 0.1))
     (expected,) = torch.autograd.grad(plain.sum(), x, create_graph=True)
     assert torch.equal(second, torch.autograd.grad(expected.sum(), x)[0])
+    engine.close()
+
+
+# -- graphs in a cycle, which the collector finds in the middle of something ------------------------------------------
+
+
+def save_in_a_cycle(chunk: ChunkOffloadHandler, tensor: torch.Tensor) -> None:
+    """Pushes `tensor`; only the collector can drop the handle."""
+    cycle: list[Any] = [chunk.tensor_push(tensor)]
+    cycle.append(cycle)
+
+
+def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def collect_first(*args: Any) -> Any:
+        gc.collect()
+        return function(*args)
+
+    return collect_first
+
+
+@pytest.mark.parametrize("step", ["pack", "copy-out", "release", "copy-in"])
+def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 30), AdversarialDevice())
+    owner, name = {
+        "pack": (_store, "PackedTensor"),
+        "copy-out": (engine.pool, "lend"),
+        "release": (engine.device, "wait_event"),
+        "copy-in": (engine.device, "allocate"),
+    }[step]
+
+    def begin(now: str) -> None:
+        if now == step:
+            monkeypatch.setattr(owner, name, collecting(getattr(owner, name)))
+
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group")
+        shared = torch.ones(64)
+        save_in_a_cycle(chunk, shared)
+        begin("pack")
+        kept = [chunk.tensor_push(shared if step == "pack" else torch.ones(64))]
+        begin("copy-out")
+        chunk.close_group()
+        begin("release")
+        engine._mover.releases.drain()
+        begin("copy-in")
+        chunk.bulk_reload_group(0)
+        assert len(engine._store.live) == 1, "the cycle was not collected, or more than that"
+        assert chunk.tensor_pop(kept.pop()).eq(1).all()
+    assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
+    assert isinstance(engine.device, AdversarialDevice) and not engine.device.hazards
     engine.close()
