@@ -42,6 +42,7 @@ class GroupBracket:
         chunk = self._engine.current_chunk if self._engine.is_active else None
         if chunk is None:
             return False
+        self.leave()  # open still where the place is entered again before its end was reached
         chunk.open_group(self._name)
         hooks = chunk.saved_tensors_hooks()
         hooks.__enter__()
@@ -72,7 +73,7 @@ class GroupBracket:
         return output
 
     def leave(self) -> None:
-        """Leaves without an output to mark, after an exception; nothing if it is not open."""
+        """Leaves without an output to mark, as after an exception; nothing if it is not open."""
         chunk = self._exit_hooks()
         if chunk is not None:
             chunk.abandon_group()

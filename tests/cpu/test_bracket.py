@@ -85,6 +85,11 @@ def without(chunk: Callable[..., Any]) -> torch.Tensor:
     return x.grad
 
 
+def check_no_hook_in_force() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert (x * x).grad_fn._saved_self is x, "a hook is still in force"
+
+
 OUTPUTS = {
     "tensor": (lambda out: out, lambda out: out),
     "tuple": (lambda out: (None, out), lambda out: out[1]),
@@ -146,6 +151,19 @@ def test_a_stretch_beside_the_brackets_of_its_ends(engine: OffloadEngine) -> Non
     assert attachment.num_groups == Counter(fc1=1, act=1, fc2=1) and engine.stats.num_offloaded_groups == 3
 
 
+def test_a_stretch_that_begins_twice_before_it_ends(engine: OffloadEngine) -> None:
+    class Twice(Mlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear_fc2((self.linear_fc1(x).exp() + self.linear_fc1(x.sin())).exp().tanh())
+
+    chunk = torch.nn.Sequential(Twice())
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("act", "0.linear_fc1", "0.linear_fc2"))
+    assert torch.equal(step(attachment, chunk), expected)
+    assert engine.stats.num_groups == 1 and engine.stats.num_offloaded_groups == 1
+    check_no_hook_in_force()
+
+
 def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
     chunk = torch.nn.Sequential(Mlp())
     expected = without(chunk)
@@ -153,8 +171,7 @@ def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
     chunk[0].fault = True
     with pytest.raises(ArithmeticError):
         step(attachment, chunk)
-    x = torch.ones(2, requires_grad=True)
-    assert (x * x).grad_fn._saved_self is x, "a hook is still in force"
+    check_no_hook_in_force()
     chunk[0].fault = False
     assert torch.equal(step(attachment, chunk), expected)
 
