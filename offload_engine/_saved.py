@@ -183,6 +183,32 @@ class PackedTensor:
                 self._store.retire(storage)
 
 
+class StayingTensor:
+    """Stands for one saved tensor that stays where it is.
+
+    Autograd checks whether what it saved was modified in place since, but not where hooks have packed it: this does.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The very tensor.
+
+        Raises:
+            RuntimeError: if it was modified in place after it was saved, as autograd itself would.
+        """
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor saved for backward, {self._tensor.dtype} of shape {tuple(self._tensor.shape)}, has been "
+                "modified by an inplace operation since; clone it before the modification"
+            )
+        return self._tensor
+
+
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
     """What autograd keeps for a tensor that stays where it is.
 

@@ -105,7 +105,7 @@ class ActivationStore:
         self._excluded[storage._cdata] = StorageWeakRef(storage)
 
     @_undisturbed
-    def pack(self, tensor: torch.Tensor, group: TensorGroup) -> object:
+    def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
         # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
         if (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_engine._prefetch import ChunkGroups
-from offload_engine._saved import PackedTensor, TensorGroup, without_graph
+from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine._te_base import HandlerBase
 from offload_engine.errors import OffloadError
 from offload_engine.schedule import ChunkKey
@@ -98,7 +98,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager for the forward of a group: hands what autograd saves to this handler."""
-        return torch.autograd.graph.saved_tensors_hooks(self.tensor_push, self.tensor_pop)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def rest_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager for the whole forward of the chunk, around its groups.
@@ -107,7 +107,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         after: then it leaves and comes back with that group. Without these hooks the copy of such a storage frees
         nothing, because the other saver still holds it.
         """
-        return torch.autograd.graph.saved_tensors_hooks(self._push_rest, self.tensor_pop)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack_rest, self._unpack)
 
     # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
 
@@ -149,8 +149,16 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     # -- private -----------------------------------------------------------------------------------------------------
 
-    def _push_rest(self, tensor: torch.Tensor) -> Any:
-        return self._mover.store.pack(tensor, self._rest)
+    def _pack(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
+        packed = self.tensor_push(tensor)
+        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
+
+    def _pack_rest(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
+        packed = self._mover.store.pack(tensor, self._rest)
+        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
+
+    def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
+        return packed.unpack() if isinstance(packed, StayingTensor) else self._mover.store.unpack(packed)
 
     def _open_group(self, name: str, is_implicit: bool) -> TensorGroup:
         groups = self.chunk_groups.groups

@@ -341,6 +341,23 @@ def test_in_place_use_of_an_output_is_legal_and_of_a_saved_tensor_is_an_error(en
         del output
 
 
+@pytest.mark.parametrize("hooks", ["saved_tensors_hooks", "rest_hooks"])
+@pytest.mark.parametrize("reason", ["small", "excluded", "a weight"])
+def test_in_place_use_of_a_saved_tensor_that_stays_is_an_error_too(hooks: str, reason: str) -> None:
+    engine = make_engine(min_tensor_bytes=8 * NUMEL if reason == "small" else 0)
+    x, y = leaf(), torch.ones(NUMEL)
+    with engine.iteration(weights=[y] if reason == "a weight" else []):
+        if reason == "excluded":
+            engine.exclude(y)
+        with getattr(engine.start_chunk(), hooks)():
+            total = (x * y).sum()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match=r"torch.float32 of shape \(512,\), has been modified by an inplace"):
+            total.backward()
+        del total
+    engine.close()
+
+
 # -- prefetch ---------------------------------------------------------------------------------------------------------
 
 
