@@ -18,7 +18,13 @@ from megatron_patches._moe import moe_rows
 from megatron_patches._recompute import recompute_rows
 from megatron_patches._registry import Applied, apply_patches
 from megatron_patches._schedules import Step, schedule_rows
-from megatron_patches._validate import check_host_limit, check_model, check_recomputation, check_supported_features
+from megatron_patches._validate import (
+    check_host_limit,
+    check_host_room,
+    check_model,
+    check_recomputation,
+    check_supported_features,
+)
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
 
@@ -89,21 +95,23 @@ class Handle:
         """A context for one training step; None if nothing is to be offloaded.
 
         Raises:
-            ValueError, NotImplementedError: if the model cannot do what is asked, before its first training step.
+            ValueError, NotImplementedError: if the model cannot do what is asked, before its first training step; or,
+                when the context of the first one ends, if the host tier had no room for any group.
         """
         settings = resolve(step.config, self._defaults)
         if settings is None:
             return None
         attachment = self._attachments.get(step.chunks[0])
+        is_first = attachment is None
         if attachment is None:
             attachment = self._attach(step, settings)
         self._latest = weakref.ref(attachment)
-        return self._running_step(attachment, step)
+        return self._running_step(attachment, step, settings if is_first else None)
 
     # -- private ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _running_step(self, attachment: Attachment, step: Step) -> Iterator[None]:
+    def _running_step(self, attachment: Attachment, step: Step, to_check: Settings | None) -> Iterator[None]:
         actions = step.order(step.config)
         # of the chunks inside the wrappers: DistributedDataParallel keeps something else under the name `buffers`
         weights = [tensor for chunk in step.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
@@ -117,7 +125,18 @@ class Handle:
             raise
         finally:
             self._running = None
+        if to_check is not None:
+            self._check_first_step(attachment, step, to_check)
         attachment.warn_of_unused_names()
+
+    def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
+        try:
+            check_host_room(attachment.engine.stats, settings.engine.host_limit_bytes, step.pipeline)
+        except ValueError:
+            attachment.close()
+            del self._attachments[step.chunks[0]]
+            self._latest = None
+            raise
 
     def _attach(self, step: Step, settings: Settings) -> Attachment:
         """Checks a model and puts the hooks on it. Every rank of its pipeline takes part, whatever it finds."""

@@ -9,6 +9,7 @@ import torch
 
 from megatron_patches._modules import ModuleRow, row_of
 from megatron_patches._sites import Survey, merge_surveys, survey
+from offload_engine import IterationStats
 
 _Gathered = tuple[Survey | None, str | None]
 
@@ -81,15 +82,37 @@ def check_model(
     Raises:
         ValueError: the same on every rank of the group, saying what the model has instead.
     """
-    found = None if problem else survey(chunks)
-    gathered = _gather((found, problem), pp)
-    problems = [f"pipeline rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
-    if problems:
-        raise ValueError("; ".join(problems))
+    gathered = _gather((None if problem else survey(chunks), problem), pp)
+    _raise_problems(gathered)
     model = merge_surveys(part for part, _ in gathered if part is not None)
     missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
     if missing:
         raise ValueError(_missing_message(missing, model))
+
+
+def check_host_room(stats: IterationStats, limit_bytes: int | None, pp: Any) -> None:
+    """Rejects a host tier too small for any group of a step. Collective over the pipeline-parallel group.
+
+    What a group saves is known once a step was computed; the optimizer has not used its gradients yet.
+
+    Raises:
+        ValueError: the same on every rank of the group, with both figures.
+    """
+    problem = None
+    if stats.num_host_limit_groups and not stats.num_offloaded_groups:
+        tier = "the host tier" if limit_bytes is None else f"offload_host_limit_bytes={limit_bytes:,}"
+        problem = (
+            f"{tier} has no room for any of {stats.num_host_limit_groups} groups of the first step, of "
+            f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Make more room, or "
+            "switch offload_activation off"
+        )
+    _raise_problems(_gather((None, problem), pp))
+
+
+def _raise_problems(gathered: Sequence[_Gathered]) -> None:
+    problems = [f"pipeline rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _gather(own: _Gathered, pp: Any) -> list[_Gathered]:

@@ -67,6 +67,11 @@ def test_an_exception_in_the_model_leaves_nothing_behind() -> None:
     run_ranks(_check_exceptions)
 
 
+@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2)], ids=str)
+def test_a_host_limit_without_room_for_one_group_ends_the_first_step(shape: Pipeline) -> None:
+    run_ranks(_check_small_host_limit, pipeline=shape)
+
+
 def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
     run_ranks(_check_full_disk, str(tmp_path))
 
@@ -133,6 +138,20 @@ def _check_exceptions() -> None:
         _fail_in_backward(chunks)
         assert handle.engine is not None and handle.engine.pool.num_leases == 0
         assert fingerprint(chunks, run(chunks, 3)) == expected
+
+
+def _check_small_host_limit() -> None:
+    """The limit holds a hidden activation, which the model is refused for, but not what core attention saves."""
+    with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
+        offload = {"offload_activation": True, "offload_modules": ["core_attn"], "offload_host_limit_bytes": 4096}
+        chunks = make_chunks(make_config(**offload))
+        weights = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+        with pytest.raises(ValueError, match="pipeline rank 0: offload_host_limit_bytes=4,096 has no room for any of"):
+            run(chunks, 3)
+        assert handle.engine is None and all(map(torch.equal, chunks[0].parameters(), weights))
+        _config_of(chunks).offload_host_limit_bytes = None
+        run(chunks, 3)
+        assert handle.stats is not None and handle.stats.copied_out_bytes > 0
 
 
 def _check_full_disk(directory: str) -> None:
