@@ -72,7 +72,7 @@ class SavedStorage:
         self.lease: GroupLease | None = None
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
-        self.group: TensorGroup = group  # the group that saved it first, and so moves it out
+        self.group: TensorGroup = group  # the first to save it inside a bracket, if any did; that one moves it out
         self._pin: StorageWeakRef | None = None
 
     def pin_address(self) -> None:
@@ -108,19 +108,16 @@ class GroupLease:
 
 
 class TensorGroup:
-    """What one call of one bracketed submodule saved."""
+    """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`)."""
 
-    __slots__ = ("chunk", "index", "name", "is_kept", "is_implicit", "is_rest", "storages", "nbytes")
+    __slots__ = ("chunk", "index", "name", "is_kept", "is_rest", "storages", "nbytes")
 
-    def __init__(
-        self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_implicit: bool, is_rest: bool = False
-    ) -> None:
+    def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_rest: bool = False) -> None:
         self.chunk = chunk
         self.index = index
         self.name = name
         self.is_kept = is_kept  # the plan leaves it resident
-        self.is_implicit = is_implicit  # opened by a push outside any bracket, as TransformerEngine's hook does
-        self.is_rest = is_rest  # what a chunk saves outside its groups: it moves only with a group that saves it too
+        self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once
         self.nbytes = 0
 
@@ -132,7 +129,8 @@ class TensorGroup:
 
     def __repr__(self) -> str:
         stage, microbatch = self.chunk
-        return f"group {self.index} ({self.name}) of chunk (stage {stage}, microbatch {microbatch})"
+        group = "no group" if self.is_rest else f"group {self.index} ({self.name})"
+        return f"{group} of chunk (stage {stage}, microbatch {microbatch})"
 
 
 class PackedTensor:
@@ -142,11 +140,10 @@ class PackedTensor:
     retained graph, an unused branch and an abandoned one all end well.
     """
 
-    __slots__ = ("storage", "group", "_store", "_shape", "_stride", "_offset", "_dtype", "_is_conj", "_is_neg")
+    __slots__ = ("storage", "_store", "_shape", "_stride", "_offset", "_dtype", "_is_conj", "_is_neg")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, group: TensorGroup, store: ActivationStore) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, store: ActivationStore) -> None:
         self.storage = storage
-        self.group = group
         self._store = store
         self._shape = tensor.shape
         self._stride = tensor.stride()

@@ -59,7 +59,8 @@ class ActivationStore:
 
     Attributes:
         live: storages with a handle left.
-        resident_bytes: bytes of `live` that are on the device, or have a buffer there for a copy-in.
+        resident_bytes: bytes of `live`, but for what no group saved, that are on the device, or have a buffer there for
+            a copy-in.
         prefetched_bytes: bytes of copy-in that are issued and not used yet.
     """
 
@@ -135,7 +136,7 @@ class ActivationStore:
             self._manage(saved)
         if not group.is_rest:
             group.add(saved)
-        return PackedTensor(tensor, saved, group, self)
+        return PackedTensor(tensor, saved, self)
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
         """The tensor that `handle` stands for, ready for the current stream.
@@ -157,7 +158,7 @@ class ActivationStore:
 
     @_undisturbed
     def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
-        """Copy out what `group` saved first; returns what is now being copied (None where there is no room).
+        """Copy out what no group saved before `group`; returns what is now being copied (None where there is no room).
 
         What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
         """

@@ -66,7 +66,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover = mover
         self._keep_groups = keep_groups
         self._open: list[TensorGroup] = []  # innermost last
-        self._rest = TensorGroup(key, -1, "outside the groups", is_kept=True, is_implicit=False, is_rest=True)
+        self._rest = TensorGroup(key, -1, "outside the groups", is_kept=True, is_rest=True)
 
     def __repr__(self) -> str:
         return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
@@ -75,7 +75,19 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def open_group(self, name: str) -> TensorGroup:
         """Start a group: what is saved from now on belongs to it, until `close_group`."""
-        return self._open_group(name, is_implicit=False)
+        groups = self.chunk_groups.groups
+        if self.current_group == 0 and groups and self.chunk_groups.is_forward_done:
+            # Driven for another pass, after the backward of the last one came down to the first group.
+            self.chunk_groups = ChunkGroups(self.key)
+            self._mover.start_chunk(self.chunk_groups)
+            groups = self.chunk_groups.groups
+        index = len(groups)
+        is_kept = index in self._keep_groups or index >= self.num_offload_group
+        group = TensorGroup(self.key, index, name, is_kept)
+        groups.append(group)
+        self._open.append(group)
+        self.current_group = index + 1
+        return group
 
     def close_group(self) -> TensorGroup:
         """Commit the innermost open group: its copy-out is issued.
@@ -113,7 +125,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Pack one saved tensor: returns a handle, or the tensor itself where it stays."""
-        group = self._open[-1] if self._open else self._open_group("layer", is_implicit=True)
+        group = self._open[-1] if self._open else self.open_group("layer")
         self.tensor_count_current_group += 1
         if not self.tensor_need_offloading_checker(tensor):
             return without_graph(tensor)
@@ -159,21 +171,6 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
         return packed.unpack() if isinstance(packed, StayingTensor) else self._mover.store.unpack(packed)
-
-    def _open_group(self, name: str, is_implicit: bool) -> TensorGroup:
-        groups = self.chunk_groups.groups
-        if self.current_group == 0 and groups and self.chunk_groups.is_forward_done:
-            # Driven for another pass, after the backward of the last one came down to the first group.
-            self.chunk_groups = ChunkGroups(self.key)
-            self._mover.start_chunk(self.chunk_groups)
-            groups = self.chunk_groups.groups
-        index = len(groups)
-        is_kept = index in self._keep_groups or index >= self.num_offload_group
-        group = TensorGroup(self.key, index, name, is_kept, is_implicit)
-        groups.append(group)
-        self._open.append(group)
-        self.current_group = index + 1
-        return group
 
     def _group(self, index: int) -> TensorGroup:
         groups = self.chunk_groups.groups
