@@ -1,4 +1,4 @@
-"""The bracket around one place in the model: opens, marks and closes its groups."""
+"""The bracket around one place in the model: opens and closes its groups, and marks their ends in the graph."""
 
 from __future__ import annotations
 
