@@ -128,4 +128,5 @@ class Prefetcher:
 
 def on_host_storages(group: TensorGroup) -> list[SavedStorage]:
     """What a copy-in of `group` would have to move."""
-    return [saved for saved in group.storages if saved.residency is Residency.ON_HOST]
+    # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
+    return [saved for saved in tuple(group.storages) if saved.residency is Residency.ON_HOST]

@@ -118,7 +118,7 @@ class TensorGroup:
         self.name = name
         self.is_kept = is_kept  # the plan leaves it resident
         self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
-        self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once
+        self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
         self.nbytes = 0
 
     def add(self, storage: SavedStorage) -> None:

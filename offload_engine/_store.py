@@ -286,6 +286,7 @@ class ActivationStore:
         if saved.lease is not None:
             self._give_back(saved, saved.copied_out)
         saved.residency = Residency.RETIRED
+        saved.group.storages.pop(saved, None)  # else the two keep each other, and the events of its copies, alive
         self.live.pop(saved, None)
         if self._by_key.get(saved.key) is saved:
             del self._by_key[saved.key]

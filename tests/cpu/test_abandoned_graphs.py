@@ -20,6 +20,7 @@ from offload_engine import (
     group_commit,
     group_start,
 )
+from offload_engine._saved import SavedStorage, TensorGroup
 from tests.adversarial import AdversarialDevice
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,6 +43,25 @@ def test_tracked(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert meter.current_bytes > 0
     del y
     assert meter.current_bytes == 0
+
+
+def test_a_step_leaves_nothing_to_the_collector() -> None:
+    """A storage in a cycle would keep its events, and a CUDA event is recorded again only once nobody holds it."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        y = torch.randn(64, requires_grad=True) * 1
+        for _ in range(4):
+            y = group_start(y, chunk, "group")
+            with chunk.saved_tensors_hooks():
+                y = torch.sin(y)
+            y = group_commit(y, chunk)
+        y.sum().backward()
+        assert engine.stats.copied_in_bytes > 0
+        del y, chunk
+    left = [o for o in gc.get_objects() if type(o) in (SavedStorage, TensorGroup)]
+    assert not left
+    engine.close()
 
 
 @pytest.mark.parametrize("min_tensor_bytes", [0, 1 << 20], ids=["moved", "too small to move"])
