@@ -32,7 +32,7 @@ class ReleaseQueue:
 
     def advance(self) -> None:
         """Release what has been copied out, and as many more as the limit on copies in flight asks for."""
-        limit = self._largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
+        limit = 2 * self._largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
         while self._queue and (self._inflight_bytes > limit or self._device.is_complete(self._queue[0].copied_out)):
             self._release_oldest()
 

@@ -30,8 +30,8 @@ class OffloadConfig:
 
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
-    None: the largest group seen so far, that is, a group is released when the next one commits. At a group that the
-    plan keeps, all wait."""
+    None: twice the largest group seen so far. With once, compute waits for copies that are nearly done; with four
+    times, the peak of a pipeline grows and the step gains nothing (docs/benchmarks.md)."""
 
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
