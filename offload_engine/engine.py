@@ -78,8 +78,10 @@ class OffloadEngine:
             weights: parameters and buffers; their storages, and views of them, never move.
 
         Raises:
-            OffloadError: if an iteration is running.
+            OffloadError: if an iteration is running, or the engine is closed.
         """
+        if self._is_closed:
+            raise OffloadError("begin_iteration() after close(): make a new engine")
         if self._is_in_iteration:
             raise OffloadError(
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
@@ -194,7 +196,7 @@ class OffloadEngine:
             raise
 
     def close(self) -> None:
-        """Drop everything and give the host memory back. Idempotent."""
+        """Drop everything and give the host memory back; the engine takes no more iterations. Idempotent."""
         if self._is_closed:  # the device takes no more work, not even the events of a reset
             return
         self._is_closed = True

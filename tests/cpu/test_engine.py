@@ -401,6 +401,17 @@ def test_calls_in_the_wrong_order(engine: OffloadEngine) -> None:
     engine.reset_iteration()
 
 
+def test_a_graph_outlives_a_closed_engine_and_nothing_starts_anew(engine: OffloadEngine) -> None:
+    engine.begin_iteration()
+    total = in_group(engine.start_chunk(), torch.exp, leaf()).sum()
+    engine.close()
+    with pytest.raises(OffloadError, match="dropped"):
+        total.backward()
+    del total
+    with pytest.raises(OffloadError, match="make a new engine"):
+        engine.begin_iteration()
+
+
 def test_after_a_reset_an_old_graph_says_so_and_the_next_step_is_right(engine: OffloadEngine) -> None:
     engine.begin_iteration()
     chunk = engine.start_chunk()
