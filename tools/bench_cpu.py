@@ -392,6 +392,7 @@ OFFLOAD = ("--offload-activation", "--offload-modules", "core_attn", "router_fc1
 TINY = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64")
 DEEP = ("--num-layers", "48", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "256")
 MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "2")
+RECOMPUTED_NORMS = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
 NUM_MICROBATCHES = 8
 
 
@@ -466,26 +467,49 @@ def bench_megatron() -> list[Figure]:
 
 
 def bench_parity() -> list[Figure]:
-    """Losses and gradient norms, with and without offload, over pipelines, models and number formats."""
+    """Losses and gradient norms over pipelines, models, number formats and recomputation; batches grow, and each step
+    is evaluated. Gradients themselves are compared in tests/dist/test_parity.py.
+    """
     pipelines = (Pipeline(1), Pipeline(2), Pipeline(2, 2))
     models = {"dense": (), "moe": MOE[:4], "mixed": MOE}
     formats = {"fp32": (), "bf16": ("--bf16",)}
-    grid = list(itertools.product(pipelines, models, formats))
-    sizes = ("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "3")
+    recomputations = {"": (), "recomputed norms": RECOMPUTED_NORMS}
+    grid = list(itertools.product(pipelines, models, formats, recomputations))
     figures = []
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(Path(directory))
-        for pipeline, model, number in _progress(grid, "parity"):
-            flags = (*TINY, *models[model], *formats[number], *sizes)
-            names = "core_attn", "qkv_linear", "attn_proj", *(("router_fc1",) if model != "dense" else ())
+        for pipeline, model, number, recomputation in _progress(grid, "parity"):
+            setting = (*models[model], *formats[number], *recomputations[recomputation])
+            flags = (*TINY, *setting, *_growing_batches(pipeline), "--eval-interval", "1", "--eval-iters", "1")
+            # What feeds on the output of a norm is recomputed with it.
+            names = ["core_attn", "attn_proj", *(() if recomputation else ("qkv_linear",))]
+            names += [] if model == "dense" else ["router_fc1"]
             offload = ("--offload-activation", "--offload-modules", *names, "--offload-min-tensor-bytes", "0")
             plain, moved = (trainer.train(pipeline, (*flags, *extra)) for extra in ((), offload))
-            figures.append(_parity(f"{pipeline} {model} {number}", plain, moved))
+            figures.append(_parity(f"{pipeline} {model} {number} {recomputation}".rstrip(), plain, moved))
     return figures
 
 
+def _growing_batches(pipeline: Pipeline) -> tuple[str, ...]:
+    """Five steps of 1, 2, 4, 8 and 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule."""
+    if pipeline.num_virtual_stages is None:
+        ramp, largest = ("1", "1", "8"), "9"
+    else:
+        ramp, largest = ("2", "2", "6"), "8"
+    return (
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        largest,
+        "--rampup-batch-size",
+        *ramp,
+        "--train-iters",
+        "5",
+    )
+
+
 def _parity(what: str, plain: list[dict[str, Any]], moved: list[dict[str, Any]]) -> Figure:
-    results = [[(step["loss"], step["grad_norm"]) for step in run] for run in (plain, moved)]
+    results = [[(step["loss"], step["grad_norm"], step["validation_loss"]) for step in run] for run in (plain, moved)]
     has_moved = moved[-1]["offload"]["copied_out_bytes"] > 0
     is_equal = results[0] == results[1] and has_moved
     return Figure(
