@@ -81,7 +81,7 @@ _SETTINGS = (
         "offload_max_inflight_bytes",
         _SIZE,
         None,
-        "How many bytes of copy-out may be under way before compute waits. Default: the largest group.",
+        "How many bytes of copy-out may be under way before compute waits. Default: twice the largest group.",
         _size,
     ),
     _Setting(
