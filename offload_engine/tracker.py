@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 
+from offload_engine._saved import StayingTensor, without_graph
 from offload_engine.meter import ResidencyMeter
 
 
@@ -26,7 +27,7 @@ class SavedTensorTracker:
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> SavedTensorTracker:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, StayingTensor.unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
@@ -36,32 +37,26 @@ class SavedTensorTracker:
     ) -> None:
         self._hooks.pop().__exit__(exc_type, exc, traceback)
 
-    def _pack(self, tensor: torch.Tensor) -> object:
+    def _pack(self, tensor: torch.Tensor) -> StayingTensor:
+        kept = without_graph(tensor)
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return tensor
+            return StayingTensor(kept)
+        if tensor.untyped_storage().data_ptr() in self._weights:
+            return StayingTensor(kept)
+        return _TrackedTensor(kept, self._meter)
+
+
+class _TrackedTensor(StayingTensor):
+    """Counts its tensor while autograd holds this object."""
+
+    __slots__ = ("_storage", "_meter")
+
+    def __init__(self, tensor: torch.Tensor, meter: ResidencyMeter) -> None:
+        super().__init__(tensor)
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._weights:
-            return tensor
-        # An output comes together with the node that saves it. Each would keep the other, and its bytes, alive for ever
-        # where no backward runs; autograd attaches the node again by itself.
-        kept = tensor if tensor.is_leaf else tensor.detach()
-        return _TrackedTensor(kept, storage._cdata, storage.nbytes(), self._meter)
-
-
-class _TrackedTensor:
-    """Holds one saved tensor for autograd and counts it while autograd holds this object."""
-
-    __slots__ = ("tensor", "_storage", "_meter")
-
-    def __init__(self, tensor: torch.Tensor, storage: int, nbytes: int, meter: ResidencyMeter) -> None:
-        self.tensor = tensor
-        self._storage = storage
+        self._storage: int = storage._cdata
         self._meter = meter
-        meter.hold(storage, nbytes)
+        meter.hold(self._storage, storage.nbytes())
 
     def __del__(self) -> None:
         self._meter.drop(self._storage)
-
-
-def _unpack(packed: object) -> torch.Tensor:
-    return packed.tensor if isinstance(packed, _TrackedTensor) else packed  # type: ignore[return-value]

@@ -45,6 +45,15 @@ def test_tracked(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert meter.current_bytes == 0
 
 
+def test_tracked_and_modified_in_place() -> None:
+    x, y = torch.randn(64, requires_grad=True), torch.ones(64)
+    with SavedTensorTracker(ResidencyMeter()):
+        total = (x * y).sum()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
 def test_a_step_leaves_nothing_to_the_collector() -> None:
     """A storage in a cycle would keep its events, and a CUDA event is recorded again only once nobody holds it."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     ("config", "schedule", "_extents", "_stats", "meter"),
     ("_devices.",),
-    ("errors", "_host_pool", "tracker", "_te_base"),
+    ("errors", "_host_pool", "_te_base"),
     ("_saved",),
-    ("_transfers",),
+    ("_transfers", "tracker"),
     ("_store",),
     ("_release", "_prefetch"),
     ("_moves",),
