@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .base import CopyError
+
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
@@ -45,7 +47,7 @@ class CudaRuntime:
     """Calls on one device. A stream is the integer handle that `torch.cuda.Stream.cuda_stream` holds.
 
     Raises:
-        RuntimeError: from every call that CUDA refuses, with its name for the reason.
+        CopyError: from every call that CUDA refuses, with its name for the reason.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,7 +105,7 @@ class CudaRuntime:
         if code != 0:
             self._library.cudaGetLastError()
             runtime = torch.cuda.cudart()
-            raise RuntimeError(f"CUDA error {code}: {runtime.cudaGetErrorString(runtime.cudaError(code))}")
+            raise CopyError(f"CUDA error {code}: {runtime.cudaGetErrorString(runtime.cudaError(code))}")
 
 
 def _load_library() -> ctypes.CDLL:
