@@ -128,7 +128,8 @@ class ActivationStore:
         if saved is None or saved.version != tensor._version:
             saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
             self.live[saved] = None
-            self._hold([saved])
+            if self._meter is not None:
+                self._hold([saved])
             if not group.is_rest:
                 self._manage(saved)
         elif saved.group.is_rest and not group.is_rest:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
+    get_num_microbatches,
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
@@ -115,6 +116,17 @@ def _init_microbatches(args: argparse.Namespace) -> None:
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         decrease_batch_size_if_needed=False,
     )
+    _check_microbatches(args, get_num_microbatches())
+
+
+def _check_microbatches(args: argparse.Namespace, num_microbatches: int) -> None:
+    """The interleaved schedule runs microbatches in groups of the pipeline's size."""
+    size = args.pipeline_model_parallel_size
+    if num_virtual_stages(args) is not None and num_microbatches % size != 0:
+        raise ProcessError(
+            f"{num_microbatches} microbatches in a step: with virtual stages it must be a multiple of "
+            f"--pipeline-model-parallel-size {size}; change --global-batch-size"
+        )
 
 
 def _seed(seed: int) -> None:

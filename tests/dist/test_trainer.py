@@ -210,6 +210,12 @@ def test_mistakes_end_the_run_before_its_first_step(directory: Path, flags: str,
     assert message in fail(directory, flags)
 
 
+def test_microbatches_that_the_interleaved_schedule_cannot_group_are_refused(directory: Path) -> None:
+    assert "must be a multiple of --pipeline-model-parallel-size 2" in fail(
+        directory, f"{VPP2} --global-batch-size 5", num_ranks=2
+    )
+
+
 def test_a_checkpoint_of_another_shape_is_refused(directory: Path) -> None:
     run(directory, f"--train-iters 1 --save {directory / 'saved'}")
     assert "num_layers 4 (now 2)" in fail(directory, f"--num-layers 2 --load {directory / 'saved'}")
