@@ -47,7 +47,12 @@ class GroupCommitFunction(torch.autograd.Function):
 
 
 def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> torch.Tensor:
-    """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input."""
+    """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input.
+
+    Do not mark an input that the submodule writes into in place and that is used again behind it: autograd sees that
+    write on the returned alias only. Nor one that others read too, where the last bit matters: its gradients are then
+    summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
+    """
     return GroupStartFunction.apply(tensor, chunk, name)
 
 
