@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_patches._attach import Attachment  # noqa: E402
@@ -117,6 +118,54 @@ def test_keywords_and_every_shape_of_output(engine: OffloadEngine, shape: str) -
     attachment = attach(engine, chunk, Site("part", "part", None))
     assert torch.equal(step(attachment, chunk), expected)
     assert engine.stats.num_offloaded_groups == 1 and attachment.num_groups == Counter(part=1)
+
+
+def test_gradients_of_an_input_with_many_readers_are_summed_in_the_models_own_order(engine: OffloadEngine) -> None:
+    """Also to the last bit: a mark on the input would sum those of the bracketed part first."""
+
+    class Readers(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 1e7).sin() + (x * 3.3).cos() + x.exp()
+
+    class Chunk(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Readers()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.part(x) + (x * 1e-3).tanh() + (x * 77).sin()
+
+    chunk = Chunk()
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("part", "part", None))
+    assert torch.equal(step(attachment, chunk), expected)
+    assert engine.stats.num_offloaded_groups == 1
+
+
+def test_what_the_rest_of_a_chunk_saves_too_leaves_with_the_group() -> None:
+    class Chunk(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+            self.shared: StorageWeakRef | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shared = x + 1
+            self.shared = StorageWeakRef(shared.untyped_storage())
+            return shared.cos() + self.part(hidden=shared) + shared.exp().sin() * shared
+
+    chunk, engine = Chunk(), OffloadEngine(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0, directory="none"))
+    expected = without(chunk)
+    attachment = attach(engine, chunk, Site("part", "part", None))
+    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+    attachment.begin_iteration(no_pipelining(1))
+    with engine.iteration(no_pipelining(1)):
+        total = chunk(x * 1).sum()
+        assert chunk.shared is not None and chunk.shared.expired()
+        total.backward()
+    assert x.grad is not None and torch.equal(x.grad, expected)
+    check_no_hook_in_force()
+    engine.close()
 
 
 def test_input_and_output_without_gradient(engine: OffloadEngine) -> None:

@@ -384,6 +384,37 @@ def test_the_horizon_bounds_what_is_issued_ahead() -> None:
     check_nothing_left(engine)
 
 
+def resident_after(engine: OffloadEngine, num_groups: int, keep: frozenset[int] = frozenset()) -> int:
+    """Storages on the device after the forward of a chain of equal groups, on a device that completes copies late."""
+    with engine.iteration():
+        chunk = engine.start_chunk(keep_groups=keep)
+        y = leaf() * 1
+        for _ in range(num_groups):
+            y = in_group(chunk, torch.sin, y)
+        resident = engine._store.resident_bytes // (4 * NUMEL)
+        y.sum().backward()
+        del y
+    check_nothing_left(engine)
+    return resident
+
+
+def test_by_default_two_groups_of_copies_wait_for_their_release(engine: OffloadEngine) -> None:
+    assert resident_after(engine, 8) == 2
+
+
+def test_a_kept_group_releases_all_that_was_copied_out_before_it(engine: OffloadEngine) -> None:
+    assert resident_after(engine, 8, keep=frozenset({7})) == 1  # itself
+
+
+def test_a_host_read_gives_the_tensor_on_the_host() -> None:
+    engine = OffloadEngine(OffloadConfig(directory="none"))
+    if engine.device.torch_device.type != "cpu":
+        pytest.skip("a GPU is there: tests/gpu/test_host_read.py reads it; hide it to run this one")
+    counts = torch.arange(5)
+    assert torch.equal(engine.host_read(counts).wait(), counts)
+    engine.close()
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
