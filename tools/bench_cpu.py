@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from group_cost import forward_groups
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -109,20 +110,6 @@ class InstantDevice:
     def close(self) -> None: ...
 
 
-class _SaveThree(torch.autograd.Function):
-    """Saves three tensors for its backward, as a projection, a norm or an attention kernel does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Tensor:
-        ctx.save_for_backward(*saved)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _ = ctx.saved_tensors
-        return grads[0], None
-
-
 def bench_cost(repeats: int = 60, num_groups: int = 64) -> list[Figure]:
     """Cost of one group, forward and backward, best of many repeats (what the machine adds comes and goes)."""
     gc.disable()
@@ -189,17 +176,8 @@ def _time_autograd(engine: OffloadEngine, num_groups: int, is_marked: bool) -> f
     x = torch.ones(8, requires_grad=True)
     engine.begin_iteration()
     begin = time.perf_counter()
-    out, chunk = x, engine.start_chunk()
-    for saved in tensors:
-        if is_marked:
-            out = group_start(out, chunk, "module")
-            with chunk.saved_tensors_hooks():
-                out = _SaveThree.apply(out, saved)
-            out = group_commit(out, chunk)
-        else:
-            out = _SaveThree.apply(out, saved)
-    del saved
-    tensors.clear()
+    chunk = engine.start_chunk()
+    out = forward_groups(x, tensors, chunk if is_marked else None)
     out.backward(torch.ones(8))
     end = time.perf_counter()
     stats = engine.end_iteration()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from group_cost import forward_groups
 
 from offload_engine import OffloadConfig, OffloadEngine
 
@@ -157,20 +158,6 @@ def _drop(blocks: list[torch.Tensor]) -> None:
     blocks.clear()
 
 
-class _SaveThree(torch.autograd.Function):
-    """Saves three tensors for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Tensor:
-        ctx.save_for_backward(*saved)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        _ = ctx.saved_tensors
-        return grads[0], None
-
-
 def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
     """Host microseconds of one group of three tensors, forward and backward, best of many repeats."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
@@ -186,8 +173,6 @@ def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any
 
 
 def _group_seconds(engine: Any, num_groups: int) -> float:
-    from offload_engine import group_commit, group_start
-
     tensors = [[torch.empty(256, device="cuda") for _ in range(3)] for _ in range(num_groups)]
     out = torch.ones(8, device="cuda", requires_grad=True)
     grad = torch.ones(8, device="cuda")
@@ -197,15 +182,7 @@ def _group_seconds(engine: Any, num_groups: int) -> float:
     if engine:
         engine.begin_iteration()
         chunk = engine.start_chunk()
-    while tensors:
-        saved = tensors.pop()
-        if chunk is None:
-            out = _SaveThree.apply(out, saved)
-            continue
-        out = group_start(out, chunk, "module")
-        with chunk.saved_tensors_hooks():
-            out = _SaveThree.apply(out, saved)
-        out = group_commit(out, chunk)
+    out = forward_groups(out, tensors, chunk)
     out.backward(grad)
     if engine:
         engine.end_iteration()

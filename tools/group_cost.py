@@ -1,0 +1,47 @@
+"""What both benchmarks time to learn the host cost of a group: a chain of groups that each save three tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from offload_engine import ChunkOffloadHandler, group_commit, group_start
+
+
+class _SaveThree(torch.autograd.Function):
+    """Saves three tensors for its backward, as a projection, a norm or an attention kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.saved_tensors
+        return grads[0], None
+
+
+def forward_groups(
+    x: torch.Tensor, tensors: list[list[torch.Tensor]], chunk: ChunkOffloadHandler | None
+) -> torch.Tensor:
+    """Forward of one group for each entry of `tensors`, which it empties: nobody else may hold what is saved.
+
+    Args:
+        x: input of the first group; requires grad.
+        tensors: the three tensors that each group saves.
+        chunk: brackets the groups; None runs the same without the engine.
+    """
+    out = x
+    while tensors:
+        saved = tensors.pop()
+        if chunk is None:
+            out = _SaveThree.apply(out, saved)
+            continue
+        out = group_start(out, chunk, "module")
+        with chunk.saved_tensors_hooks():
+            out = _SaveThree.apply(out, saved)
+        out = group_commit(out, chunk)
+    return out
