@@ -105,7 +105,6 @@ class ActivationStore:
         # The weak reference keeps the address from being given to another storage, and no bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
 
-    @_undisturbed
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
         # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
@@ -124,20 +123,7 @@ class ActivationStore:
         key = storage._cdata
         if nbytes == 0 or nbytes < self._min_tensor_bytes or key in self._excluded:
             return without_graph(tensor)
-        saved = self._by_key.get(key)
-        if saved is None or saved.version != tensor._version:
-            saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
-            self.live[saved] = None
-            if self._meter is not None:
-                self._hold([saved])
-            if not group.is_rest:
-                self._manage(saved)
-        elif saved.group.is_rest and not group.is_rest:
-            saved.group = group
-            self._manage(saved)
-        if not group.is_rest:
-            group.add(saved)
-        return PackedTensor(tensor, saved, self)
+        return self._pack(tensor, storage, group)
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
         """The tensor that `handle` stands for, ready for the current stream.
@@ -240,10 +226,11 @@ class ActivationStore:
         Raises:
             CopyError: names the group.
         """
+        if self._failure is None:
+            return
         failure, self._failure = self._failure, None
         try:
-            if failure is not None:
-                raise failure
+            raise failure
         finally:
             del failure  # else this frame and the error keep each other, and the step's graph, alive
 
@@ -262,6 +249,24 @@ class ActivationStore:
         self.prefetched_bytes = 0
         self._excluded.clear()
         self._failure = None
+
+    @_undisturbed
+    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> PackedTensor:
+        key = storage._cdata
+        saved = self._by_key.get(key)
+        if saved is None or saved.version != tensor._version:
+            saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
+            self.live[saved] = None
+            if self._meter is not None:
+                self._hold([saved])
+            if not group.is_rest:
+                self._manage(saved)
+        elif saved.group.is_rest and not group.is_rest:
+            saved.group = group
+            self._manage(saved)
+        if not group.is_rest:
+            group.add(saved)
+        return PackedTensor(tensor, saved, self)
 
     def _retire_dropped(self) -> None:
         """Retire what autograd has dropped, unless a step is under way: its end does that."""
