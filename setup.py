@@ -21,6 +21,8 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.4"],
         # FSDP2 (`fully_shard`) is public since this release of torch.
         "fsdp": ["torch>=2.6"],
+        # What the front-ends in offload_engine/frontends/integrations attach to; none of them is imported by the rest.
+        "integrations": ["transformers>=4.50", "accelerate>=1.3", "lightning>=2.4", "tqdm"],
         "plots": ["matplotlib", "rich"],
         "test": ["hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "rich", "tqdm"],
         "dev": ["mypy", "pre-commit", "ruff"],
