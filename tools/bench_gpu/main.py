@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from .provenance import provenance
 from .settings import Settings, parse
 
-_VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
@@ -172,9 +167,8 @@ class Run:
 
         return {
             "kind": "run",
+            **provenance(_PACKAGES),
             "rank": self._ranks.rank,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv,
             "setup": self._settings.setup,
             "shape": asdict(self._settings.shape),
             "rounds": self._settings.rounds,
@@ -184,24 +178,4 @@ class Run:
             "deterministic": self._settings.deterministic,
             "world_size": self._ranks.world_size,
             "device": torch.cuda.get_device_name(),
-            "python": platform.python_version(),
-            "versions": {name: _version(name) for name in _PACKAGES},
-            "commit": _commit(),
-            "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
         }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return done.stdout.strip() or None

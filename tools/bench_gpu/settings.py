@@ -128,10 +128,8 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     if min(args.rounds, args.iters, args.warmup) < 1:
         parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
     try:
-        entries = make_entries(
-            _words(args.contenders), [_words(text) for text in args.modules or ()] or [preset.modules]
-        )
-        engine = dict(_assignment(text) for text in args.engine)
+        entries = make_entries(words(args.contenders), [words(text) for text in args.modules or ()] or [preset.modules])
+        engine = dict(assignment(text) for text in args.engine)
     except ValueError as error:
         parser.error(str(error))
     if args.profile and args.profile_contender not in {entry.kind for entry in entries}:
@@ -230,11 +228,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words(text: str) -> tuple[str, ...]:
+    """The words of a list on the command line, separated by commas or spaces."""
     return tuple(word for word in text.replace(",", " ").split())
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def assignment(text: str) -> tuple[str, Any]:
+    """A field of `OffloadConfig` as the command line gives it.
+
+    Raises:
+        ValueError: if it is not NAME=VALUE.
+    """
     name, separator, value = text.partition("=")
     if not (name and separator and value):
         raise ValueError(f"--engine {text!r} is not NAME=VALUE")
