@@ -11,16 +11,29 @@ pytest.importorskip("megatron.core")
 
 import numpy  # noqa: E402
 import torch  # noqa: E402
-from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe import experts, token_dispatcher  # noqa: E402
 
-from megatron_patches._moe import moe_rows  # noqa: E402
+from megatron_patches._host_reads import HostReads, select  # noqa: E402
+from megatron_patches._moe import moe_rows, multihot  # noqa: E402
 from megatron_patches._registry import apply_patches  # noqa: E402
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that says it is on a GPU, and refuses what would make the host wait for a copy."""
 
     is_cuda = True  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        by_mask = name == "__getitem__" and isinstance(args[1], torch.Tensor) and args[1].dtype is torch.bool
+        if by_mask or name in ("cpu", "item", "tolist", "masked_select", "nonzero", "__bool__", "__int__"):
+            raise AssertionError(f"the host waits for {name}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(DeviceTensor)
 
 
 class Engine:
@@ -69,3 +82,118 @@ def test_without_a_running_step_the_original_is_called(monkeypatch: pytest.Monke
         assert moved == ("original", True, True)
     finally:
         applied.remove()
+
+
+class Reader:
+    """Notes what is read, and reads it."""
+
+    def __init__(self) -> None:
+        self.reads: list[torch.Tensor] = []
+
+    def host_read(self, tensor: torch.Tensor) -> Any:
+        self.reads.append(tensor)
+        plain = tensor.as_subclass(torch.Tensor).clone()
+        return SimpleNamespace(tensor=plain, wait=lambda: plain)
+
+
+def _choices(num_experts: int, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(64, num_experts, generator=generator)
+    probs, indices = scores.topk(3)
+    return (indices.masked_fill(probs < 0.7, -1) if masked else indices), probs
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_multihot_has_the_bits_of_the_original(dtype: torch.dtype, masked: bool) -> None:
+    indices, chosen = _choices(8, masked)
+    assert (indices == -1).any() == masked
+    probs = [chosen.to(dtype).requires_grad_() for _ in range(2)]
+    manager = SimpleNamespace(num_local_experts=8)
+    # The original takes nothing but float32.
+    wanted = token_dispatcher._DeepepManager._indices_to_multihot(manager, indices, probs[0].float())
+    got = multihot(indices, probs[1], 8)
+    for wanted_one, got_one in zip(wanted, got, strict=True):
+        assert got_one.dtype is wanted_one.dtype and got_one.is_contiguous() and torch.equal(got_one, wanted_one)
+    grad = torch.randn(64, 8, generator=torch.Generator().manual_seed(5))
+    for output in (wanted[1], got[1]):
+        output.backward(grad)
+    assert torch.equal(probs[0].grad, probs[1].grad)  # type: ignore[arg-type]
+
+
+def test_multihot_makes_the_host_wait_only_without_a_running_step() -> None:
+    indices, probs = (on_device(tensor) for tensor in _choices(8, masked=True))
+    manager, runner = SimpleNamespace(num_local_experts=8), SimpleNamespace(running_engine=Reader())
+    with apply_patches(moe_rows(runner)):
+        token_dispatcher._DeepepManager._indices_to_multihot(manager, indices, probs)
+        runner.running_engine = None
+        with pytest.raises(AssertionError, match="the host waits for __getitem__"):
+            token_dispatcher._DeepepManager._indices_to_multihot(manager, indices, probs)
+
+
+def _allgather(routing_map: torch.Tensor, probs: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    owner = SimpleNamespace(
+        routing_map=routing_map, local_expert_indices=[1, 2, 3], config=SimpleNamespace(moe_permute_fusion=False)
+    )
+    return token_dispatcher.MoEAllGatherTokenDispatcher.dispatch_postprocess(owner, hidden, probs)
+
+
+def test_allgather_reads_through_the_engine() -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, probs = torch.randn(32, 4, generator=generator), torch.rand(32, 8, generator=generator)
+    inputs = (probs > 0.5, probs, hidden)
+    wanted = _allgather(*inputs)
+    runner = SimpleNamespace(running_engine=Reader())
+    with apply_patches(moe_rows(runner)):
+        got = _allgather(*map(on_device, inputs))
+        assert runner.running_engine.reads
+        runner.running_engine = None
+        with pytest.raises(AssertionError, match="the host waits for"):
+            _allgather(*map(on_device, inputs))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def test_permute_takes_the_count_that_it_is_told() -> None:
+    scores = torch.rand(32, 8, generator=torch.Generator().manual_seed(4))
+    hidden, routing_map, count = torch.randn(32, 4), scores > 0.5, int((scores > 0.5).sum())
+    wanted = token_dispatcher.permute(hidden, routing_map, probs=scores, num_out_tokens=count)
+    runner = SimpleNamespace(running_engine=Reader())
+    with apply_patches(moe_rows(runner)):
+        moved = map(on_device, (hidden, routing_map))
+        got = token_dispatcher.permute(*moved, probs=on_device(scores), num_out_tokens=count)
+    assert runner.running_engine.reads == []
+    assert all(torch.equal(a, b) for a, b in zip(wanted[:3], got[:3], strict=True))
+
+
+@pytest.mark.parametrize("name", ["TEGroupedMLP", "SequentialMLP"])
+def test_experts_get_the_token_counts_on_the_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    owner: Any = getattr(experts, name)
+    monkeypatch.setattr(owner, "forward", lambda self, hidden, tokens_per_expert, probs: tokens_per_expert)
+    counts, runner = on_device(torch.arange(4)), SimpleNamespace(running_engine=Reader())
+    with apply_patches(moe_rows(runner)):
+        plain, fused = (SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=f)) for f in (False, 1))
+        assert owner.forward(plain, None, counts, None).tolist() == [0, 1, 2, 3]
+        assert owner.forward(fused, None, counts, None) is counts, "the fused experts take them on the device"
+        assert owner.forward(plain, None, on_host := torch.arange(4), None) is on_host
+        runner.running_engine = None
+        assert owner.forward(plain, None, counts, None) is counts
+
+
+def test_selection_has_the_bits_of_masked_select() -> None:
+    generator = torch.Generator().manual_seed(4)
+    values = [torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
+    mask = torch.rand(5, 7, generator=generator) > 0.4
+    wanted, got = values[0].masked_select(mask), select(values[1], mask, int(mask.sum()))
+    assert torch.equal(got, wanted)
+    grad = -torch.zeros_like(wanted)  # a negative zero must not become a positive one
+    for output in (wanted, got):
+        output.backward(grad)
+    assert torch.equal(*(value.grad.view(torch.int32) for value in values))  # type: ignore[union-attr]
+
+
+def test_the_mode_leaves_tensors_on_the_host_alone() -> None:
+    engine, tensor = Reader(), torch.arange(4)
+    with HostReads(engine):  # type: ignore[arg-type]
+        assert tensor.tolist() == [0, 1, 2, 3] and tensor.cpu() is tensor
+        assert tensor.masked_select(tensor > 1).tolist() == [2, 3]
+    assert engine.reads == []
