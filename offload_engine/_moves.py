@@ -24,17 +24,21 @@ class Mover:
 
     def commit(self, group: TensorGroup) -> None:
         """The forward of `group` is over."""
-        stats = self.store.stats
-        stats.num_groups += 1
-        self.prefetcher.note_group(group)
         if group.is_kept:
-            stats.num_kept_groups += 1
+            self.keep(group)
             # The chunk turns around here, at its peak: what was copied out before this group is off the device by then.
             self.releases.drain()
-            stats.kept_bytes += group.nbytes
-        elif not self._dry_run:
-            self.copy_out(group)
+        else:
+            self._note(group)
+            if not self._dry_run:
+                self.copy_out(group)
         self._advance()
+
+    def keep(self, group: TensorGroup) -> None:
+        """`group` stays resident, and so does what has been copied out and is not released yet: backward comes now."""
+        self._note(group)
+        self.store.stats.num_kept_groups += 1
+        self.store.stats.kept_bytes += group.nbytes
 
     def copy_out(self, group: TensorGroup) -> None:
         """Issue the copy-out of what `group` saved first."""
@@ -64,6 +68,10 @@ class Mover:
         self.store.raise_failure()
         self.releases.drain()
         self.prefetcher.clear()
+
+    def _note(self, group: TensorGroup) -> None:
+        self.store.stats.num_groups += 1
+        self.prefetcher.note_group(group)
 
     def _advance(self) -> None:
         self.store.raise_failure()

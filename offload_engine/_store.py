@@ -62,6 +62,7 @@ class ActivationStore:
         resident_bytes: bytes of `live`, but for what no group saved, that are on the device, or have a buffer there for
             a copy-in.
         prefetched_bytes: bytes of copy-in that are issued and not used yet.
+        has_failed: a copy has failed since the iteration began.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ActivationStore:
         self.live: dict[SavedStorage, None] = {}
         self.resident_bytes: int = 0
         self.prefetched_bytes: int = 0
+        self.has_failed: bool = False
         self._context = context
         self._torch_device = context.device.torch_device
         self._pool = pool
@@ -184,7 +186,7 @@ class ActivationStore:
         try:
             settle(leaving, self._context)
         except CopyError as error:
-            raise _named(error, "copy-out", leaving[0]) from error
+            raise self._failed(error, "copy-out", leaving[0]) from error
         for saved in leaving:
             saved.pin_address()
             self._drop(saved)
@@ -249,6 +251,7 @@ class ActivationStore:
         self.prefetched_bytes = 0
         self._excluded.clear()
         self._failure = None
+        self.has_failed = False
 
     @_undisturbed
     def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> PackedTensor:
@@ -327,7 +330,7 @@ class ActivationStore:
         try:
             await_copy_in(storages, self._context)
         except CopyError as error:
-            raise _named(error, "copy-in", storages[0]) from error
+            raise self._failed(error, "copy-in", storages[0]) from error
         for saved in storages:
             if saved.residency is Residency.COPYING_IN:
                 saved.residency = Residency.RESIDENT
@@ -346,7 +349,7 @@ class ActivationStore:
         except CopyError as error:
             # Nobody needs these bytes any more, and a failed copy no longer touches them. But this may run inside a
             # destructor, which cannot raise: the next boundary of a group does (`raise_failure`).
-            self._failure = self._failure or _named(error, "copy", saved)
+            self._failure = self._failure or self._failed(error, "copy", saved)
             saved.pending = saved.copied_out = None
 
     def _empty(self, dtype: torch.dtype) -> torch.Tensor:
@@ -404,9 +407,9 @@ class ActivationStore:
             self._meter.drop(saved.buffer.untyped_storage()._cdata)
         drop_buffer(saved, self._context)
 
-
-def _named(error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
-    return CopyError(
-        f"the {copy} of {saved.group} failed: {error}. Model parameters are untouched; "
-        "remove the cause, call reset_iteration() and run the step again."
-    )
+    def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
+        self.has_failed = True
+        return CopyError(
+            f"the {copy} of {saved.group} failed: {error}. Model parameters are untouched; "
+            "remove the cause, call reset_iteration() and run the step again."
+        )

@@ -71,6 +71,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def __repr__(self) -> str:
         return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
 
+    @property
+    def innermost_group(self) -> TensorGroup | None:
+        """The innermost open group, if any."""
+        return self._open[-1] if self._open else None
+
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def open_group(self, name: str) -> TensorGroup:
@@ -96,11 +101,19 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             OffloadError: if no group is open.
             CopyError: if the copy-out of an earlier group has failed.
         """
-        if not self._open:
-            raise OffloadError(f"{self!r} has no open group to commit; call open_group() or group_start() first")
-        group = self._open.pop()
-        self.tensor_count_current_group = 0
+        group = self._pop_open()
         self._mover.commit(group)
+        return group
+
+    def keep_group(self) -> TensorGroup:
+        """Close the innermost open group without a copy-out, because its backward comes at once.
+
+        Raises:
+            OffloadError: if no group is open.
+        """
+        group = self._pop_open()
+        group.is_kept = True
+        self._mover.keep(group)
         return group
 
     def abandon_group(self) -> None:
@@ -171,6 +184,12 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
         return packed.unpack() if isinstance(packed, StayingTensor) else self._mover.store.unpack(packed)
+
+    def _pop_open(self) -> TensorGroup:
+        if not self._open:
+            raise OffloadError(f"{self!r} has no open group to commit; call open_group() or group_start() first")
+        self.tensor_count_current_group = 0
+        return self._open.pop()
 
     def _group(self, index: int) -> TensorGroup:
         groups = self.chunk_groups.groups

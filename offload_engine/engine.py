@@ -11,6 +11,7 @@ import torch
 
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, HostRead
+from offload_engine._horizon import make_horizon
 from offload_engine._host_pool import HostPool
 from offload_engine._moves import Mover
 from offload_engine._prefetch import Prefetcher
@@ -52,8 +53,10 @@ class OffloadEngine:
         self.current_chunk: ChunkOffloadHandler | None = None
         context = TransferContext(self.device)
         self._store = ActivationStore(context, self.pool, self.meter, self.config.min_tensor_bytes)
-        releases = ReleaseQueue(self._store, self.device, self.config.max_inflight_bytes)
-        prefetcher = Prefetcher(self._store, self.config.horizon_bytes)
+        releases = ReleaseQueue(
+            self._store, self.device, self.config.max_inflight_bytes, self.config.max_inflight_groups
+        )
+        prefetcher = Prefetcher(self._store, make_horizon(self.config, self._store))
         self._mover = Mover(self._store, releases, prefetcher, self.config.dry_run)
         self._is_in_iteration = False
         self._is_closed = False
@@ -63,6 +66,21 @@ class OffloadEngine:
     def is_active(self) -> bool:
         """True where groups may be opened: in an iteration, with gradients, outside any running backward."""
         return self._is_in_iteration and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+    @property
+    def is_in_iteration(self) -> bool:
+        """True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
+        return self._is_in_iteration
+
+    @property
+    def has_saved(self) -> bool:
+        """True while a graph holds anything that the engine took charge of: its backward may still come."""
+        return bool(self._store.live)
+
+    @property
+    def has_failed(self) -> bool:
+        """True after a copy has failed, until `reset_iteration()`: what was saved in this iteration is not complete."""
+        return self._store.has_failed
 
     @property
     def stats(self) -> IterationStats:

@@ -1,0 +1,125 @@
+"""`AutomaticGroups`: groups without marks in the model or in its graph."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
+from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.errors import CopyError
+from offload_engine.frontends._session import Session, is_in_backward
+
+
+class SavedInGroup(NamedTuple):
+    """What autograd keeps for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
+
+    packed: PackedTensor
+    group: TensorGroup
+    chunk: ChunkOffloadHandler
+
+
+class AutomaticGroups:
+    """Groups that open with the first saved tensor and close as soon as their bytes are enough.
+
+    The backward of a group begins when one of its tensors is unpacked. Unpacking in another order than the reverse of
+    saving costs time and nothing else.
+
+    The last group of a forward stays open: if its backward comes next it stays on the device, and if another forward
+    comes first it leaves then.
+
+    Args:
+        session: whose forwards these are. The chunk of a forward starts with its first saved tensor, unless
+            `Session.start_forward` was called before.
+        group_bytes: a group that has saved so many bytes, each storage once, is closed; None: by `close_group` only.
+        start_chunk_options: for `OffloadEngine.start_chunk`, where the first saved tensor starts it.
+    """
+
+    def __init__(self, session: Session, group_bytes: int | None, **start_chunk_options: Any) -> None:
+        if group_bytes is not None and group_bytes < 1:
+            raise ValueError(f"group_bytes must be positive, got {group_bytes:,}")
+        self.session: Session = session
+        self.group_bytes: int | None = group_bytes
+        self._options = start_chunk_options
+        self._chunk: ChunkOffloadHandler | None = None  # of the last tensor packed
+        self._own_bytes = 0  # of the open group: what no group saved before
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context manager: what autograd saves inside it goes into groups."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
+        """Take charge of a saved tensor; returns what autograd is to keep.
+
+        Raises:
+            CopyError: if the copy-out of an earlier group has failed.
+        """
+        if is_in_backward():
+            return StayingTensor(without_graph(tensor))
+        try:
+            return self._pack(tensor)
+        except CopyError:
+            self.abandon_forward()
+            raise
+
+    def unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
+        """The tensor that `pack` was given.
+
+        Raises:
+            CopyError: if a copy has failed.
+            RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
+        """
+        if isinstance(saved, StayingTensor):
+            return saved.unpack()
+        if is_in_backward():
+            self._begin_backward(saved.chunk, saved.group)
+        return saved.chunk.tensor_pop(saved.packed)
+
+    def close_group(self) -> None:
+        """The group ends here, and its copy-out is issued; no-op where none is open."""
+        chunk = self._chunk
+        if chunk is None or chunk.innermost_group is None:
+            return
+        if chunk.innermost_group.storages and not self.session.engine.has_failed:
+            chunk.close_group()
+        else:  # of a graph that was dropped, or cannot be used any more
+            chunk.abandon_group()
+
+    def end_forward(self) -> None:
+        """The forward is over; the next saved tensor begins another."""
+        self.session.end_forward()
+
+    def abandon_forward(self) -> None:
+        """The forward raised."""
+        self.session.abandon_forward()
+        self._chunk = None
+
+    def _pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
+        chunk = self.session.chunk
+        if chunk is None or chunk is not self._chunk:
+            self.close_group()  # of the forward before: its backward does not come next
+            chunk = self._chunk = chunk or self.session.start_saving(**self._options)
+        group = chunk.innermost_group
+        if group is None:
+            group = chunk.open_group("saved tensors")
+            self._own_bytes = 0
+        bytes_before = group.nbytes
+        packed = chunk.tensor_push(tensor)
+        if not isinstance(packed, PackedTensor):
+            return StayingTensor(packed)
+        if packed.storage.group is group:
+            self._own_bytes += group.nbytes - bytes_before
+            if self.group_bytes is not None and self._own_bytes >= self.group_bytes:
+                chunk.close_group()
+        return SavedInGroup(packed, group, chunk)
+
+    def _begin_backward(self, chunk: ChunkOffloadHandler, group: TensorGroup) -> None:
+        self.session.note_backward()
+        if chunk is self._chunk:  # the forward turns around
+            if chunk.innermost_group is not None:
+                chunk.keep_group()
+            self._chunk = None
+            self.end_forward()
+        if chunk.current_group != group.index:
+            chunk.on_group_commit_backward(group)
