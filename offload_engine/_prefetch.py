@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload_engine._horizon import Horizon
 from offload_engine._saved import Residency, SavedStorage, TensorGroup
 from offload_engine._store import ActivationStore
 from offload_engine.schedule import Action, ChunkKey
@@ -29,12 +30,11 @@ class ChunkGroups:
 
 
 class Prefetcher:
-    """Issues copy-ins in the order in which the backward will ask, at most a horizon of bytes ahead of it."""
+    """Issues copy-ins in the order in which the backward will ask, no further ahead of it than the horizon."""
 
-    def __init__(self, store: ActivationStore, horizon_bytes: int | None) -> None:
+    def __init__(self, store: ActivationStore, horizon: Horizon) -> None:
         self._store = store
-        self._horizon_bytes = horizon_bytes
-        self._largest_bytes = 0
+        self._horizon = horizon
         self._actions: Sequence[Action] = ()
         self._positions: dict[Action, int] = {}
         self._chunks: dict[ChunkKey, ChunkGroups] = {}
@@ -49,6 +49,7 @@ class Prefetcher:
 
     def clear(self) -> None:
         """Forget all chunks."""
+        self._horizon.clear()
         self._actions, self._positions = (), {}
         self._chunks, self._window, self._backward_chunk = {}, [], None
 
@@ -63,37 +64,36 @@ class Prefetcher:
 
     def note_group(self, group: TensorGroup) -> None:
         """A group has committed: learn how large groups are."""
-        self._largest_bytes = max(self._largest_bytes, group.nbytes)
+        self._horizon.note_committed(group)
 
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins: it, and what follows, is needed from now on."""
         if chunk is not self._backward_chunk:
             self._enter_backward(chunk)
+        if index < len(chunk.groups):
+            self._horizon.note_reached(chunk.groups[index])
         if chunk.next_index >= index:
             self._issue_late(chunk, index)
 
     def advance(self) -> None:
         """Issue copy-ins up to the horizon."""
         window = self._window
-        horizon = 2 * self._largest_bytes if self._horizon_bytes is None else self._horizon_bytes
-        if horizon == 0:
-            return
         while window:
-            if not self._issue_next(window[0], horizon):
+            if not self._issue_next(window[0]):
                 return
             if window[0].next_index < 0:
                 window.pop(0)
 
-    def _issue_next(self, chunk: ChunkGroups, horizon: int) -> bool:
+    def _issue_next(self, chunk: ChunkGroups) -> bool:
         """Issue the copy-in of one more group; False if that would go beyond the horizon."""
         if chunk.next_index < 0:
             return True
         group = chunk.groups[chunk.next_index]
         on_host = on_host_storages(group)
-        ahead = self._store.prefetched_bytes
-        if on_host and ahead and ahead + sum(saved.nbytes for saved in on_host) > horizon:
+        if not self._horizon.has_room(sum(saved.nbytes for saved in on_host)):
             return False
         chunk.next_index -= 1
+        self._horizon.note_issued(group)
         self._store.recall(group)
         if on_host:
             self._store.issue_copy_in(on_host)
@@ -102,9 +102,10 @@ class Prefetcher:
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
         """The backward overtook the prefetch: everything down to `index` is late, and is issued in one go."""
         while chunk.next_index >= index:
+            is_passed = chunk.next_index > index
             on_host = on_host_storages(chunk.groups[chunk.next_index])
             chunk.next_index -= 1
-            if on_host:
+            if on_host and (not is_passed or self._horizon.has_room_late()):
                 self._store.stats.prefetch_misses += len(on_host)
                 self._store.issue_copy_in(on_host)
 

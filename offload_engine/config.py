@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from offload_engine._smp import config_fields
 
 MIB = 1 << 20
+HORIZONS = ("horizon_bytes", "horizon_groups", "prefetch_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +31,17 @@ class OffloadConfig:
     None: as much as the host tier has free."""
 
     horizon_bytes: int | None = None
-    """How many bytes of copy-in may be issued ahead of their use. None: twice the largest group seen so far."""
+    """How many bytes of copy-in may be issued ahead of their use. None: twice the largest group seen so far, unless one
+    of the next two bounds the same thing in another unit: one of the three at most."""
+
+    horizon_groups: int | None = None
+    """How many groups may be on the device at once: in forward those being copied out, one of them still in use, in
+    backward those copied in and not gone yet, the one in use included. With 1 no copy overlaps anything. A retained
+    graph keeps what its first backward brought back, beyond this bound. The `activation_loading_horizon` of SMP v2."""
+
+    prefetch_layers: int | None = None
+    """How early to load: while the backward of a group runs, copy-ins of up to this many groups after it are issued.
+    The `activation_loading_horizon` of SMP v1."""
 
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
@@ -43,6 +58,11 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for field in ("min_tensor_bytes", "host_limit_bytes", "horizon_bytes", "max_inflight_bytes"):
             self._check_size(field)
+        for field in ("horizon_groups", "prefetch_layers"):
+            self._check_count(field)
+        horizons = [f for f in HORIZONS if getattr(self, f) is not None]
+        if len(horizons) > 1:
+            raise ValueError(f"{' and '.join(horizons)} bound the same thing: set one of them")
         if self.host_limit_bytes is not None and self.host_limit_bytes < self.min_tensor_bytes:
             raise ValueError(
                 f"host_limit_bytes={self.host_limit_bytes:,} is below min_tensor_bytes={self.min_tensor_bytes:,}: "
@@ -60,6 +80,44 @@ class OffloadConfig:
             raise TypeError(f"{field} must be an integer number of bytes, got {value!r}")
         if value < 0:
             raise ValueError(f"{field} must not be negative, got {value:,}")
+
+    def _check_count(self, field: str) -> None:
+        value = getattr(self, field)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{field} must be a positive number of groups, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{field} must be a positive number of groups, got {value:,}")
+
+    @classmethod
+    def from_smp(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> OffloadConfig:
+        """The settings of a SageMaker model parallel (SMP) configuration, given as it is.
+
+        SMP v2: `activation_loading_horizon` (positive integer, default 2) becomes `horizon_groups`. Where
+        `sm_activation_offloading` (default true) is false SMP leaves the work to PyTorch's own offload, which still
+        moves every activation but overlaps no copy; so does the result, and a warning says so.
+
+        SMP v1, known by `offload_activations`: `activation_loading_horizon` (default 4) becomes `prefetch_layers`.
+
+        All other keys (`hybrid_shard_degree`, `tensor_parallel_degree`, `pipeline_parallel_degree`, ...) are SMP's own
+        and do not concern activation offload; a log record of level INFO names them.
+
+        Args:
+            config: the configuration, or the path of a JSON file that holds it.
+
+        Raises:
+            TypeError: for a configuration, or a value in it, of the wrong type.
+            ValueError: for a value outside its range, a misspelt key, or `offload_activations` that is false.
+            OSError: for a file that cannot be read.
+        """
+        return cls(**config_fields(config))
+
+    @property
+    def max_inflight_groups(self) -> int | None:
+        """How many groups may wait for their release: one less than `horizon_groups`, for the output of the group that
+        runs is the input of the next."""
+        return None if self.horizon_groups is None else self.horizon_groups - 1
 
     def replace(self, **changes: object) -> OffloadConfig:
         """A copy with some fields changed, validated again."""

@@ -1,0 +1,125 @@
+"""How far ahead of the backward copy-ins may be issued: three ways to bound it."""
+
+from __future__ import annotations
+
+from offload_engine._saved import Residency, TensorGroup
+from offload_engine._store import ActivationStore
+from offload_engine.config import OffloadConfig
+
+
+class Horizon:
+    """Decides whether the copy-in of one more group may be issued. This one, the base of the others, always agrees."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """True if another group may stay or come back ahead of its backward, `nbytes` of it by a copy-in."""
+        return True
+
+    def has_room_late(self) -> bool:
+        """True if a group may be copied in that the backward has passed by, perhaps to come back to it."""
+        return True
+
+    def note_committed(self, group: TensorGroup) -> None:
+        """The forward of `group` is over."""
+
+    def note_issued(self, group: TensorGroup) -> None:
+        """`group` stays, or is copied in, ahead of its backward."""
+
+    def note_reached(self, group: TensorGroup) -> None:
+        """The backward of `group` begins."""
+
+    def clear(self) -> None:
+        """Forget all groups."""
+
+
+class HorizonBytes(Horizon):
+    """At most so many bytes issued and not used yet, but always one group; 0: nothing ahead.
+
+    Args:
+        store: counts those bytes.
+        limit: the bytes; None: twice the largest group seen so far.
+    """
+
+    def __init__(self, store: ActivationStore, limit: int | None) -> None:
+        self._store = store
+        self._limit = limit
+        self._largest_bytes = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """See `Horizon`."""
+        limit = 2 * self._largest_bytes if self._limit is None else self._limit
+        ahead = self._store.prefetched_bytes
+        return limit > 0 and (ahead == 0 or nbytes == 0 or ahead + nbytes <= limit)
+
+    def note_committed(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        self._largest_bytes = max(self._largest_bytes, group.nbytes)
+
+
+class HorizonGroups(Horizon):
+    """At most so many groups with bytes on the device for the backward, the one it is in included."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._groups: list[TensorGroup] = []
+
+    def has_room(self, nbytes: int) -> bool:
+        """See `Horizon`."""
+        self._groups = [group for group in self._groups if _is_on_device(group)]
+        return len(self._groups) < self._limit
+
+    def has_room_late(self) -> bool:
+        """See `Horizon`."""
+        return self.has_room(0)
+
+    def note_issued(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        if group not in self._groups:
+            self._groups.append(group)
+
+    def note_reached(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        self.note_issued(group)
+
+    def clear(self) -> None:
+        """See `Horizon`."""
+        self._groups = []
+
+
+class PrefetchLayers(Horizon):
+    """At most so many groups ahead of the one whose backward runs; how many of those behind it stay is no matter."""
+
+    def __init__(self, distance: int) -> None:
+        self._distance = distance
+        self._ahead: list[TensorGroup] = []
+
+    def has_room(self, nbytes: int) -> bool:
+        """See `Horizon`."""
+        self._ahead = [group for group in self._ahead if group.storages]  # the others have lost their graph
+        return len(self._ahead) < self._distance
+
+    def note_issued(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        self._ahead.append(group)
+
+    def note_reached(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        self._ahead = [other for other in self._ahead if other.chunk != group.chunk or other.index < group.index]
+
+    def clear(self) -> None:
+        """See `Horizon`."""
+        self._ahead = []
+
+
+def make_horizon(config: OffloadConfig, store: ActivationStore) -> Horizon:
+    """The one that `config` asks for."""
+    if config.horizon_groups is not None:
+        return HorizonGroups(config.horizon_groups)
+    if config.prefetch_layers is not None:
+        return PrefetchLayers(config.prefetch_layers)
+    return HorizonBytes(store, config.horizon_bytes)
+
+
+def _is_on_device(group: TensorGroup) -> bool:
+    """True if bytes that `group` saved first are there; what it shares with an earlier group stays for that one too."""
+    # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
+    return any(saved.group is group and saved.residency is not Residency.ON_HOST for saved in tuple(group.storages))
