@@ -257,6 +257,20 @@ def test_targets_take_the_worst_rank_and_the_incumbent_as_limit() -> None:
     }
 
 
+@pytest.mark.parametrize("pp, bound_ms", [(1, 2 * 8000 * MIB / 55e6), (2, 8000 * MIB / 50e6)])
+def test_where_the_bytes_do_not_fit_the_time_the_limit_is_the_link(pp: int, bound_ms: float) -> None:
+    records = [{"kind": "run", "shape": {"pp": pp}}, *run_records()]
+    for record in records:
+        if record.get("contender") == "ours":
+            record.update(copied_out_bytes=8000 * MIB, copied_in_bytes=8000 * MIB, step_ms=[bound_ms * 1.04] * 2)
+    summaries = report.summarize(records)
+    own = next(s for s in summaries if s["contender"] == "ours" and s["rank"] == 0)
+    assert own["is_link_bound"] and own["bound_ms"] == pytest.approx(bound_ms)
+    met = {t.what: t.is_met for t in report.targets(summaries, records)}
+    assert met["ours qkv_linear: step time over the link-bound limit"] is True
+    assert "ours qkv_linear: step time over no offload" not in met
+
+
 def test_a_difference_is_shown_beside_the_spread_of_no_offload() -> None:
     records = [r for r in run_records() if r["kind"] != "parity"]
     records += [parity("none", 0, True), parity("none", 1, False, 3), parity("ours qkv_linear", 0, False, 4)]
