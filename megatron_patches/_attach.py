@@ -1,7 +1,7 @@
 """Hooks that bracket submodules of model chunks, and the forward of each chunk, for one engine.
 
-Everything sits on leaf submodules: the all-to-all overlap and the recomputation call these, not always the layer.
-Nothing here holds a module, so that an attachment may be kept as long as its model lives.
+Groups sit on leaf submodules: the all-to-all overlap and the recomputation call these, not always the layer or the
+chunk. Nothing here holds a module, so that an attachment may be kept as long as its model lives.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._sites import Site, count_layers, find_sites
-from offload_engine import Action, ChunkKey, OffloadEngine
+from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +63,29 @@ class Attachment:
             None if layers_per_checkpoint is None else self.bracket("layer_input")
         )
 
-    def begin_iteration(self, actions: Sequence[Action]) -> None:
-        """Starts counting this rank's forwards anew."""
+    def begin_iteration(self, actions: Sequence[Action], *, is_combined: bool = False) -> None:
+        """Starts counting this rank's forwards anew.
+
+        Args:
+            actions: of this step.
+            is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
+        """
         self._num_forwards = [0] * len(self._num_forwards)
-        self._comes_back_at_once = backward_at_once(actions)
+        self._comes_back_at_once = backward_at_once(actions, is_combined)
+
+    def start_chunk(self, stage: int) -> ChunkOffloadHandler | None:
+        """The next forward of virtual stage `stage` begins; None while the engine is passive."""
+        if not self.engine.is_active:
+            return None
+        key = ChunkKey(stage, self._num_forwards[stage])
+        self._num_forwards[stage] += 1
+        at_once = key in self._comes_back_at_once
+        return self.engine.start_chunk(key, keep_groups=self._last_groups[stage] if at_once else frozenset())
+
+    def around_node(self) -> AbstractContextManager[Any]:
+        """A context for one piece of the running chunk's forward, where that runs in pieces."""
+        chunk = self.engine.current_chunk if self.engine.is_active else None
+        return nullcontext() if chunk is None else chunk.rest_hooks()
 
     def abandon_iteration(self) -> None:
         """Leaves every bracket that an exception kept open."""
@@ -98,21 +117,17 @@ class Attachment:
         return bracket
 
     def _attach_chunk(self, chunk: torch.nn.Module, stage: int) -> None:
-        def start_chunk(module: torch.nn.Module, args: Any) -> None:
-            if not self.engine.is_active:
-                return
-            key = ChunkKey(stage, self._num_forwards[stage])
-            self._num_forwards[stage] += 1
-            at_once = key in self._comes_back_at_once
-            handler = self.engine.start_chunk(key, keep_groups=self._last_groups[stage] if at_once else frozenset())
-            self._rest_hooks = handler.rest_hooks()
-            self._rest_hooks.__enter__()
+        def enter_chunk(module: torch.nn.Module, args: Any) -> None:
+            handler = self.start_chunk(stage)
+            if handler is not None:
+                self._rest_hooks = handler.rest_hooks()
+                self._rest_hooks.__enter__()
 
-        def end_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
             self._leave_rest()
 
-        self._handles.append(chunk.register_forward_pre_hook(start_chunk))
-        self._handles.append(chunk.register_forward_hook(end_chunk, always_call=True))
+        self._handles.append(chunk.register_forward_pre_hook(enter_chunk))
+        self._handles.append(chunk.register_forward_hook(leave_chunk, always_call=True))
 
     def _leave_rest(self) -> None:
         hooks, self._rest_hooks = self._rest_hooks, None
@@ -172,7 +187,20 @@ def last_checkpoint(num_layers: int, layers_per_checkpoint: int | None) -> froze
     return frozenset({(num_layers - 1) // layers_per_checkpoint})
 
 
-def backward_at_once(actions: Sequence[Action]) -> frozenset[ChunkKey]:
-    """The chunks whose backward is the next thing after their forward."""
-    pairs = zip(actions, actions[1:], strict=False)
-    return frozenset(a.chunk for a, b in pairs if (a.kind, b.kind) == ("F", "B") and a.chunk == b.chunk)
+def backward_at_once(actions: Sequence[Action], is_combined: bool = False) -> frozenset[ChunkKey]:
+    """The chunks whose backward is the next thing after their forward.
+
+    Args:
+        actions: of one rank.
+        is_combined: a forward and the backward behind it run together, unless they are of the same chunk. (A pipeline
+            so short that it combines nothing is treated alike: it keeps the last groups of one chunk more.)
+    """
+    steps: list[list[Action]] = []
+    for action in actions:
+        is_behind_forward = bool(steps) and steps[-1][0].kind == "F" and len(steps[-1]) == 1
+        if is_combined and action.kind == "B" and is_behind_forward and steps[-1][0].chunk != action.chunk:
+            steps[-1].append(action)
+        else:
+            steps.append([action])
+    pairs = zip(steps, steps[1:], strict=False)
+    return frozenset(a.chunk for step, following in pairs for a in step if Action("B", a.chunk) in following)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from megatron_patches._attach import Attachment
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._modules import canonical_names, drop_parts
 from megatron_patches._moe import moe_rows
+from megatron_patches._overlap import overlap_rows
 from megatron_patches._recompute import recompute_rows
 from megatron_patches._registry import Applied, apply_patches
-from megatron_patches._schedules import Step, schedule_rows
+from megatron_patches._schedules import Step, overlaps_expert_comm, schedule_rows
 from megatron_patches._validate import (
     check_host_limit,
     check_host_room,
@@ -91,6 +92,15 @@ class Handle:
         """The bracket for the input of fully recomputed layers, if the running step has it."""
         return self._running.checkpoint_bracket if self._running is not None else None
 
+    def start_plan(self, model: torch.nn.Module) -> None:
+        """The forward of a model chunk of the running step begins, as a plan of nodes."""
+        if self._running is not None:
+            self._running.start_chunk(getattr(model, "vp_stage", None) or 0)
+
+    def around_node(self) -> AbstractContextManager[object]:
+        """A context for the forward of one node of a plan."""
+        return nullcontext() if self._running is None else self._running.around_node()
+
     def step(self, step: Step) -> AbstractContextManager[object] | None:
         """A context for one training step; None if nothing is to be offloaded.
 
@@ -115,7 +125,7 @@ class Handle:
         actions = step.order(step.config)
         # of the chunks inside the wrappers: DistributedDataParallel keeps something else under the name `buffers`
         weights = [tensor for chunk in step.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-        attachment.begin_iteration(actions)
+        attachment.begin_iteration(actions, is_combined=overlaps_expert_comm(step.config))
         self._running = attachment
         try:
             with attachment.engine.iteration(actions, weights):
@@ -202,4 +212,10 @@ def apply(
 
 
 def _rows(handle: Handle) -> list[Any]:
-    return [*config_rows(), *schedule_rows(handle), *recompute_rows(handle), *moe_rows(handle)]
+    return [
+        *config_rows(),
+        *schedule_rows(handle),
+        *overlap_rows(handle),
+        *recompute_rows(handle),
+        *moe_rows(handle),
+    ]

@@ -70,6 +70,11 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def overlaps_expert_comm(config: Any) -> bool:
+    """Whether forward and backward of two chunks run together, to hide the experts' all-to-all."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+
+
 class _Shape(NamedTuple):
     size: int
     rank: int
@@ -118,7 +123,7 @@ def _pipeline_group(kwargs: dict[str, Any]) -> Any:
 
 
 def _sequential(shape: _Shape) -> list[Action]:
-    return no_pipelining(shape.num_microbatches)
+    return no_pipelining(shape.num_microbatches, overlaps_expert_comm(shape.config))
 
 
 def _one_forward_one_backward(shape: _Shape) -> list[Action]:
@@ -127,4 +132,5 @@ def _one_forward_one_backward(shape: _Shape) -> list[Action]:
 
 def _interleaved(shape: _Shape) -> list[Action]:
     group_size = shape.config.microbatch_group_size_per_vp_stage
-    return interleaved(shape.size, shape.rank, shape.num_chunks, shape.num_microbatches, group_size)
+    is_combined = overlaps_expert_comm(shape.config)
+    return interleaved(shape.size, shape.rank, shape.num_chunks, shape.num_microbatches, group_size, is_combined)

@@ -32,10 +32,6 @@ def check_supported_features(config: Any) -> None:
     Raises:
         NotImplementedError: naming the setting.
     """
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise NotImplementedError(
-            "offload_activation does not work with overlap_moe_expert_parallel_comm yet: switch one of them off"
-        )
     if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
         raise NotImplementedError(
             f"offload_activation does not work with cuda_graph_impl={config.cuda_graph_impl!r}: a captured layer does "

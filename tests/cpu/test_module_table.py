@@ -150,6 +150,17 @@ def test_chunks_whose_backward_comes_at_once() -> None:
     assert {key.stage for key in backward_at_once(interleaved(2, 1, 2, 4))} == {1}
 
 
+def test_chunks_whose_backward_comes_at_once_where_forwards_and_backwards_are_combined() -> None:
+    """F0 | F1 B0 | F2 B1 | B2: each backward runs together with the next forward."""
+    combined = no_pipelining(3, overlap_expert_comm=True)
+    assert backward_at_once(combined) == set()
+    assert backward_at_once(combined, is_combined=True) == {ChunkKey(0, 0), ChunkKey(0, 1), ChunkKey(0, 2)}
+    assert backward_at_once(no_pipelining(1, overlap_expert_comm=True), is_combined=True) == {ChunkKey(0, 0)}
+    last = interleaved(2, 1, 2, 4, overlap_expert_comm=True)
+    assert backward_at_once(last, is_combined=True) == {ChunkKey(1, microbatch) for microbatch in range(4)}
+    assert backward_at_once(interleaved(2, 0, 2, 4, overlap_expert_comm=True), is_combined=True) == set()
+
+
 def test_printed_table_has_every_name_and_submodule() -> None:
     printed = module_table()
     for row in MODULES:

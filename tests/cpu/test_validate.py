@@ -96,7 +96,7 @@ def test_host_limit_below_one_activation() -> None:
         check_host_limit(config(), 8191, 16, 2)
 
 
-@pytest.mark.parametrize("setting", [{"overlap_moe_expert_parallel_comm": True}, {"cuda_graph_impl": "local"}])
+@pytest.mark.parametrize("setting", [{"cuda_graph_impl": "local"}])
 def test_known_limits(setting: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=next(iter(setting))):
         check_supported_features(config(**setting))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -13,30 +13,15 @@ pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
 
-from megatron_patches import Handle, apply  # noqa: E402
-from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
-from megatron_patches._modules import canonical_names, drop_parts  # noqa: E402
-from megatron_patches._schedules import unwrap  # noqa: E402
-from megatron_patches._sites import count_layers, find_sites  # noqa: E402
-from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
-from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
+from megatron_patches import apply  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.parity import EXPERTS, Case, check_all, check_cases, run_without  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2)]
 MICROBATCHES = {1: [3, 1, 9, 2], 2: [2, 5, 1, 9, 4], 4: [2, 8, 4, 6]}  # by number of stages in all
 DENSE = ["qkv_linear", "core_attn", "attn_proj", "attn_norm", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "self_attn"]
-EXPERTS = ["router_fc1", "moe_act", "router_fc2"]
-
-
-class Case(NamedTuple):
-    """One model, and what to offload in it."""
-
-    kind: str
-    names: Sequence[str]
-    dtype: torch.dtype = torch.float32
-    settings: dict[str, Any] = {}  # noqa: RUF012
-    wrap: bool = False
 
 
 # Every combination of model, type and recomputation, with the modules of the main job where the model has them.
@@ -61,7 +46,7 @@ def test_bitwise_equal(shape: Pipeline) -> None:
     # Two or three numbers for each case, all of them for the first: the cases together see every change.
     rotated = [[*numbers[i % len(numbers) :], numbers[0]][:2] for i in range(len(numbers))]
     for_cases = [numbers, *itertools.islice(itertools.cycle(rotated), 64)]
-    run_ranks(_check_cases, list(_grid()), for_cases, pipeline=shape)
+    run_ranks(check_cases, list(_grid()), for_cases, pipeline=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -70,7 +55,7 @@ def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
     cases.append(Case("mixed", [*DENSE, *EXPERTS, "router"]))
     cases.append(Case("moe", ["moe_act", "shared_fc1", "shared_fc2"], settings=_shared_experts()))
     cases.append(Case("moe", ["shared_experts", "layer_input"], settings=_shared_experts()))
-    run_ranks(_check_all, cases, _microbatches(shape)[:2], pipeline=shape)
+    run_ranks(check_all, cases, _microbatches(shape)[:2], pipeline=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -86,7 +71,7 @@ def test_recomputation(shape: Pipeline) -> None:
     ]
     if shape.virtual is None:  # otherwise one layer in each stage is all there are
         cases.append(Case("dense", ["layer_input", "core_attn"], settings={**full, "recompute_method": "block"}))
-    run_ranks(_check_all, cases, _microbatches(shape)[:2], pipeline=shape)
+    run_ranks(check_all, cases, _microbatches(shape)[:2], pipeline=shape)
 
 
 def test_stages_without_layers() -> None:
@@ -96,24 +81,24 @@ def test_stages_without_layers() -> None:
         Case("dense", ["core_attn", "qkv_linear"], settings=settings),
         Case("dense", ["attn_norm"], settings=settings),
     ]
-    run_ranks(_check_all, cases, [2, 6], pipeline=Pipeline(2, 2))
+    run_ranks(check_all, cases, [2, 6], pipeline=Pipeline(2, 2))
 
 
 def test_uneven_groups_of_microbatches() -> None:
     """`microbatch_group_size_per_vp_stage` above the pipeline's size allows odd numbers of microbatches."""
     settings = {"microbatch_group_size_per_vp_stage": 3}
-    run_ranks(_check_all, [Case("moe", ["core_attn"], settings=settings)], [3, 5, 9, 8], pipeline=Pipeline(2, 2))
+    run_ranks(check_all, [Case("moe", ["core_attn"], settings=settings)], [3, 5, 9, 8], pipeline=Pipeline(2, 2))
 
 
 def test_tensor_parallel() -> None:
     """Without sequence parallelism, which needs norms that run on GPUs only."""
     cases = [Case("dense", [*DENSE[:3], "mlp_norm", "mlp_act"], settings={"tensor_model_parallel_size": 2})]
-    run_ranks(_check_all, cases, [1, 3], pipeline=Pipeline(tensor=2))
+    run_ranks(check_all, cases, [1, 3], pipeline=Pipeline(tensor=2))
 
 
 def test_expert_parallel() -> None:
     cases = [Case("moe", ["core_attn", "router_fc1", "moe_act"], settings={"expert_model_parallel_size": 2})]
-    run_ranks(_check_all, cases, [1, 3], pipeline=Pipeline(expert=2))
+    run_ranks(check_all, cases, [1, 3], pipeline=Pipeline(expert=2))
 
 
 def test_two_models_take_turns() -> None:
@@ -124,7 +109,7 @@ def test_two_models_take_turns() -> None:
 def _check_two_models() -> None:
     gc.disable()
     cases = [Case("dense", ["core_attn"]), Case("moe", ["router_fc1", "mlp_norm"])]
-    expected = [_run_without(case, [4])[0] for case in cases]
+    expected = [run_without(case, [4])[0] for case in cases]
     with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
         settings = [{"offload_activation": True, "offload_modules": list(case.names)} for case in cases]
         models = [make_chunks(make_config(case.kind, **more)) for case, more in zip(cases, settings, strict=True)]
@@ -143,77 +128,8 @@ def _shared_experts() -> dict[str, Any]:
     return {"moe_shared_expert_intermediate_size": 32}
 
 
-def _check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
-    _check_cases(cases, [microbatches] * len(cases))
-
-
 def _microbatches(shape: Pipeline) -> list[int]:
     return MICROBATCHES[shape.size * (shape.virtual or 1)]
-
-
-def _check_cases(cases: Sequence[Case], microbatches: Sequence[Sequence[int]]) -> None:
-    """On one rank: every case without offload, then with, at its own numbers of microbatches."""
-    gc.disable()
-    for case, numbers in zip(cases, microbatches, strict=False):
-        _run_with(case, numbers, _run_without(case, numbers))
-
-
-def _run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:
-    chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=case.wrap)
-    return [fingerprint(chunks, run(chunks, n)) for n in microbatches]
-
-
-def _run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, str]]) -> None:
-    meter = ResidencyMeter()
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), meter=meter) as handle:
-        settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
-        chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap)
-        run(chunks, microbatches[-1], forward_only=True)
-        assert handle.engine is None, "evaluation must not start anything"
-        for n, wanted in zip(microbatches, expected, strict=True):
-            got = fingerprint(chunks, run(chunks, n))
-            wrong = [key for key in wanted if got[key] != wanted[key]]
-            assert not wrong, f"{case} differs at {n} microbatches: {wrong[:5]}"
-            _check_counters(case, handle, chunks, n)
-            assert meter.current_bytes == 0 and handle.engine is not None and handle.engine.pool.num_leases == 0
-            run(chunks, microbatches[0], forward_only=True)
-
-
-def _check_counters(case: Case, handle: Handle, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> None:
-    stats = handle.stats
-    assert stats is not None and stats.num_storages_left == 0
-    assert stats.copied_in_bytes <= stats.copied_out_bytes <= stats.managed_bytes
-    if case.settings.get("recompute_granularity"):
-        assert stats.num_groups and (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups), case
-        if case.settings["recompute_granularity"] == "full" and len(case.names) == 1:
-            layers = sum(count_layers(unwrap(chunk)) for chunk in chunks)
-            assert stats.num_groups == num_microbatches * layers
-            assert stats.num_kept_groups == len(backward_at_once(_actions(case, num_microbatches)))
-        return
-    names, _ = drop_parts(canonical_names(case.names))
-    sites = [find_sites(unwrap(chunk), names) for chunk in chunks]
-    at_once = backward_at_once(_actions(case, num_microbatches))
-    groups = num_microbatches * sum(len(of_chunk) for of_chunk in sites)
-    kept = sum(len(last_of_each_name(sites[key.stage])) for key in at_once)
-    assert (stats.num_groups, stats.num_kept_groups) == (groups, kept), case
-    assert (stats.copied_out_bytes > 0) == (groups > kept), case
-    if len(case.names) == 1:
-        # Experts share one storage of tokens, and some get none.
-        is_exact = canonical_names(case.names)[0] not in EXPERTS
-        assert stats.num_offloaded_groups == groups - kept or not is_exact, case
-
-
-def _actions(case: Case, num_microbatches: int) -> list[Any]:
-    from megatron.core import parallel_state as ps
-
-    size, rank = ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()
-    virtual = ps.get_virtual_pipeline_model_parallel_world_size()
-    if size == 1:
-        return no_pipelining(num_microbatches)
-    if virtual is None:
-        return one_forward_one_backward(size, rank, num_microbatches)
-    group_size = case.settings.get("microbatch_group_size_per_vp_stage", size)
-    return interleaved(size, rank, virtual, num_microbatches, group_size)
 
 
 assert NUM_LAYERS == 4  # one layer in each virtual stage of the deepest pipeline here

@@ -119,12 +119,13 @@ def fingerprint(chunks: list[torch.nn.Module], losses: list[float]) -> dict[str,
     return {**digests, "losses": repr([loss.hex() for loss in losses])}
 
 
-def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *_: Any) -> Any:
-    """What Megatron calls for each microbatch."""
+def forward_step(batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
+    """What Megatron calls for each microbatch; under the all-to-all overlap it asks for a plan instead of an output."""
     tokens = next(batches)
     positions = torch.arange(SEQUENCE)[None].expand(tokens.shape[0], -1)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
-    return model(tokens, positions, mask, labels=tokens.roll(-1, dims=1)), partial(_loss)
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    return forward(tokens, positions, mask, labels=tokens.roll(-1, dims=1)), partial(_loss)
 
 
 def _loss(output: torch.Tensor) -> Any:

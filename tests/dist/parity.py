@@ -1,0 +1,106 @@
+"""Training steps with offload against the same steps without it, on one rank."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_patches import Handle, apply
+from megatron_patches._attach import backward_at_once, last_of_each_name
+from megatron_patches._modules import canonical_names, drop_parts
+from megatron_patches._schedules import unwrap
+from megatron_patches._sites import count_layers, find_sites
+from offload_engine import Action, ChunkKey, OffloadConfig, ResidencyMeter
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
+from tests.dist.tiny import fingerprint, make_chunks, make_config, run
+
+EXPERTS = ["router_fc1", "moe_act", "router_fc2"]
+
+
+class Case(NamedTuple):
+    """One model, and what to offload in it."""
+
+    kind: str
+    names: Sequence[str]
+    dtype: torch.dtype = torch.float32
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    wrap: bool = False
+
+
+def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
+    check_cases(cases, [microbatches] * len(cases))
+
+
+def check_cases(cases: Sequence[Case], microbatches: Sequence[Sequence[int]]) -> None:
+    """On one rank: every case without offload, then with, at its own numbers of microbatches."""
+    gc.disable()
+    for case, numbers in zip(cases, microbatches, strict=False):
+        run_with(case, numbers, run_without(case, numbers))
+
+
+def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:
+    chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=case.wrap)
+    return [fingerprint(chunks, run(chunks, n)) for n in microbatches]
+
+
+def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, str]]) -> None:
+    meter = ResidencyMeter()
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), meter=meter) as handle:
+        settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
+        chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap)
+        run(chunks, microbatches[-1], forward_only=True)
+        assert handle.engine is None, "evaluation must not start anything"
+        for n, wanted in zip(microbatches, expected, strict=True):
+            got = fingerprint(chunks, run(chunks, n))
+            wrong = [key for key in wanted if got[key] != wanted[key]]
+            assert not wrong, f"{case} differs at {n} microbatches: {wrong[:5]}"
+            _check_counters(case, handle, chunks, n)
+            assert meter.current_bytes == 0 and handle.engine is not None and handle.engine.pool.num_leases == 0
+            run(chunks, microbatches[0], forward_only=True)
+
+
+def _check_counters(case: Case, handle: Handle, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> None:
+    stats = handle.stats
+    assert stats is not None and stats.num_storages_left == 0
+    assert stats.copied_in_bytes <= stats.copied_out_bytes <= stats.managed_bytes
+    if case.settings.get("recompute_granularity"):
+        assert stats.num_groups and (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups), case
+        if case.settings["recompute_granularity"] == "full" and len(case.names) == 1:
+            layers = sum(count_layers(unwrap(chunk)) for chunk in chunks)
+            assert stats.num_groups == num_microbatches * layers
+            assert stats.num_kept_groups == len(_backward_at_once(case, num_microbatches))
+        return
+    names, _ = drop_parts(canonical_names(case.names))
+    sites = [find_sites(unwrap(chunk), names) for chunk in chunks]
+    at_once = _backward_at_once(case, num_microbatches)
+    groups = num_microbatches * sum(len(of_chunk) for of_chunk in sites)
+    kept = sum(len(last_of_each_name(sites[key.stage])) for key in at_once)
+    assert (stats.num_groups, stats.num_kept_groups) == (groups, kept), case
+    assert (stats.copied_out_bytes > 0) == (groups > kept), case
+    if len(case.names) == 1:
+        # Experts share one storage of tokens, and some get none.
+        is_exact = canonical_names(case.names)[0] not in EXPERTS
+        assert stats.num_offloaded_groups == groups - kept or not is_exact, case
+
+
+def _backward_at_once(case: Case, num_microbatches: int) -> frozenset[ChunkKey]:
+    is_combined = case.settings.get("overlap_moe_expert_parallel_comm", False)
+    return backward_at_once(actions(case, num_microbatches), is_combined)
+
+
+def actions(case: Case, num_microbatches: int) -> list[Action]:
+    """What this rank runs in a step."""
+    from megatron.core import parallel_state as ps
+
+    size, rank = ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()
+    virtual = ps.get_virtual_pipeline_model_parallel_world_size()
+    is_combined = case.settings.get("overlap_moe_expert_parallel_comm", False)
+    if size == 1:
+        return no_pipelining(num_microbatches, is_combined)
+    if virtual is None:
+        return one_forward_one_backward(size, rank, num_microbatches)
+    group_size = case.settings.get("microbatch_group_size_per_vp_stage", size)
+    return interleaved(size, rank, virtual, num_microbatches, group_size, is_combined)
