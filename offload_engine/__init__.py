@@ -5,6 +5,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import CopyError, OffloadError
+from offload_engine.frontends.any_model import ManagedActivations, manage_activations
 from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey
@@ -18,6 +19,7 @@ __all__ = [
     "GroupCommitFunction",
     "GroupStartFunction",
     "IterationStats",
+    "ManagedActivations",
     "OffloadConfig",
     "OffloadEngine",
     "OffloadError",
@@ -25,4 +27,5 @@ __all__ = [
     "SavedTensorTracker",
     "group_commit",
     "group_start",
+    "manage_activations",
 ]

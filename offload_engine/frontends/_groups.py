@@ -70,10 +70,15 @@ class AutomaticGroups:
             CopyError: if a copy has failed.
             RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
         """
+        is_backward = is_in_backward()
+        if is_backward:
+            self.session.note_backward()
+            if self._chunk is not None:
+                self._turn_around(self._chunk)
         if isinstance(saved, StayingTensor):
             return saved.unpack()
-        if is_in_backward():
-            self._begin_backward(saved.chunk, saved.group)
+        if is_backward and saved.chunk.current_group != saved.group.index:
+            saved.chunk.on_group_commit_backward(saved.group)
         return saved.chunk.tensor_pop(saved.packed)
 
     def close_group(self) -> None:
@@ -114,12 +119,9 @@ class AutomaticGroups:
                 chunk.close_group()
         return SavedInGroup(packed, group, chunk)
 
-    def _begin_backward(self, chunk: ChunkOffloadHandler, group: TensorGroup) -> None:
-        self.session.note_backward()
-        if chunk is self._chunk:  # the forward turns around
-            if chunk.innermost_group is not None:
-                chunk.keep_group()
-            self._chunk = None
-            self.end_forward()
-        if chunk.current_group != group.index:
-            chunk.on_group_commit_backward(group)
+    def _turn_around(self, chunk: ChunkOffloadHandler) -> None:
+        """A backward begins, so the forward of `chunk` is over, whether or not we were told."""
+        if chunk.innermost_group is not None:
+            chunk.keep_group()
+        self._chunk = None
+        self.end_forward()

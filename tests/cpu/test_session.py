@@ -1,0 +1,272 @@
+"""`Session` and `AutomaticGroups`: when iterations begin and end, and which group moves when."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from offload_engine import CopyError, OffloadConfig, OffloadEngine
+from offload_engine.frontends._groups import AutomaticGroups
+from offload_engine.frontends._session import Session
+from offload_engine.frontends._weights import may_move, with_storage
+from tests.adversarial import AdversarialDevice
+
+WIDTH, ROWS, DEPTH = 16, 8, 6
+TENSOR_BYTES = WIDTH * ROWS * 4
+
+
+def make_model() -> nn.Sequential:
+    """Each layer saves its input for the Linear, and the Linear's output for the Tanh, which is the next one's input."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)])
+
+
+@pytest.fixture
+def device() -> Iterator[AdversarialDevice]:
+    device = AdversarialDevice()
+    yield device
+    assert not device.hazards
+
+
+@pytest.fixture
+def session(device: AdversarialDevice) -> Iterator[Session]:
+    session = Session(OffloadEngine(OffloadConfig(min_tensor_bytes=0), device))
+    yield session
+    session.close()
+
+
+@pytest.fixture
+def groups(session: Session) -> AutomaticGroups:
+    """Two tensors of `make_model` make a group."""
+    return AutomaticGroups(session, 2 * TENSOR_BYTES)
+
+
+@pytest.fixture
+def forward(groups: AutomaticGroups) -> Callable[[], torch.Tensor]:
+    model = make_model()
+
+    def run() -> torch.Tensor:
+        with groups.hooks():
+            loss = model(torch.randn(ROWS, WIDTH)).square().mean()
+        groups.end_forward()
+        return loss
+
+    return run
+
+
+# -- iterations -------------------------------------------------------------------------------------------------------
+
+
+def test_an_iteration_spans_forward_and_backward(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    assert not session.engine.is_in_iteration
+    loss = forward()
+    assert session.engine.is_in_iteration and session.chunk is None
+    loss.backward()
+    assert not session.engine.is_in_iteration
+    assert session.stats.num_storages_left == 0 and session.stats.prefetch_misses == 0
+    assert session.stats.copied_out_bytes > 0 and session.stats.copied_in_bytes > 0
+
+
+def test_it_ends_with_the_last_of_several_backwards(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    first, second = forward(), forward()
+    first.backward()
+    assert session.engine.is_in_iteration
+    second.backward()
+    assert not session.engine.is_in_iteration
+
+
+def test_a_retained_graph_keeps_it_open(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    loss = forward()
+    loss.backward(retain_graph=True)
+    assert session.engine.is_in_iteration
+    loss.backward()
+    assert not session.engine.is_in_iteration
+
+
+def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    forward()
+    stats = session.stats
+    assert session.engine.is_in_iteration and not session.engine.has_saved
+    loss = forward()
+    assert session.stats is not stats
+    loss.backward()
+    assert not session.engine.is_in_iteration
+
+
+def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    kept = forward()
+    stats = session.stats
+    forward().backward()
+    assert session.stats is stats
+    kept.backward()
+    assert not session.engine.is_in_iteration
+
+
+def test_a_backward_that_raises_does_not_end_it(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    loss = forward()
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError("not today")
+
+    handle = loss.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    loss.backward()
+    assert not session.engine.is_in_iteration
+
+
+def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(session: Session) -> None:
+    with torch.no_grad():
+        assert session.start_forward() is None
+    x = torch.ones(2, requires_grad=True)
+    seen: list[object] = []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(session.start_forward()))
+    y.sum().backward()
+    assert seen == [None]
+    with session.forward() as chunk:
+        assert chunk is not None and session.start_forward() is None
+
+
+def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    kept = forward()
+    with pytest.raises(ArithmeticError), session.forward() as chunk:
+        assert chunk is not None
+        chunk.open_group("outer")
+        chunk.open_group("inner")
+        raise ArithmeticError("not today")
+    assert session.chunk is None and chunk.innermost_group is None
+    kept.backward()
+    assert not session.engine.is_in_iteration
+
+
+def test_weights_are_asked_for_in_each_iteration(device: AdversarialDevice) -> None:
+    weights = [torch.randn(ROWS, WIDTH)]
+    session = Session(OffloadEngine(OffloadConfig(min_tensor_bytes=0), device), lambda: weights)
+    groups = AutomaticGroups(session, 1)
+    for _ in range(2):
+        weights[0] = torch.randn(ROWS, WIDTH)  # at another address
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        with groups.hooks():
+            loss = (x * weights[0]).sum()
+        assert session.stats.managed_bytes == 0
+        loss.backward()
+    session.close()
+
+
+def test_callers_may_add_a_check_of_their_own(session: Session) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    chunk = session.start_forward(tensor_need_offloading_checker=lambda tensor: tensor.dtype is torch.float32)
+    assert chunk is not None
+    chunk.open_group("group")
+    assert chunk.tensor_push(weight) is weight
+    half, full = torch.ones(4, dtype=torch.float16), torch.ones(4)
+    assert isinstance(chunk.tensor_push(half), torch.Tensor) and not isinstance(chunk.tensor_push(full), torch.Tensor)
+    chunk.abandon_group()
+    session.abandon_forward()
+
+
+# -- a copy that fails ------------------------------------------------------------------------------------------------
+
+
+def test_after_a_failed_copy_the_next_forward_starts_anew(
+    session: Session, device: AdversarialDevice, forward: Callable[[], torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    device.fail_next_copy("out")
+    with pytest.raises(CopyError, match="disk full|failed"):
+        forward().backward()
+    with caplog.at_level(logging.WARNING):
+        loss = forward()
+    assert "cannot run backward" in caplog.text
+    loss.backward()
+    assert not session.engine.is_in_iteration and not session.engine.has_failed
+
+
+# -- groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_leaves_when_its_bytes_are_enough(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    loss = forward()
+    assert session.stats.num_groups == session.stats.num_offloaded_groups == (DEPTH + 1) // 2
+    loss.backward()
+
+
+def test_the_last_group_stays_where_its_backward_comes_next(
+    session: Session, forward: Callable[[], torch.Tensor]
+) -> None:
+    loss = forward()
+    copied_out = session.stats.copied_out_bytes
+    loss.backward()
+    assert session.stats.copied_out_bytes == copied_out and session.stats.num_kept_groups == 1
+
+
+def test_the_last_group_leaves_where_another_forward_comes_first(
+    session: Session, forward: Callable[[], torch.Tensor]
+) -> None:
+    first = forward()
+    copied_out = session.stats.copied_out_bytes
+    second = forward()
+    assert session.stats.copied_out_bytes > 2 * copied_out
+    (first + second).backward()
+    assert session.stats.num_kept_groups == 1
+
+
+def test_a_storage_counts_once_for_the_size_of_a_group(session: Session, groups: AutomaticGroups) -> None:
+    x = torch.randn(ROWS, WIDTH)
+    with groups.hooks():
+        products = [torch.ones(ROWS, WIDTH, requires_grad=True) * x for _ in range(5)]
+    assert session.stats.num_groups == 0 and session.stats.managed_bytes == TENSOR_BYTES
+    torch.stack(products).sum().backward()
+
+
+def test_groups_closed_by_the_caller_only(session: Session) -> None:
+    groups = AutomaticGroups(session, None)
+    groups.close_group()  # none is open
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with groups.hooks():
+        y = x.sin().sin().sin()
+        assert session.stats.num_groups == 0
+        groups.close_group()
+        assert session.stats.num_groups == 1
+        y = y.cos()
+    y.sum().backward()
+    assert session.stats.num_groups == 2
+
+
+@pytest.mark.parametrize("group_bytes", [0, -1])
+def test_a_group_needs_bytes(session: Session, group_bytes: int) -> None:
+    with pytest.raises(ValueError, match="group_bytes must be positive"):
+        AutomaticGroups(session, group_bytes)
+
+
+def test_what_is_read_outside_a_backward_begins_none(session: Session, groups: AutomaticGroups) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with groups.hooks():
+        y = (x * 1).exp()
+        assert torch.equal(y.grad_fn._saved_result, y)  # type: ignore[union-attr]
+        assert session.chunk is not None
+    y.sum().backward()
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_known_without_the_model() -> None:
+    weight, frozen = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    leaf, data = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+    for stays in (weight, weight.t(), frozen, frozen[1:], leaf, leaf.view(-1), weight.half(), weight.half().t()):
+        assert not may_move(stays)
+    for moves in (data, data.t(), weight * 2, (weight * 2).half(), (weight * 2).t(), frozen.half()):
+        assert may_move(moves)
+
+
+def test_wrappers_are_asked_for_what_they_hold() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    first, second = torch.ones(2), torch.zeros(2)
+    assert [t is u for t, u in zip(with_storage([TwoTensor(first, second)]), (first, second), strict=True)] == [1, 1]
+    assert not list(with_storage([torch.ones(2).to_sparse()]))
