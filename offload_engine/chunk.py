@@ -116,6 +116,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover.keep(group)
         return group
 
+    def recall_groups(self) -> None:
+        """The backward comes next: what is still being copied out stays on the device, where its bytes still are."""
+        for group in self.chunk_groups.groups:
+            self._mover.store.recall(group)
+
     def abandon_group(self) -> None:
         """Forget the innermost open group, whose forward raised. What it saved goes with its graph."""
         if self._open:
@@ -132,7 +137,14 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         after: then it leaves and comes back with that group. Without these hooks the copy of such a storage frees
         nothing, because the other saver still holds it.
         """
-        return torch.autograd.graph.saved_tensors_hooks(self._pack_rest, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack_rest, self._unpack)
+
+    def pack_rest(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
+        """Pack one tensor saved outside the groups, as `rest_hooks` do."""
+        if not self.tensor_need_offloading_checker(tensor):
+            return StayingTensor(without_graph(tensor))
+        packed = self._mover.store.pack(tensor, self._rest)
+        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
 
     # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
 
@@ -176,10 +188,6 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
         packed = self.tensor_push(tensor)
-        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
-
-    def _pack_rest(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
-        packed = self._mover.store.pack(tensor, self._rest)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
