@@ -54,6 +54,8 @@ class SavedStorage:
         "region",
         "num_handles",
         "group",
+        "num_holders",
+        "emptied",
         "_pin",
     )
 
@@ -73,6 +75,8 @@ class SavedStorage:
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
         self.group: TensorGroup = group  # the first to save it inside a bracket, if any did; that one moves it out
+        self.num_holders: int | None = None  # tensors that hold it to no end until its backward; None: not known
+        self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
         self._pin: StorageWeakRef | None = None
 
     def pin_address(self) -> None:
@@ -85,8 +89,23 @@ class SavedStorage:
         assert self.buffer is not None
         return self.buffer._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
 
+    def may_be_emptied(self) -> bool:
+        """True if nobody holds the storage but `buffer` and the `num_holders` tensors that are not read."""
+        assert self.buffer is not None and self.num_holders is not None
+        storage = self.buffer.untyped_storage()
+        return storage.resizable() and _num_tensors(storage) <= 1 + self.num_holders
+
+    def is_still_held(self) -> bool:
+        """True if a tensor is left whose storage was emptied."""
+        return self.emptied is not None and _num_tensors(self.emptied) > 0
+
     def __repr__(self) -> str:
         return f"<SavedStorage {self.nbytes:,} bytes {self.residency.value} of {self.group}>"
+
+
+def _num_tensors(storage: torch.UntypedStorage) -> int:
+    """How many tensors there are over `storage`: aliases and views, in Python, C++ and graphs, each once."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]  # one is `storage`
 
 
 class GroupLease:

@@ -25,6 +25,10 @@ class IterationStats:
     """Bytes that the groups kept by the plan saved, over the whole iteration."""
     num_host_limit_groups: int = 0
     """Groups that stayed resident because the host tier had no room."""
+    num_emptied_storages: int = 0
+    """Storages that were emptied in place, because tensors outside autograd held them (`held_elsewhere()`)."""
+    num_viewed_storages: int = 0
+    """Storages that were to be emptied, but stayed resident: more tensors share them than were told."""
     managed_bytes: int = 0
     """Bytes of all storages the engine took charge of, each counted once."""
     peak_resident_bytes: int = 0

@@ -16,7 +16,15 @@ from offload_engine._devices.base import Event, HostRegion
 from offload_engine._host_pool import HostPool
 from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup, without_graph
 from offload_engine._stats import IterationStats
-from offload_engine._transfers import TransferContext, await_copy_in, copy_in, copy_out, drop_buffer, settle
+from offload_engine._transfers import (
+    TransferContext,
+    await_copy_in,
+    copy_in,
+    copy_out,
+    drop_buffer,
+    empty_buffer,
+    settle,
+)
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.meter import ResidencyMeter
 
@@ -107,6 +115,23 @@ class ActivationStore:
         # The weak reference keeps the address from being given to another storage, and no bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
 
+    @_undisturbed
+    def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
+        """Nobody reads `holders`, tensors over one storage, until its backward: release it in spite of them."""
+        saved = self._by_key.get(holders[0].untyped_storage()._cdata)
+        if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
+            return
+        if saved.residency not in (Residency.COPYING_OUT, Residency.ON_HOST):
+            return
+        tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
+        saved.num_holders = len(set(map(id, tensors))) + num_copies
+        reader = self._context.device.current_stream()
+        if reader != saved.stream:
+            saved.readers = (*saved.readers, reader)
+        if saved.residency is Residency.ON_HOST:  # released already, but its bytes are still there
+            self._hold_again(saved, holders[0])
+            self._let_go(saved)
+
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
         # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
@@ -188,9 +213,7 @@ class ActivationStore:
         except CopyError as error:
             raise self._failed(error, "copy-out", leaving[0]) from error
         for saved in leaving:
-            saved.pin_address()
-            self._drop(saved)
-            saved.residency = Residency.ON_HOST
+            self._let_go(saved)
 
     @_undisturbed
     def recall(self, group: TensorGroup) -> None:
@@ -239,15 +262,12 @@ class ActivationStore:
     @_undisturbed
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
-        device = self._context.device
-        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
-            try:
-                device.synchronize(device.record_event(stream))
-            except CopyError as error:
-                logger.warning("a copy had failed before the reset: %s", error)
-        for saved in list(self.live):
+        self._synchronize()
+        # What must be restored last: the memory for it is there when all else has gone.
+        for saved in sorted(self.live, key=SavedStorage.is_still_held):
             saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
             self._retire(saved)
+        self._synchronize()
         self.prefetched_bytes = 0
         self._excluded.clear()
         self._failure = None
@@ -286,6 +306,8 @@ class ActivationStore:
         """No-op for a storage that is gone."""
         if saved.residency is Residency.RETIRED:
             return
+        if saved.is_still_held():
+            self._restore(saved)
         if saved.residency is Residency.COPYING_IN:
             self.prefetched_bytes -= saved.nbytes
         if saved.buffer is not None:
@@ -299,6 +321,41 @@ class ActivationStore:
         self.live.pop(saved, None)
         if self._by_key.get(saved.key) is saved:
             del self._by_key[saved.key]
+
+    def _let_go(self, saved: SavedStorage) -> None:
+        """Drop or empty the buffer of a settled storage that is on host too, unless a view of it is in the way."""
+        if saved.num_holders is None:
+            saved.pin_address()
+            self._drop(saved)
+        elif saved.may_be_emptied():
+            self._drop(saved, empty_buffer)
+            self.stats.num_emptied_storages += 1
+        else:
+            self._keep(saved)
+            self.stats.num_viewed_storages += 1
+            return
+        saved.residency = Residency.ON_HOST
+
+    def _hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
+        """Undo `_drop`, where a holder has kept the bytes there."""
+        saved.buffer = holder.detach()
+        self._hold([saved])
+        self._arrive(saved.nbytes)
+
+    def _restore(self, saved: SavedStorage) -> None:
+        """The graph goes before its backward: those who still hold the emptied storage shall read what they expect."""
+        try:
+            self._issue_copy_in([saved])
+        except torch.OutOfMemoryError as error:  # as after the one that has ended the step, say
+            logger.warning("no memory to restore a tensor that is held elsewhere, of %s: %s", saved.group, error)
+
+    def _synchronize(self) -> None:
+        device = self._context.device
+        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
+            try:
+                device.synchronize(device.record_event(stream))
+            except CopyError as error:
+                logger.warning("a copy had failed before the reset: %s", error)
 
     def _issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
         copied_in = copy_in(storages, self._context)
@@ -399,13 +456,13 @@ class ActivationStore:
                 assert saved.buffer is not None
                 self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
 
-    def _drop(self, saved: SavedStorage) -> None:
-        """Drop the buffer of a settled storage."""
+    def _drop(self, saved: SavedStorage, drop: Callable[[SavedStorage, TransferContext], None] = drop_buffer) -> None:
+        """Drop, or empty, the buffer of a settled storage."""
         if not saved.group.is_rest:
             self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:
             self._meter.drop(saved.buffer.untyped_storage()._cdata)
-        drop_buffer(saved, self._context)
+        drop(saved, self._context)
 
     def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
         self.has_failed = True

@@ -11,17 +11,22 @@
  4. Allocate, then copy in. The buffer of a copy-in comes from compute's pool, where kernels issued earlier may still
     use the same bytes: the copy-in stream waits for an event recorded on compute after the allocation.
  5. Copy in, then use. Whichever stream reads a copied-in buffer waits for its copy first.
- 6. Read elsewhere, then drop the buffer. Where another compute stream read a copied-in buffer, the stream whose pool
-    gets it back waits for that reader first.
+ 6. Read elsewhere, then drop the buffer. Where another compute stream read a copied-in buffer, or has read a storage
+    for its holders for the last time, the stream whose pool gets the bytes back waits for that reader first.
 
 Copy-in after its own copy-out needs no wait of its own: the host holds the only copy just when the buffer was dropped,
 that is, after compute waited for the copy-out (3), and the copy-in waits for compute (4).
+
+A storage that others hold, unread, until its backward is emptied where any other is dropped, and gets bytes again where
+any other gets a buffer: "drop" and "allocate" above stand for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+
+import torch
 
 from offload_engine._devices.base import CopyError, Device, Event, Stream
 from offload_engine._host_pool import HostLease
@@ -55,13 +60,13 @@ def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: Transf
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
     """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
     device, stream = context.device, context.copy_in_stream
-    buffers = [device.allocate(storage.nbytes, storage.stream) for storage in storages]
+    buffers = [_allocate(storage, device) for storage in storages]
     for compute in _distinct([storage.stream for storage in storages]):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
     for storage, buffer in zip(storages, buffers, strict=True):
         assert storage.region is not None
         device.copy_in(stream, storage.region, buffer)
-        storage.buffer = buffer
+        storage.buffer, storage.emptied = buffer, None
     return device.record_event(stream)
 
 
@@ -86,14 +91,19 @@ def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
 
 def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     """Let go of the device bytes of `storage`, which is settled."""
-    device = context.device
-    if storage.readers:
-        for reader in storage.readers:
-            device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
-        storage.readers = ()
+    _follow_readers(storage, context.device)
     assert storage.buffer is not None
-    device.on_release(storage.buffer)
+    context.device.on_release(storage.buffer)
     storage.buffer = None
+
+
+def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
+    """As `drop_buffer`, where others hold the buffer: what they hold has no bytes from now on."""
+    _follow_readers(storage, context.device)
+    assert storage.buffer is not None
+    storage.emptied = storage.buffer.untyped_storage()
+    storage.buffer = None
+    context.device.empty(storage.emptied)
 
 
 def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> None:
@@ -115,6 +125,18 @@ def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) ->
             storage.pending = None
         elif reader not in storage.readers:
             storage.readers = (*storage.readers, reader)
+
+
+def _allocate(storage: SavedStorage, device: Device) -> torch.Tensor:
+    if storage.emptied is None:
+        return device.allocate(storage.nbytes, storage.stream)
+    return device.restore(storage.emptied, storage.nbytes, storage.stream)
+
+
+def _follow_readers(storage: SavedStorage, device: Device) -> None:
+    for reader in storage.readers:
+        device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
+    storage.readers = ()
 
 
 def _distinct(streams: list[Stream]) -> list[Stream]:

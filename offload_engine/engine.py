@@ -154,6 +154,24 @@ class OffloadEngine:
         """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
         self._store.exclude(tensor)
 
+    def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0) -> None:
+        """Promise that nobody reads `holders` until the backward of what has been saved of them; empty their storage.
+
+        A copy-out frees no memory while somebody keeps the tensor: a schedule that keeps the inputs of its stages, say.
+        After this call the storage is resized to zero bytes as soon as its copy is complete, and gets them back, in
+        place, before the backward needs them, or when the graph goes without a backward. To read it in between crashes
+        the process. Reads that were issued before, on the current stream, are safe.
+
+        No-op for what no group has saved, or stays resident. A storage that more tensors share than are told here is
+        left alone, and counted in `IterationStats.num_viewed_storages`.
+
+        Args:
+            holders: all tensors that share one storage, but for what autograd saved in groups or under
+                `ChunkOffloadHandler.rest_hooks`; the base of a view need not be named. Nothing else may have saved them.
+            num_copies: how many detached aliases exist besides, where they cannot be named.
+        """
+        self._store.empty_for_holders(holders, num_copies)
+
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
 

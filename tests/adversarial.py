@@ -11,6 +11,8 @@ bytes is compared with the accesses it must come after. Two accesses that confli
 hazard, even where this run happened to execute them in the right order: the bytes involved are overwritten with 0xFF,
 so that the result becomes wrong, and `AdversarialDevice.hazards` gets a sentence that says what was not ordered.
 
+A storage that is emptied in place really is: to use it in between is a hazard too, and an exception.
+
 Words: a *compute stream* is where the model's kernels go (torch runs them at once; the checks treat them as
 asynchronous), *memory* is the bytes of one device storage, its *home* the compute stream whose pool it came from. What
 the host has seen complete is ordered before whatever it issues afterwards.
@@ -116,6 +118,7 @@ class Memory:
         self.reads: dict[tuple[int, int], Access] = {}  # since then: (stream, copy) -> access
         self.is_watched = block is not None  # a copy has touched it, or allocate() made it
         self.is_released = False
+        self.is_empty = False  # its storage has no bytes, until it is restored as another memory
         self.recorded: list[AdversarialStream] = []  # by record_stream: reuse also waits for what they have by then
 
     def span(self, nbytes_needed: int = 0) -> tuple[int, int] | None:
@@ -327,6 +330,24 @@ class AdversarialDevice:
         weakref.finalize(view, self._forget_block, key, memory).atexit = False
         return tensor
 
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        self._enter()
+        memory = self._memories[storage._cdata]
+        self._check_reuse(memory, "was emptied", with_kernels=True)
+        memory.is_released = memory.is_empty = True
+        self._unsettled.pop(memory, None)
+        storage.resize_(0)
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: AdversarialStream) -> torch.Tensor:
+        self._enter()
+        assert self._memories[storage._cdata].is_empty and storage.nbytes() == 0, "nothing to restore"
+        storage.resize_(nbytes)
+        memory = self._memories[storage._cdata] = Memory(stream, StorageWeakRef(storage))
+        memory.writes.append(Access(stream, stream.tick(), "the allocation"))
+        memory.is_watched = True
+        memory.poison()
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,))
+
     def copy_out(self, stream: AdversarialStream, source: torch.Tensor, target: HostRegion) -> None:
         self._enter()
         copy, access, memory = self._issue("out", stream, source, target)
@@ -505,11 +526,11 @@ class AdversarialDevice:
             self._memories[storage._cdata] = memory
         return memory
 
-    def _check_reuse(self, memory: Memory, what: str) -> None:
+    def _check_reuse(self, memory: Memory, what: str, with_kernels: bool = False) -> None:
         """Its home pool may hand the bytes out at once: every use of them must be ordered before what comes next."""
         for access in memory.accesses():
-            if access.copy is None and memory.block is None:
-                continue  # kernels on torch's own memory are not the engine's business
+            if access.copy is None and memory.block is None and not with_kernels:
+                continue  # kernels on torch's own memory are not the engine's business, unless it empties that
             if not any(self._knows(stream, access) for stream in (memory.home, *memory.recorded)):
                 text = f"{_describe(memory)} {what} not ordered after {access.what} on {access.stream}"
                 self._violation(text, access.copy)
@@ -565,6 +586,10 @@ class AdversarialDevice:
         memory = self._memories.get(key)
         if memory is None or not memory.is_watched:
             return
+        if memory.is_empty:  # for real this is the end of the process
+            text = f"{access.what} on {access.stream} uses a storage that was emptied"
+            self._violation(text)
+            raise RuntimeError(text)
         is_write = key in written
         before = len(self.hazards)
         self._require(access, "reads or writes a buffer", memory.writes)

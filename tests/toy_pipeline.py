@@ -8,6 +8,7 @@ must agree to the last bit.
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -382,6 +383,9 @@ class Unit(nn.Module):
         self.is_excluded = rng.random() < 0.05
         self.has_residual = rng.random() < 0.3 and type(block) in _INPUT_READ_ONCE
         self.scales_output = type(block) in _OUTPUT_UNSAVED and rng.random() < 0.5
+        # Somebody keeps its input until backward, unread. Not in a pair, where the other unit reads it too.
+        drawn_apart = random.Random(runner.case.seed + 2 + index)
+        self.is_input_held = index >= 0 and drawn_apart.random() < 0.3 and not isinstance(block, InPlaceInput)
         self._runner: tuple[Runner] = (runner,)  # in a tuple: not a submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -393,8 +397,12 @@ class Unit(nn.Module):
         if self.scales_output:
             out.mul_(0.5)  # the model may write into the output of a group
         if self.is_on_the_side:
-            return x * 1
-        return out + x if self.has_residual else out
+            out = x * 1
+        elif self.has_residual:
+            out = out + x
+        if self.is_input_held:
+            runner.keep_unread(x)
+        return out
 
     def _bracketed(self, x: torch.Tensor, runner: Runner) -> torch.Tensor:
         engine = runner.engine
@@ -435,6 +443,7 @@ class Runner:
         self._action = -1
         self._inputs: dict[ChunkKey, torch.Tensor] = {}
         self._outputs: dict[ChunkKey, torch.Tensor] = {}
+        self._unread: defaultdict[ChunkKey, list[torch.Tensor]] = defaultdict(list)
         self._tagged: set[Any] = set()
 
     @property
@@ -510,12 +519,17 @@ class Runner:
         if self.engine is not None:
             self.engine.reset_iteration()
             self.engine.reset_iteration()
+            self._check_restored(*self._unread)
         self._drop_all()
 
     def _drop_all(self) -> None:
         self._inputs.clear()
         self._outputs.clear()
         self._tagged.clear()
+        self._unread.clear()
+
+    def _check_restored(self, *chunks: ChunkKey) -> None:
+        assert all(x.untyped_storage().nbytes() > 0 for chunk in chunks for x in self._unread.pop(chunk, []))
 
     def _check_nothing_left(self) -> None:
         if self.engine is not None:
@@ -556,6 +570,7 @@ class Runner:
                 (out,), (grad,), retain, False, (), allow_unreachable=True, accumulate_grad=True
             )
             self._join_streams()
+        self._check_restored(key)
         x_grad = self._inputs[key].grad
         assert x_grad is not None
         if key.stage == 0 or not self.case.is_chained:
@@ -616,6 +631,13 @@ class Runner:
         if failure.where == "forward":
             raise InjectedError("in forward")
         return _RaiseInBackward.apply(out) if failure.where == "backward" else out
+
+    def keep_unread(self, x: torch.Tensor) -> None:
+        """Keep `x` as schedules keep the inputs of stages, and tell the engine so."""
+        if self.engine is not None and self.engine.is_active:
+            assert self.engine.current_chunk is not None
+            self._unread[self.engine.current_chunk.key].append(x)
+            self.engine.held_elsewhere(x)
 
     # -- compute streams: what autograd and the model's author do on a GPU
 

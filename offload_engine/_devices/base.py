@@ -105,6 +105,15 @@ class Device(Protocol):
         recorded on `stream` after this call.
         """
 
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """Give the bytes of `storage` back to the pool they came from, although tensors still hold it.
+
+        To read such a tensor before `restore` crashes the process.
+        """
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
+        """As `allocate`, for a storage that `empty` left without bytes: every tensor that holds it has bytes again."""
+
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
         """Issue the device-to-host copy of the whole storage of `source` on `stream`.
 

@@ -17,7 +17,7 @@ from .base import Event, HostRead, HostRegion, HostSlab, PlainRead, Stream
 from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
 from .file_slab import FileSlab, check_directory
 from .memory_slab import MemorySlab
-from .regions import check_copy, check_slab_size
+from .regions import check_copy, check_slab_size, whole
 
 COMPUTE = "compute"
 """The one compute stream: whatever thread calls."""
@@ -90,6 +90,13 @@ class CpuDevice:
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
+        storage.resize_(nbytes)
+        return whole(storage)
 
     def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
         check_copy(source, target)

@@ -1,4 +1,4 @@
-"""What every device checks before it moves raw bytes."""
+"""Raw bytes: tensors over them, and what every device checks before it moves them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> None:
         raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {storage_bytes:,}")
     if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A 1-D uint8 tensor over all of `storage`."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
 def check_slab_size(nbytes: int, alignment: int) -> None:

@@ -1,0 +1,301 @@
+"""Storages that somebody keeps beside autograd: emptied in place after their copy-out, full again before backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_engine import CopyError, OffloadConfig, OffloadEngine, ResidencyMeter
+from tests.adversarial import AdversarialDevice
+
+NUMEL = 64
+NBYTES = 4 * NUMEL
+
+
+class Bench:
+    """An engine, one chunk, and a model that squares one tensor in one group."""
+
+    def __init__(self, device: AdversarialDevice | None = None, **settings: int) -> None:
+        config = OffloadConfig(min_tensor_bytes=0, horizon_bytes=0, directory="none", **settings)
+        self.meter = ResidencyMeter()
+        self.engine = OffloadEngine(config, device, self.meter)
+        self.engine.begin_iteration()
+        self.chunk = self.engine.start_chunk()
+
+    def square(self, x: torch.Tensor) -> torch.Tensor:
+        self.chunk.open_group("square")
+        with self.chunk.saved_tensors_hooks():
+            out = x.square()
+        self.chunk.close_group()
+        return out
+
+    def release(self) -> None:
+        """As a boundary does, but without a doubt."""
+        self.engine._mover.releases.drain()
+
+    @property
+    def resident_bytes(self) -> int:
+        assert self.meter.current_bytes == self.engine._store.resident_bytes
+        return self.meter.current_bytes
+
+    def finish(self) -> None:
+        self.engine.end_iteration()
+        assert self.resident_bytes == 0
+        self.engine.close()
+
+
+def make_input() -> torch.Tensor:
+    return torch.arange(NUMEL, dtype=torch.float32).requires_grad_()
+
+
+@pytest.fixture(params=["cpu", "adversarial"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    device = AdversarialDevice(host_capacity=1 << 16) if request.param == "adversarial" else None
+    return Bench(device, max_inflight_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("is_told_first", [True, False], ids=["told before the release", "told after it"])
+def test_emptied_and_restored_in_place(bench: Bench, is_told_first: bool) -> None:
+    x = make_input()
+    storage = x.untyped_storage()
+    out = bench.square(x)
+    if is_told_first:
+        bench.engine.held_elsewhere(x)
+        assert storage.nbytes() == NBYTES == bench.resident_bytes  # the copy-out still reads it
+        bench.release()
+    else:
+        bench.release()
+        assert storage.nbytes() == NBYTES
+        bench.engine.held_elsewhere(x)
+    assert storage.nbytes() == 0 == bench.resident_bytes
+    assert x.shape == (NUMEL,) and x.is_leaf and x._version == 0
+    out.sum().backward()
+    assert storage.nbytes() == NBYTES and x.untyped_storage() is storage
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    assert bench.engine.stats.num_emptied_storages == 1
+    bench.finish()
+    assert torch.equal(x.detach(), make_input().detach())
+
+
+def test_without_the_promise_nothing_is_emptied(bench: Bench) -> None:
+    x = make_input()
+    out = bench.square(x)
+    bench.release()
+    assert x.untyped_storage().nbytes() == NBYTES
+    out.sum().backward()
+    assert bench.engine.stats.num_emptied_storages == 0
+    bench.finish()
+
+
+@pytest.mark.parametrize("is_told_first", [True, False], ids=["told before the release", "told after it"])
+@pytest.mark.parametrize("kind", ["view", "alias", "graph"])
+def test_any_other_view_keeps_it_whole(bench: Bench, kind: str, is_told_first: bool) -> None:
+    x = make_input() * 1
+    out = bench.square(x)
+    if kind == "graph":  # saved by another node, with no hook in between
+        other = torch.square(x.view(8, 8))
+    else:
+        other = x[3:5] if kind == "view" else x.detach()
+    if is_told_first:
+        bench.engine.held_elsewhere(x)
+        bench.release()
+    else:
+        bench.release()
+        bench.engine.held_elsewhere(x)
+    assert x.untyped_storage().nbytes() == NBYTES == bench.resident_bytes  # it counts as what it is
+    assert other.sum() == {"view": 7, "alias": x.sum(), "graph": x.square().sum()}[kind]
+    stats = bench.engine.stats
+    assert (stats.num_viewed_storages, stats.num_emptied_storages) == (1, 0)
+    out.sum().backward()
+    assert stats.copied_in_bytes == 0
+    bench.finish()
+
+
+def test_named_views_and_counted_copies_do_not_keep_it(bench: Bench) -> None:
+    base = make_input() * 1
+    x = base.view(8, 8)
+    alias, copy = x.detach(), x.detach()
+    out = bench.square(x)
+    bench.engine.held_elsewhere(x, alias, num_copies=1)
+    bench.release()
+    assert base.untyped_storage().nbytes() == 0
+    out.sum().backward()
+    assert torch.equal(copy, alias) and torch.equal(alias.view(-1), make_input().detach())
+    bench.finish()
+
+
+@pytest.mark.parametrize("case", ["never saved", "kept", "modified", "copied in", "too small"])
+def test_no_op_for_what_does_not_move(case: str) -> None:
+    bench = Bench(max_inflight_bytes=0)
+    x = make_input() * 1
+    if case == "kept":
+        bench.chunk = bench.engine.start_chunk(keep_groups=frozenset({0}))
+    if case == "too small":
+        x = torch.ones(0).requires_grad_() * 1
+    out = bench.square(x) if case != "never saved" else x.square()
+    if case == "modified":
+        x.detach().add_(1)
+    if case == "copied in":
+        bench.chunk.bulk_reload_group(0)
+    nbytes = x.untyped_storage().nbytes()
+    bench.engine.held_elsewhere(x)
+    bench.release()
+    assert x.untyped_storage().nbytes() == nbytes and bench.engine.stats.num_emptied_storages == 0
+    del out
+    bench.finish()
+
+
+def test_told_twice(bench: Bench) -> None:
+    x = make_input()
+    out = bench.square(x)
+    for _ in range(2):
+        bench.engine.held_elsewhere(x)
+    bench.release()
+    bench.engine.held_elsewhere(x)
+    out.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    assert bench.engine.stats.num_emptied_storages == 1
+    bench.finish()
+
+
+@pytest.mark.parametrize("how", ["graph dropped", "reset"])
+def test_whoever_still_holds_it_reads_it_after_a_step_without_backward(bench: Bench, how: str) -> None:
+    x = make_input()
+    out = bench.square(x)
+    bench.engine.held_elsewhere(x)
+    bench.release()
+    assert x.untyped_storage().nbytes() == 0
+    if how == "reset":
+        bench.engine.reset_iteration()
+        assert torch.equal(x.detach(), make_input().detach())
+        del out
+        bench.engine.close()
+    else:
+        del out
+        assert torch.equal(x.detach(), make_input().detach())
+        bench.finish()
+
+
+def test_nothing_is_restored_for_nobody(bench: Bench) -> None:
+    x = make_input() * 1  # a leaf would be held by the graph
+    out = bench.square(x)
+    bench.engine.held_elsewhere(x)
+    bench.release()
+    del x, out
+    assert bench.engine.stats.copied_in_bytes == 0
+    bench.finish()
+
+
+def test_a_retained_graph_runs_twice(bench: Bench) -> None:
+    x = make_input()
+    out = bench.square(x).sum()
+    bench.engine.held_elsewhere(x)
+    bench.release()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert x.grad is not None and torch.equal(x.grad, 4 * x.detach())
+    bench.finish()
+
+
+def test_one_storage_of_two_groups(bench: Bench) -> None:
+    x = make_input()
+    out = bench.square(x) + bench.square(x)
+    bench.engine.held_elsewhere(x)
+    bench.release()
+    assert x.untyped_storage().nbytes() == 0
+    out.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, 4 * x.detach())
+    assert bench.engine.stats.copied_in_bytes == NBYTES
+    bench.finish()
+
+
+def test_a_failed_copy_out_empties_nothing() -> None:
+    device = AdversarialDevice(host_capacity=1 << 16)
+    bench = Bench(device, max_inflight_bytes=1 << 30)
+    device.fail_next_copy("out")
+    x = make_input()
+    out = bench.square(x)
+    bench.engine.held_elsewhere(x)
+    with pytest.raises(CopyError, match="group 0"):
+        bench.release()
+    bench.engine.reset_iteration()
+    assert torch.equal(x.detach(), make_input().detach())
+    del out
+    bench.engine.close()
+
+
+def test_no_memory_to_restore_is_told_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(max_inflight_bytes=0)
+    x = make_input()
+    out = bench.square(x)
+    bench.engine.held_elsewhere(x)
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(bench.engine.device, "restore", refuse)
+    bench.engine.reset_iteration()
+    assert "no memory to restore" in caplog.text and x.untyped_storage().nbytes() == 0
+    del out
+    bench.engine.close()
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_rule_6_the_last_read_of_a_holder_comes_before_the_emptying(seed: int | None) -> None:
+    device = AdversarialDevice(seed, host_capacity=1 << 16)
+    bench = Bench(device, max_inflight_bytes=0)
+    with device.observe_compute():
+        x = torch.full((NUMEL,), 3.0)
+        bench.chunk.open_group("group")
+        handle = bench.chunk.tensor_push(x)
+        bench.chunk.close_group()
+        before = device.record_event(device.current_stream())
+        with device.compute_stream("comm") as comm:
+            device.wait_event(comm, before)
+            assert (x * 1).eq(3).all()
+            bench.engine.held_elsewhere(x)
+        assert x.untyped_storage().nbytes() == 0
+        assert (bench.chunk.tensor_pop(handle) * 1).eq(3).all()
+        del handle
+        bench.engine.end_iteration()
+        bench.engine.close()
+    assert device.hazards == []
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_rules_3_4_5_for_an_emptied_storage(seed: int | None) -> None:
+    device = AdversarialDevice(seed, host_capacity=1 << 16)
+    bench = Bench(device, max_inflight_bytes=1 << 30)
+    with device.observe_compute():
+        held = [torch.full((NUMEL,), value) for value in (3.0, 5.0)]
+        handles = []
+        for x in held:
+            bench.chunk.open_group("group")
+            handles.append(bench.chunk.tensor_push(x))
+            bench.chunk.close_group()
+            bench.engine.held_elsewhere(x)
+        bench.release()
+        assert [x.untyped_storage().nbytes() for x in held] == [0, 0]
+        values = [float((bench.chunk.tensor_pop(handle) * 1).mean()) for handle in handles]
+        assert values == [3.0, 5.0] == [float((x * 1).mean()) for x in held]
+        handles.clear()
+        bench.engine.end_iteration()
+        bench.engine.close()
+    assert device.hazards == []
+
+
+def test_the_adversarial_device_sees_a_read_of_what_was_emptied() -> None:
+    device = AdversarialDevice(host_capacity=1 << 16)
+    bench = Bench(device, max_inflight_bytes=0)
+    with device.observe_compute():
+        x = torch.full((NUMEL,), 3.0)
+        bench.chunk.open_group("group")
+        handle = bench.chunk.tensor_push(x)
+        bench.chunk.close_group()
+        bench.engine.held_elsewhere(x)
+        with pytest.raises(RuntimeError, match="was emptied"):
+            x * 1
+    assert "was emptied" in device.hazards[0]
+    del handle
