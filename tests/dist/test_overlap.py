@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, check_all  # noqa: E402
+from tests.dist.parity import EXPERTS, Case, check_all, run_without  # noqa: E402
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 6, 2], 4: [2, 8, 4]}  # by number of stages in all
@@ -31,6 +31,37 @@ def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
     cases.append(_case("mixed", [name for name in names if name not in ("self_attn", "shared_experts")]))
     cases.append(_case("moe", [name for name in names if name not in DENSE]))
     run_ranks(check_all, cases, _microbatches(shape), pipeline=shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_delayed_weight_gradients(shape: Pipeline) -> None:
+    """What was copied in is read once more after autograd has dropped it."""
+    delayed = {"delay_wgrad_compute": True}
+    cases = [_case("mixed", [name], **delayed) for name in ("qkv_linear", "attn_proj", *DENSE, *EXPERTS)]
+    cases.append(_case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed))
+    run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
+    run_ranks(_check_delay, pipeline=shape)
+
+
+def _check_delay() -> None:
+    """The linear layers of the test do delay, and compute what the ones of megatron-core do."""
+    cases = [_case("mixed", [], delay_wgrad_compute=is_delayed) for is_delayed in (True, False)]
+    delayed, usual = (run_without(case, [4]) for case in cases)
+    assert delayed == usual
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
+    """Attention's backward may run before the experts' forward."""
+    selective = {"recompute_granularity": "selective"}
+    early = {"ep_overlap_early_attn_memory_release": True}
+    cases = [
+        _case("mixed", ["core_attn", "router_fc1"], **selective, recompute_modules=["layernorm"]),
+        _case("mixed", ["self_attn", "router_fc1"], **selective, recompute_modules=["mlp", "shared_experts"]),
+        _case("moe", ["layer_input", "mlp_norm", "router"], **selective, recompute_modules=["core_attn"]),
+        _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], **early),
+    ]
+    run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
 
 
 def _case(kind: str, names: list[str], **more: Any) -> Case:

@@ -17,6 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from tests.dist.delayed_wgrad import delay_weight_gradients
+
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 NUM_LAYERS = 4
 MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
@@ -86,6 +88,8 @@ def make_chunk(config: TransformerConfig, stage: int | None) -> GPTModel:
         share_embeddings_and_output_weights=False,
     )
     chunk.model_type = ModelType.encoder_or_decoder
+    if config.delay_wgrad_compute:
+        delay_weight_gradients(chunk)
     return chunk.to(config.params_dtype)
 
 
