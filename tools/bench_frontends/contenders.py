@@ -1,0 +1,196 @@
+"""The contenders, and how one model is switched between them.
+
+Each is a context manager that puts itself on the model and takes itself off again, also after an exception in a step:
+wrappers of layers are exchanged in the model's list, checkpointing is the model's own (non-reentrant), and the rest is
+around the forward or the step. Between two turns the model is as it was built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.graph import save_on_cpu
+
+from offload_engine import OffloadConfig
+
+from . import rivals
+from .rivals import Missing
+from .settings import NEED_GPU
+from .workload import Attached, Workload
+
+Attach = Callable[[Workload], AbstractContextManager[Attached]]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """How ours are configured."""
+
+    engine: Mapping[str, Any]
+    """Fields of `OffloadConfig`."""
+    group_bytes: int | None = None
+    """Of `manage_activations`; None: its default."""
+
+    @property
+    def config(self) -> OffloadConfig:
+        return OffloadConfig(**self.engine)
+
+
+def make_contenders(
+    names: tuple[str, ...], device: str, ours: Ours, folder: Path | None
+) -> tuple[dict[str, Attach], dict[str, str]]:
+    """What can take part, and why the others cannot. Imports the packages of the rivals: seconds.
+
+    Args:
+        names: of `settings.CONTENDERS`.
+        device: "cuda" or "cpu".
+        ours: how those of this project are configured.
+        folder: where files of rivals are that are not installed.
+    """
+    found: dict[str, Attach] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            if device == "cpu" and name in NEED_GPU:
+                raise Missing("it makes CUDA streams: it needs a GPU")
+            found[name] = _make(name, ours, folder)
+        except Missing as reason:
+            missing[name] = str(reason)
+    return found, missing
+
+
+def _make(name: str, ours: Ours, folder: Path | None) -> Attach:
+    if name in _OURS:
+        attach = _OURS[name]
+        return lambda workload: attach(workload, ours)
+    return _PYTORCH[name] if name in _PYTORCH else rivals.load(name, folder)
+
+
+# ---- PyTorch and transformers ----
+
+
+@contextmanager
+def _no_offload(workload: Workload) -> Iterator[Attached]:
+    yield Attached()
+
+
+@contextmanager
+def _checkpointing(workload: Workload) -> Iterator[Attached]:
+    workload.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    try:
+        yield Attached()
+    finally:
+        workload.model.gradient_checkpointing_disable()
+
+
+@contextmanager
+def _save_on_cpu(workload: Workload) -> Iterator[Attached]:
+    yield Attached(around_forward=lambda: save_on_cpu(pin_memory=workload.is_cuda))
+
+
+@contextmanager
+def _offload_wrapper(workload: Workload) -> Iterator[Attached]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+    with _exchanged(workload, offload_wrapper if workload.is_cuda else _unpinned):
+        yield Attached()
+
+
+def _unpinned(layer: torch.nn.Module) -> torch.nn.Module:
+    """PyTorch's wrapper pins always, which needs a GPU; this is the same without."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+
+    class Unpinned(OffloadWrapper):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with save_on_cpu():
+                return self._checkpoint_wrapped_module(*args, **kwargs)
+
+    return Unpinned(layer)
+
+
+@contextmanager
+def _exchanged(workload: Workload, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Iterator[None]:
+    layers = workload.layers
+    before = list(layers)
+    for index, layer in enumerate(before):
+        layers[index] = wrap(layer)
+    try:
+        yield
+    finally:
+        for index, layer in enumerate(before):
+            layers[index] = layer
+
+
+def _with_checkpointing(attach: Attach) -> Attach:
+    @contextmanager
+    def attach_both(workload: Workload) -> Iterator[Attached]:
+        with _checkpointing(workload), attach(workload) as attached:
+            yield attached
+
+    return attach_both
+
+
+_PYTORCH: dict[str, Attach] = {
+    "none": _no_offload,
+    "ckpt": _checkpointing,
+    "save": _save_on_cpu,
+    "torch": _offload_wrapper,
+    "ckpt_save": _with_checkpointing(_save_on_cpu),
+    "ckpt_torch": _with_checkpointing(_offload_wrapper),
+}
+
+
+# ---- ours ----
+
+
+@contextmanager
+def _layers(workload: Workload, ours: Ours, enable_ckpt: bool = False) -> Iterator[Attached]:
+    from offload_engine import enable_activation_offloading
+
+    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=ours.config)
+    try:
+        yield Attached(stats=lambda: handle.stats)
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _layers_checkpointed(workload: Workload, ours: Ours) -> Iterator[Attached]:
+    with _layers(workload, ours, enable_ckpt=True) as attached:
+        yield attached
+
+
+@contextmanager
+def _any_model(workload: Workload, ours: Ours) -> Iterator[Attached]:
+    from offload_engine.frontends.any_model import manage_activations
+
+    options = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
+    manager = manage_activations(workload.model, ours.config, **options)
+    try:
+        yield Attached(around_step=lambda: manager, stats=lambda: manager.stats)
+    finally:
+        manager.close()
+
+
+@contextmanager
+def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
+    from offload_engine import offload_wrapper
+
+    with _checkpointing(workload):
+        handle = offload_wrapper(workload.model, config=ours.config)
+        try:
+            yield Attached(stats=lambda: handle.stats)
+        finally:
+            handle.remove()
+
+
+_OURS: dict[str, Callable[[Workload, Ours], AbstractContextManager[Attached]]] = {
+    "layers": _layers,
+    "layers_ckpt": _layers_checkpointed,
+    "any_model": _any_model,
+    "wrapper": _wrapper,
+}

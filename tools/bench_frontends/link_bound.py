@@ -1,0 +1,87 @@
+"""What the link allows: a step that moves so many bytes cannot be faster than this. Pure functions.
+
+Within a forward, the copy-outs can overlap nothing but this forward; within a backward, the copy-ins nothing but this
+backward. So each takes at least as long as its copies, and the bound is their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .settings import Shape
+
+BF16_BYTES = 2
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBound:
+    """The least time of a step that moves all but `kept_bytes` of what it saves."""
+
+    moved_bytes: int
+    out_ms: float
+    in_ms: float
+    step_ms: float
+    compute_ms: float
+
+    @property
+    def is_bound_by_link(self) -> bool:
+        """Whether the copies of either way take longer than the computation beside them."""
+        return self.step_ms > self.compute_ms
+
+
+def link_bound(
+    saved_bytes: int, kept_bytes: int, forward_ms: float, backward_ms: float, out_gbps: float, in_gbps: float
+) -> LinkBound:
+    """The least time of a step.
+
+    Args:
+        saved_bytes: what the forward saves, weights not counted.
+        kept_bytes: of these, what never leaves (the last layer's).
+        forward_ms: of a run that moves nothing.
+        backward_ms: of a run that moves nothing.
+        out_gbps: GB/s from the device to the host.
+        in_gbps: GB/s from the host to the device.
+    """
+    moved = max(0, saved_bytes - kept_bytes)
+    out_ms, in_ms = moved / out_gbps / 1e6, moved / in_gbps / 1e6
+    return LinkBound(
+        moved_bytes=moved,
+        out_ms=out_ms,
+        in_ms=in_ms,
+        step_ms=max(forward_ms, out_ms) + max(backward_ms, in_ms),
+        compute_ms=forward_ms + backward_ms,
+    )
+
+
+def saved_bytes_per_token(shape: Shape) -> int:
+    """What one layer of transformers' Qwen2 saves for one token in bf16, each storage once, without checkpointing.
+
+    - two RMS norms: the input in fp32, its reciprocal root in fp32, the normalised input and the output in bf16;
+    - attention: query, key and value after rotation, the output, and the logarithms of the kernel in fp32;
+    - MLP: gate, its activation, up, and the product of the two.
+    """
+    norm = (FP32_BYTES + 2 * BF16_BYTES) * shape.hidden + FP32_BYTES
+    key_value = 2 * shape.hidden // shape.heads * shape.kv_heads * BF16_BYTES
+    attention = 2 * shape.hidden * BF16_BYTES + key_value + shape.heads * FP32_BYTES
+    return 2 * norm + attention + 4 * shape.ffn * BF16_BYTES
+
+
+def layer_input_bytes_per_token(shape: Shape) -> int:
+    """What a checkpointed layer keeps for one token in bf16: its input."""
+    return shape.hidden * BF16_BYTES
+
+
+def layer_flops(shape: Shape, seq: int) -> float:
+    """Floating-point operations of one layer's forward for one causal sequence; a backward has twice as many."""
+    key_value = 2 * shape.hidden // shape.heads * shape.kv_heads
+    weights = shape.hidden * (2 * shape.hidden + key_value + 3 * shape.ffn)
+    return 2.0 * seq * weights + 2.0 * seq * seq * shape.hidden
+
+
+def longest_possible(shape: Shape, device_bytes: int, host_bytes: int, is_checkpointed: bool) -> int:
+    """A length that nothing can exceed: one layer's MLP must fit on the device, and what is saved somewhere."""
+    one_mlp = 4 * shape.ffn * BF16_BYTES
+    per_layer = layer_input_bytes_per_token(shape) if is_checkpointed else saved_bytes_per_token(shape)
+    everywhere = per_layer * shape.layers
+    return max(1, min(device_bytes // one_mlp, (device_bytes + host_bytes) // everywhere))

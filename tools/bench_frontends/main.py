@@ -1,0 +1,260 @@
+"""Wires the parts of the benchmark together."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from bench_gpu.provenance import provenance
+
+from .settings import CHECKPOINTED, OURS, Settings, parse
+
+_PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
+_LINK_BYTES = 64 << 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    settings = parse(arguments)
+    _set_environment()
+    import torch  # only now: what it reads from the environment is set, and mistakes are told at once
+
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        print("bench_frontends.py needs a GPU; --device cpu --tiny tries the program without one", file=sys.stderr)
+        return 2
+    return Run(settings).execute()
+
+
+def _set_environment() -> None:
+    # The others pin through torch's allocator, by default with cudaHostAlloc at 2 GB/s: a turn of theirs would be over
+    # before its first timed step. Registered by threads it takes a few seconds. Steps are not affected.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault(
+            "PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        )
+
+
+class Run:
+    """One run: all contenders on one model in one process, each figure written as soon as it is there."""
+
+    def __init__(self, settings: Settings) -> None:
+        from tqdm import tqdm
+
+        self._settings = settings
+        self._begin = time.perf_counter()
+        self._records: list[dict[str, Any]] = []
+        self._spent: dict[str, float] = {}
+        self._failed: set[str] = set()
+        steps = settings.rounds * len(settings.contenders) * (settings.warmup + settings.iters)
+        self._bar = tqdm(total=None if settings.longest else steps, unit="step", desc="imports")
+        self._host_bytes = self._host_limit()
+        self._set_up()
+
+    def execute(self) -> int:
+        """Everything; returns the exit status."""
+        self._write([self._description()])
+        if self._settings.longest:
+            self._search_longest()
+        else:
+            self._measure()
+        self._bar.close()
+        self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
+        self._print()
+        return 1 if self._failed & OURS else 0
+
+    def _set_up(self) -> None:
+        import torch
+
+        from .contenders import Ours, make_contenders
+        from .gauges import make_gauge
+        from .turns import Bench, Counts
+        from .workload import Workload
+
+        settings = self._settings
+        if settings.device_bytes:
+            torch.cuda.set_per_process_memory_fraction(
+                min(1.0, settings.device_bytes / torch.cuda.get_device_properties(0).total_memory)
+            )
+        engine = {"host_limit_bytes": self._host_bytes, **settings.engine}
+        if settings.is_tiny:
+            engine.setdefault("min_tensor_bytes", 0)
+        ours = Ours(engine, settings.group_bytes)
+        self._attach, missing = make_contenders(settings.contenders, settings.device, ours, settings.rivals)
+        self._write([{"kind": "missing", "label": name, "reason": reason} for name, reason in missing.items()])
+        self._bar.set_description("model")
+        self._workload = Workload(settings.shape, settings.device, settings.has_head)
+        self._gauge = make_gauge(settings.device)
+        counts = Counts(settings.warmup, settings.iters)
+        self._bench = Bench(self._workload, self._gauge, counts, self._host_bytes, self._show)
+        gc.collect()
+        gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
+
+    def _host_limit(self) -> int:
+        from .watch import host_memory_limit
+
+        return self._settings.host_bytes or int(0.8 * host_memory_limit())
+
+    # ---- step time and memory ----
+
+    def _measure(self) -> None:
+        from .workload import Attached
+
+        for _ in range(2):  # kernels are chosen on the first step
+            self._workload.step(Attached())
+        saved = self._measure_saved()
+        link = self._measure_link()
+        for number in range(self._settings.rounds):
+            for name in self._attach:
+                if name not in self._failed:
+                    self._turn(name, number)
+        self._write(_summaries(self._records))
+        self._write(self._bounds(saved, link))
+        if self._settings.memory_plot and self._bench.timelines:
+            from bench_gpu.report import plot_memory
+
+            plot_memory(self._bench.timelines, self._settings.memory_plot)
+
+    def _turn(self, name: str, number: int) -> None:
+        spent = self._spent.get(name, 0.0)
+        left = self._settings.contender_seconds - spent
+        if number and left < spent / number:  # the rounds that it has are whole
+            return
+        is_last = number == self._settings.rounds - 1
+        with_timeline = self._settings.memory_plot is not None and is_last
+        record = self._bench.turn(name, self._attach[name], number, left, with_timeline)
+        self._spent[name] = spent + record["seconds"]
+        if record["failure"]:
+            self._failed.add(name)
+            self._bar.write(f"{name}: {record['failure']}", file=sys.stderr)
+        self._write([record])
+
+    def _measure_saved(self) -> dict[str, int]:
+        """Bytes that a forward saves, each storage once and weights not counted: plain, and with checkpointing."""
+        from offload_engine import ResidencyMeter, SavedTensorTracker
+
+        from .workload import Attached
+
+        found = {}
+        for name in ("none", "ckpt"):
+            if name in self._attach:
+                meter = ResidencyMeter()
+                tracker = SavedTensorTracker(meter, [*self._workload.model.parameters()])
+                with self._bench.clean(), self._attach[name](self._workload):
+                    self._workload.step(Attached(around_forward=lambda tracker=tracker: tracker))
+                found[name] = meter.peak_bytes
+        return found
+
+    def _measure_link(self) -> dict[str, float]:
+        """GB/s of plain pinned copies each way; without a GPU there is no link."""
+        if self._settings.device == "cpu":
+            return {}
+        from bench_gpu.link import measure_link
+
+        self._bar.set_description("link")
+        record = measure_link([_LINK_BYTES], _OneProcess())[0]
+        self._write([record])
+        return {"out": record["out_gbps"], "in": record["in_gbps"]}
+
+    def _bounds(self, saved: dict[str, int], link: dict[str, float]) -> list[dict[str, Any]]:
+        from .link_bound import link_bound
+
+        summaries = {r["label"]: r for r in self._records if r["kind"] == "summary"}
+        found = []
+        for name, nbytes in saved.items():
+            own = summaries.get(name)
+            if link and own and own["step_ms_median"]:
+                forward, step = own["forward_ms"], own["step_ms_median"]
+                kept = nbytes // self._settings.shape.layers  # the last layer's
+                bound = link_bound(nbytes, kept, forward, step - forward, link["out"], link["in"])
+                found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **asdict(bound)})
+        return found
+
+    # ---- the longest sequence ----
+
+    def _search_longest(self) -> None:
+        from .longest import LongestBench
+
+        settings = self._settings
+        bench = LongestBench(self._bench, self._gauge, self._device_bytes(), settings.longest_unit, self._upper)
+        for name in sorted(self._attach, key=lambda name: name not in OURS):
+            record = bench.run(name, self._attach[name], settings.contender_seconds)
+            if not record["trained"]:
+                self._failed.add(name)
+            self._write([record])
+
+    def _device_bytes(self) -> int | None:
+        if self._settings.device == "cpu":
+            return None
+        import torch
+
+        return self._settings.device_bytes or torch.cuda.mem_get_info()[1]
+
+    def _upper(self, name: str) -> int:
+        from .link_bound import longest_possible
+
+        device = self._device_bytes()
+        by_flag = self._settings.longest_upper or (8 * self._settings.longest_unit if device is None else None)
+        if device is None or by_flag:
+            return by_flag or 1
+        return longest_possible(self._settings.shape, device, self._host_bytes, name in CHECKPOINTED)
+
+    # ---- records ----
+
+    def _show(self, what: str) -> None:
+        self._bar.set_description(what, refresh=False)
+        self._bar.update(what != "extra")
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        self._records += records
+        if self._settings.json and records:
+            with self._settings.json.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def _print(self) -> None:
+        from rich.console import Console
+
+        from .report import tables
+
+        found = tables(self._title(), self._records)
+        Console(width=max(160, Console().width)).print(*(rows.for_terminal() for rows in found))
+        if self._settings.markdown:
+            print("\n".join(rows.as_markdown() for rows in found))
+
+    def _title(self) -> str:
+        shape = self._settings.shape
+        length = "" if self._settings.longest else f", {shape.seq:,} tokens"
+        return f"{shape.layers} layers of hidden {shape.hidden}{length}, {self._device_name()}"
+
+    def _device_name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name() if self._settings.device == "cuda" else "CPU"
+
+    def _description(self) -> dict[str, Any]:
+        plain = {k: v for k, v in vars(self._settings).items() if isinstance(v, (int, float, str, tuple, dict))}
+        return {
+            "kind": "run",
+            **provenance(_PACKAGES),
+            **plain,
+            "shape": asdict(self._settings.shape),
+            "device_name": self._device_name(),
+        }
+
+
+def _summaries(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from .report import summarize
+
+    return summarize(records)
+
+
+class _OneProcess:
+    """Stands where the other benchmark has its ranks."""
+
+    rank = 0
+
+    def barrier(self) -> None: ...

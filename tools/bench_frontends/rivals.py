@@ -1,0 +1,248 @@
+"""Activation offload of other packages, as they are: imported, or a single file of them loaded.
+
+The single files import little besides torch: a device helper, a logger, a quantised tensor type. Where that is not
+installed, stand-ins of a few lines take its place while the file is loaded, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .workload import Attached, Workload
+
+Attach = Callable[[Workload], AbstractContextManager[Attached]]
+
+
+class Missing(Exception):
+    """A contender cannot take part; the message says why, and what would change that."""
+
+
+def load(name: str, folder: Path | None) -> Attach:
+    """The contender of this name, of another package than torch.
+
+    Raises:
+        Missing: if neither its package nor its file is there, or it is of a version that we do not know.
+    """
+    return _LOADERS[name](folder)
+
+
+# ---- single files ----
+
+
+def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
+    """`module` from its file below `folder` where that is given, else by import.
+
+    Args:
+        module: dotted name; its file is looked for under its whole path and as a file of its last name.
+        folder: None: import only.
+        stand_ins: modules that the file imports, with what it takes from them; used where they cannot be imported.
+
+    Raises:
+        Missing: if neither works.
+    """
+    if folder is None:
+        return _import(module, hint=f"install it, or give its file {_path_of(module)} with --rivals")
+    package = module.partition(".")[0]
+    candidates = [folder / _path_of(module), folder / f"{package}{Path(_path_of(module)).name}"]
+    candidates.append(folder / f"{package}_{Path(_path_of(module)).name}")
+    path = next((path for path in candidates if path.exists()), None)
+    if path is None:
+        return _import(module, hint=f"not installed, and --rivals {folder} has no {_path_of(module)}")
+    spec = importlib.util.spec_from_file_location(f"_rival_{package}", path)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    with _standing_in(stand_ins):
+        try:
+            spec.loader.exec_module(loaded)
+        except Exception as error:
+            raise Missing(f"{path} does not load: {error!r}") from error
+    return loaded
+
+
+def _path_of(module: str) -> str:
+    return module.replace(".", "/") + ".py"
+
+
+def _import(module: str, hint: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # a package may fail in any way where a library of the system is missing
+        raise Missing(f"{module}: {type(error).__name__}: {str(error)[:120]}; {hint}") from error
+
+
+@contextmanager
+def _standing_in(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    added: list[str] = []
+    for name, content in modules.items():
+        if _is_importable(name):
+            continue
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):  # parents first, as packages
+            parent = ".".join(parts[:end])
+            if parent not in sys.modules:
+                package = types.ModuleType(parent)
+                package.__path__ = []
+                sys.modules[parent] = package
+                added.append(parent)
+        vars(sys.modules[name]).update(content)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception:
+        return False
+    return True
+
+
+# ---- verl ----
+
+
+def _load_verl(folder: Path | None, enable_ckpt: bool) -> Attach:
+    from torch.distributed.fsdp import FSDPModule
+
+    helpers = {
+        "verl.utils.device": {"get_torch_device": lambda: torch.cuda},
+        "verl.utils.fsdp_utils": {"FSDPModule": FSDPModule},
+    }
+    module = load_file("verl.utils.activation_offload", folder, helpers)
+
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        layers = list(workload.layers)
+        wrapped_class = module.FSDP2
+        module.FSDP2 = type(layers[0])  # it groups what FSDP wraps: without FSDP, the same layers
+        try:
+            module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
+            yield Attached()
+        finally:
+            module.FSDP2 = wrapped_class
+            _restore_forwards(layers)
+
+    return attach
+
+
+def _restore_forwards(layers: list[torch.nn.Module]) -> None:
+    for layer in layers:
+        vars(layer).pop("forward", None)  # the class's comes to light again
+
+
+# ---- TRL and torchtune ----
+
+
+def _load_trl(folder: Path | None) -> Attach:
+    helpers = {
+        "accelerate": {"logging": types.SimpleNamespace(get_logger=logging.getLogger)},
+        "accelerate.utils.versions": {"is_torch_version": lambda operation, version: True},
+    }
+    module = load_file("trl.models.activation_offloading", folder, helpers)
+
+    def make(model: torch.nn.Module) -> Any:
+        context = module.OffloadActivations()
+        context.update_model_params(model)
+        return context
+
+    return _around_forward(make)
+
+
+def _load_torchtune(folder: Path | None) -> Attach:
+    nothing = type("NotInstalled", (), {})
+    helpers = {
+        "torchao": {"__version__": "none"},
+        "torchao.quantization": {"NF4Tensor": nothing},
+        "torchao.dtypes.nf4tensor": {"NF4Tensor": nothing},
+        "torchtune.modules": {"TiedLinear": nothing},
+        "torchtune.utils": {"get_logger": logging.getLogger},
+    }
+    module = load_file("torchtune.training._activation_offloading", folder, helpers)
+    return _around_forward(lambda model: module.OffloadActivations())
+
+
+def _around_forward(make: Callable[[torch.nn.Module], Any]) -> Attach:
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        context = make(workload.model)
+        yield Attached(around_forward=lambda: context)
+
+    return attach
+
+
+# ---- TransformerEngine ----
+
+
+def _load_te_v2(folder: Path | None) -> Attach:
+    if os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1":
+        raise Missing("NVTE_CPU_OFFLOAD_V1=1 is set, which turns it into v1: unset it")
+    module = _import("transformer_engine.pytorch.cpu_offload", hint="needs transformer-engine[pytorch] 2.10 or later")
+    # Two layers stay, as with ours; with one it warns that nothing overlaps.
+    return _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n))
+
+
+def _load_te_v1(folder: Path | None) -> Attach:
+    module = _import(
+        "transformer_engine.pytorch.cpu_offload_v1", hint="needs transformer-engine[pytorch] 2.10 or later"
+    )
+
+    def make(num_layers: int) -> Any:
+        return module.get_cpu_offload_context(True, num_layers=num_layers - 1, model_layers=num_layers)
+
+    def choose(context: Any, weights: set[int]) -> None:
+        # Its own choice is what modules of TransformerEngine mark, of which this model has none.
+        context.offload_handler.tensor_need_offloading_checker = lambda t: t.untyped_storage().data_ptr() not in weights
+
+    return _around_layers(make, choose)
+
+
+def _around_layers(make: Callable[[int], Any], choose: Callable[[Any, set[int]], None] = lambda *_: None) -> Attach:
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        layers = list(workload.layers)
+        if len(layers) < 3:
+            raise RuntimeError(f"it needs 3 layers at least, this model has {len(layers)}")
+        context, synchronize = make(len(layers))
+        choose(context, {p.untyped_storage().data_ptr() for p in workload.model.parameters()})
+        for layer in layers:
+            layer.forward = _bracketed(layer.forward, context, synchronize)
+        try:
+            yield Attached()
+        finally:
+            _restore_forwards(layers)
+
+    return attach
+
+
+def _bracketed(forward: Callable[..., Any], context: Any, synchronize: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def bracketed(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            hidden = forward(*args, **kwargs)
+        return synchronize(hidden)
+
+    return bracketed
+
+
+_LOADERS: dict[str, Callable[[Path | None], Attach]] = {
+    "verl": lambda folder: _load_verl(folder, enable_ckpt=False),
+    "verl_ckpt": lambda folder: _load_verl(folder, enable_ckpt=True),
+    "trl": _load_trl,
+    "torchtune": _load_torchtune,
+    "te_v2": _load_te_v2,
+    "te_v1": _load_te_v1,
+}
