@@ -32,7 +32,8 @@ class AutomaticGroups:
     Args:
         session: whose forwards these are. The chunk of a forward starts with its first saved tensor, unless
             `Session.start_forward` was called before.
-        group_bytes: a group that has saved so many bytes, each storage once, is closed; None: by `close_group` only.
+        group_bytes: a group that has saved so many bytes, each storage once, is closed before the next saved tensor;
+            None: by `close_group` only.
         start_chunk_options: for `OffloadEngine.start_chunk`, where the first saved tensor starts it.
     """
 
@@ -106,6 +107,9 @@ class AutomaticGroups:
             self.close_group()  # of the forward before: its backward does not come next
             chunk = self._chunk = chunk or self.session.start_saving(**self._options)
         group = chunk.innermost_group
+        if group is not None and self.group_bytes is not None and self._own_bytes >= self.group_bytes:
+            chunk.close_group()  # no earlier than now: this one is not the last, which may have to stay
+            group = None
         if group is None:
             group = chunk.open_group("saved tensors")
             self._own_bytes = 0
@@ -115,8 +119,6 @@ class AutomaticGroups:
             return StayingTensor(packed)
         if packed.storage.group is group:
             self._own_bytes += group.nbytes - bytes_before
-            if self.group_bytes is not None and self._own_bytes >= self.group_bytes:
-                chunk.close_group()
         return SavedInGroup(packed, group, chunk)
 
     def _turn_around(self, chunk: ChunkOffloadHandler) -> None:
