@@ -1,0 +1,228 @@
+"""Offload under the schedules of `torch.distributed.pipelining`: the order of the chunks is read from the schedule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+)
+
+from offload_engine._stats import IterationStats
+from offload_engine.config import MIB, OffloadConfig
+from offload_engine.engine import OffloadEngine
+from offload_engine.frontends._groups import AutomaticGroups
+from offload_engine.frontends._session import Session
+from offload_engine.frontends._weights import with_storage
+from offload_engine.meter import ResidencyMeter
+from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def offload_schedule(
+    schedule: Schedule,
+    config: OffloadConfig | None = None,
+    *,
+    group_bytes: int = 32 * MIB,
+    meter: ResidencyMeter | None = None,
+) -> ScheduleOffload:
+    """Offload what the stages of a pipeline schedule save for backward, in every `schedule.step()` from now on.
+
+    The inputs and outputs of a stage stay on the device: the stage itself holds them until the backward. So does what
+    the loss function saves, which runs outside the stages. `schedule.eval()` moves nothing.
+
+    Args:
+        schedule: of `torch.distributed.pipelining`, on this rank.
+        config: bounds and thresholds.
+        group_bytes: saved tensors leave together as soon as they are so many bytes.
+        meter: where resident bytes are counted besides the engine's statistics.
+
+    Returns:
+        A handle, which is a context manager too: `remove()` takes the offload back.
+
+    Raises:
+        TypeError: for something else than a schedule, or one whose order is not known.
+        ValueError: if the schedule is offloaded already.
+    """
+    return ScheduleOffload(schedule, config, group_bytes, meter)
+
+
+class ScheduleOffload:
+    """Offload of the stages of one schedule, until `remove()`. Made by `offload_schedule`."""
+
+    def __init__(
+        self, schedule: Schedule, config: OffloadConfig | None, group_bytes: int, meter: ResidencyMeter | None
+    ) -> None:
+        read_actions(schedule)  # its errors belong here, not into the first step
+        self._schedule: Schedule = schedule
+        self._stages: list[Any] = stages_of(schedule)
+        if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in self._stages):
+            raise ValueError(f"{type(schedule).__name__} is offloaded already: call remove() on its handle first")
+        self._session = _StepSession(OffloadEngine(config, meter=meter))
+        self._groups = AutomaticGroups(self._session, group_bytes)
+        self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
+        self._inputs_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._attach()
+
+    @property
+    def stats(self) -> IterationStats:
+        """Counters of the running step, or of the last one that trained."""
+        return self._session.stats
+
+    def remove(self) -> None:
+        """Give the schedule and its stages their own methods back, and close the engine. Idempotent."""
+        if not self._inputs_hooks:
+            return
+        del self._schedule.step
+        for stage, hook in zip(self._stages, self._inputs_hooks, strict=True):
+            del stage.forward_one_chunk
+            hook.remove()
+        self._inputs_hooks.clear()
+        self._session.close()
+
+    def __enter__(self) -> ScheduleOffload:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def _attach(self) -> None:
+        # On the objects: these methods are what schedules, and functions that users register with them, call.
+        self._schedule.step = self._around_step(self._schedule.step)  # type: ignore[method-assign]
+        for stage in self._stages:
+            stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
+            self._inputs_hooks.append(stage.submod.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))
+
+    def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            engine = self._session.engine
+            try:
+                result = step(*args, **kwargs)
+                if engine.is_in_iteration:  # else nothing was to be trained
+                    engine.end_iteration()
+            except BaseException:
+                self._groups.abandon_forward()
+                engine.reset_iteration()
+                raise
+            return result
+
+        return run
+
+    def _around_forward(self, stage: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+            if not stage.has_backward:
+                return forward(fwd_chunk_id, *args, **kwargs)
+            with self._chunk(ChunkKey(stage.stage_index, fwd_chunk_id)):
+                return forward(fwd_chunk_id, *args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _chunk(self, key: ChunkKey) -> Iterator[None]:
+        if not self._session.engine.is_in_iteration:
+            self._begin_step()
+        with self._session.forward(key=key) as chunk, self._groups.hooks():
+            yield
+        if key not in self._comes_back_at_once:
+            self._groups.close_group()
+        if chunk is not None:
+            chunk.chunk_groups.end_forward()  # or its prefetch would begin no earlier than the next forward
+
+    def _begin_step(self) -> None:
+        # Anew for each step: whoever made the schedule may have given it another order.
+        actions = read_actions(self._schedule)
+        pairs = zip(actions, actions[1:], strict=False)
+        self._comes_back_at_once = frozenset(a.chunk for a, b in pairs if a.chunk == b.chunk)
+        weights = (w for stage in self._stages for w in (*stage.submod.parameters(), *stage.submod.buffers()))
+        self._session.engine.begin_iteration(actions, with_storage(weights))
+
+    def _keep_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The stage holds these until the backward, whatever the graph does: a copy would free nothing."""
+        if self._session.chunk is not None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor):
+                    self._session.engine.exclude(value)
+
+
+class _StepSession(Session):
+    """A session whose iteration is one step of a schedule: it begins and ends with the step, whatever the graphs do."""
+
+    def note_backward(self) -> None:
+        """The step ends the iteration."""
+
+    def _begin_if_over(self) -> None:
+        """The step began the iteration."""
+
+
+def read_actions(schedule: Schedule) -> list[Action]:
+    """The order in which this rank runs the forwards and backwards of its stages in one step of `schedule`.
+
+    A chunk's stage is the pipeline stage, counted over all ranks. Where a backward is split in two (zero-bubble), it
+    begins with the part that reads the activations first: that for the inputs, or, on a stage whose inputs need no
+    gradient, that for the weights.
+
+    Raises:
+        TypeError: for a schedule whose order is not written down.
+    """
+    stages = stages_of(schedule)
+    if isinstance(schedule, PipelineScheduleMulti):
+        # What the runtime of these schedules goes through; older classes have the order without communication only.
+        orders = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
+        return _translate(orders[schedule.rank], stages)
+    # `pipeline_order` of these is for display: on the last rank of 1F1B it leaves out the first forward (torch 2.13).
+    (stage,), num_microbatches = stages, schedule._n_microbatches
+    if isinstance(schedule, Schedule1F1B):
+        actions = one_forward_one_backward(stage.num_stages, stage.stage_index, num_microbatches)
+        return [Action(kind, ChunkKey(stage.stage_index, chunk.microbatch)) for kind, chunk in actions]
+    if isinstance(schedule, ScheduleGPipe):
+        chunks = [ChunkKey(stage.stage_index, microbatch) for microbatch in range(num_microbatches)]
+        return [*(Action("F", chunk) for chunk in chunks), *(Action("B", chunk) for chunk in chunks)]
+    raise TypeError(
+        f"{type(schedule).__name__} does not say in which order it runs; expected ScheduleGPipe, Schedule1F1B or a "
+        "schedule with several stages on a rank (PipelineScheduleMulti)"
+    )
+
+
+def stages_of(schedule: Schedule) -> list[Any]:
+    """The stages that `schedule` runs on this rank."""
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    if isinstance(schedule, PipelineScheduleSingle):
+        return [schedule._stage]
+    raise TypeError(f"expected a schedule of torch.distributed.pipelining, got {type(schedule).__name__}")
+
+
+def _translate(order: Iterable[Any], stages: Sequence[Any]) -> list[Action]:
+    """The actions of a schedule that save or read activations; the others communicate, or wait (None)."""
+    begins_backward = {stage.stage_index: _begins_backward(stage) for stage in stages}
+    actions = []
+    for step in _flatten(order):
+        kind, chunk = step.computation_type.value, ChunkKey(step.stage_index, step.microbatch_index)
+        if kind == "F":
+            actions.append(Action("F", chunk))
+        elif kind in begins_backward[step.stage_index]:
+            actions.append(Action("B", chunk))
+    return actions
+
+
+def _flatten(order: Iterable[Any]) -> Iterator[Any]:
+    """A forward and a backward that overlap are one action of the schedule; it starts them in this order."""
+    for step in order:
+        if step is not None:
+            yield from getattr(step, "sub_actions", None) or (step,)
+
+
+def _begins_backward(stage: Any) -> tuple[str, str]:
+    """The kinds of action with which a backward begins: whole ("B"), or its first part that does anything."""
+    # Without inputs that need a gradient the part for the inputs ("I") leaves all to the part for the weights ("W").
+    return ("B", "W" if stage.is_first and stage.dw_builder is None else "I")
