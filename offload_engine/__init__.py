@@ -6,6 +6,8 @@ from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends.any_model import ManagedActivations, manage_activations
+from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint
+from offload_engine.frontends.wrapper import WrapperHandle, offload_wrapper
 from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey
@@ -13,6 +15,7 @@ from offload_engine.tracker import SavedTensorTracker
 
 __all__ = [
     "Action",
+    "CheckpointOffload",
     "ChunkKey",
     "ChunkOffloadHandler",
     "CopyError",
@@ -25,7 +28,10 @@ __all__ = [
     "OffloadError",
     "ResidencyMeter",
     "SavedTensorTracker",
+    "WrapperHandle",
+    "checkpoint",
     "group_commit",
     "group_start",
     "manage_activations",
+    "offload_wrapper",
 ]

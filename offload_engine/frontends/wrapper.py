@@ -1,0 +1,209 @@
+"""`offload_wrapper`: the inputs of a model's checkpointed layers live on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload_engine._stats import IterationStats
+from offload_engine.config import HORIZONS, OffloadConfig
+from offload_engine.engine import OffloadEngine
+from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
+
+DEFAULT_HORIZON = 2
+PYTORCH = "checkpoint_fn"
+"""Where PyTorch's `CheckpointWrapper` keeps the function that checkpoints."""
+TRANSFORMERS = "_gradient_checkpointing_func"
+"""Where the modules of transformers keep it; their `gradient_checkpointing` says whether they call it."""
+
+
+def offload_wrapper(
+    model: nn.Module,
+    activation_loading_horizon: int = DEFAULT_HORIZON,
+    *,
+    config: OffloadConfig | None = None,
+    engine: OffloadEngine | None = None,
+) -> nn.Module:
+    """Offload the inputs of the checkpointed layers of `model`, which is all that checkpointing keeps of them.
+
+    For models checkpointed with PyTorch's `apply_activation_checkpointing` or `checkpoint_wrapper`, or with
+    `gradient_checkpointing_enable` of transformers; reentrant or not. Each input leaves the device while its layer
+    runs, and comes back while the layer after it runs its backward.
+
+    ```python
+    model.gradient_checkpointing_enable()
+    model = offload_wrapper(model)
+    ```
+
+    The name and `activation_loading_horizon` are those of PyTorch and of SageMaker model parallel (SMP) v2, whose
+    configurations `OffloadConfig.from_smp` reads.
+
+    Args:
+        model: on the device where it will train. Call this before DDP wraps it, before or after FSDP does.
+        activation_loading_horizon: at most so many of the inputs are on the device at once, in forward and in backward,
+            the one in use included. With 1 no copy overlaps anything.
+        config: other bounds and thresholds; a horizon set there takes the place of the default.
+        engine: to be used instead of a new one, with its own config, device and meter. Nobody else may drive it.
+
+    Returns:
+        The very model. Nothing about it changes but how its layers are checkpointed: not its type, the keys of its
+        state, evaluation or `generate()`. A copy of it, or one that is pickled, is checkpointed without offload.
+        `model.activation_offload` is the `WrapperHandle`, with `stats`, and `remove()` to undo it all.
+
+    Raises:
+        TypeError, ValueError: for a wrong horizon, for two of them, and for both `config` and `engine`.
+        ValueError: if no layer of the model is checkpointed, or it is wrapped already.
+    """
+    if config is not None and engine is not None:
+        raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
+    if engine is None:
+        config = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
+    elif activation_loading_horizon not in (DEFAULT_HORIZON, engine.config.horizon_groups):
+        raise ValueError(
+            f"activation_loading_horizon={activation_loading_horizon} comes too late for this engine: make it with "
+            "OffloadConfig(horizon_groups=...)"
+        )
+    _check_model(model)
+
+    def weights() -> Iterable[torch.Tensor]:  # found again in each iteration: FSDP gives its parameters new storages
+        return chain(model.parameters(), model.buffers())
+
+    offload = CheckpointOffload(weights=weights, engine=engine if engine is not None else OffloadEngine(config))
+    model.activation_offload = WrapperHandle(model, offload)  # type: ignore[assignment]
+    return model
+
+
+class WrapperHandle:
+    """What `offload_wrapper` did to a model; the model has it as `activation_offload`."""
+
+    def __init__(self, model: nn.Module, offload: CheckpointOffload) -> None:
+        self._model = model
+        self._offload = offload
+        self._sites: Sequence[_Site] = _sites(model)
+        self._hook = model.register_forward_pre_hook(_ForwardStart(self))
+        self.install()
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """Moves the inputs."""
+        return self._offload.engine
+
+    @property
+    def stats(self) -> IterationStats:
+        """Counters of the running step, or of the last one."""
+        return self._offload.stats
+
+    def install(self) -> None:
+        """Have each checkpoint of the model offload its inputs; again, where it was enabled anew since. Idempotent."""
+        for module, name in self._sites:
+            original = getattr(module, name)
+            if not isinstance(original, _OffloadedCheckpoint):
+                setattr(module, name, _OffloadedCheckpoint(original, self._offload))
+
+    def start_forward(self) -> None:
+        """The model begins a forward."""
+        self._offload.end_forward()
+        self.install()
+
+    def remove(self) -> None:
+        """Checkpoint as before, and give the host memory back. Not between a forward and its backward. Idempotent."""
+        self._hook.remove()
+        for module, name in self._sites:
+            current = getattr(module, name)
+            if isinstance(current, _OffloadedCheckpoint):
+                setattr(module, name, current.original)
+        self._sites = ()
+        self._offload.close()
+        if getattr(self._model, "activation_offload", None) is self:
+            del self._model.activation_offload
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model, or one that is loaded again, has no offload
+
+
+class _Site(NamedTuple):
+    """Where a model keeps a function that checkpoints."""
+
+    module: nn.Module
+    name: str
+
+
+class _OffloadedCheckpoint:
+    """Stands in for a function that checkpoints; a copy of it is that function."""
+
+    def __init__(self, original: Checkpoint, offload: CheckpointOffload) -> None:
+        self.original: Checkpoint = original
+        self._offload = offload
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return self._offload.run(self.original, function, *args, **options)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.original,)
+
+
+class _ForwardStart:
+    """Tells a handle that the forward of its model begins; a copy of it tells nobody."""
+
+    def __init__(self, handle: WrapperHandle | None) -> None:
+        self._handle = handle
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._handle is not None:
+            self._handle.start_forward()
+
+    def __reduce__(self) -> Any:
+        return type(self), (None,)
+
+
+def _itself(original: Checkpoint) -> Checkpoint:
+    return original
+
+
+def _sites(model: nn.Module) -> list[_Site]:
+    """All places, those where checkpointing is off for now too."""
+    # Of the module itself: some wrappers pass on the attributes of what they wrap.
+    return [_Site(m, name) for m in model.modules() for name in (PYTORCH, TRANSFORMERS) if name in vars(m)]
+
+
+def _is_on(site: _Site) -> bool:
+    return site.name == PYTORCH or getattr(site.module, "gradient_checkpointing", False)
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if vars(module).get("activation_offload") is not None:
+            raise ValueError(
+                f"{name or type(model).__name__} is wrapped already; call its activation_offload.remove() first"
+            )
+    if any(_is_on(site) for site in _sites(model)):
+        return
+    enable = (
+        "model.gradient_checkpointing_enable()"
+        if hasattr(model, "gradient_checkpointing_enable")
+        else "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.apply_activation_checkpointing(model, "
+        "check_fn=lambda module: isinstance(module, YourLayer))"
+    )
+    raise ValueError(
+        f"no layer of this {type(model).__name__} is checkpointed, and offload_wrapper() offloads the inputs of those "
+        f"that are. Call {enable} first. A model that calls torch.utils.checkpoint.checkpoint itself can call "
+        "offload_engine.checkpoint instead; to offload without checkpointing, use manage_activations()."
+    )
+
+
+def _with_horizon(config: OffloadConfig, horizon: int) -> OffloadConfig:
+    """`config`, and `horizon` unless there is one in it."""
+    for name in HORIZONS:
+        found = getattr(config, name)
+        if found is None:
+            continue
+        if horizon != DEFAULT_HORIZON and (name, found) != ("horizon_groups", horizon):
+            raise ValueError(
+                f"activation_loading_horizon={horizon} and {name}={found} of the config are two horizons: set one"
+            )
+        return config
+    return config.replace(horizon_groups=horizon)
