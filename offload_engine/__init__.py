@@ -7,6 +7,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends.any_model import ManagedActivations, manage_activations
 from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint
+from offload_engine.frontends.layers import LayerOffload, enable_activation_offloading
 from offload_engine.frontends.wrapper import WrapperHandle, offload_wrapper
 from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
 from offload_engine.meter import ResidencyMeter
@@ -22,6 +23,7 @@ __all__ = [
     "GroupCommitFunction",
     "GroupStartFunction",
     "IterationStats",
+    "LayerOffload",
     "ManagedActivations",
     "OffloadConfig",
     "OffloadEngine",
@@ -30,6 +32,7 @@ __all__ = [
     "SavedTensorTracker",
     "WrapperHandle",
     "checkpoint",
+    "enable_activation_offloading",
     "group_commit",
     "group_start",
     "manage_activations",

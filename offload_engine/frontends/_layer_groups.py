@@ -1,0 +1,198 @@
+"""`LayerGroups`: hooks on a model that make each call of a layer a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
+from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.frontends._find_layers import Layer, units_inside
+from offload_engine.frontends._session import Session, is_in_backward
+from offload_engine.frontends._weights import with_storage
+
+
+class _Forward:
+    """One forward of the model that is offloaded."""
+
+    def __init__(self, chunk: ChunkOffloadHandler) -> None:
+        self.chunk: ChunkOffloadHandler = chunk
+        self.layer: nn.Module | None = None  # whose group is open
+        self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
+        self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
+
+    packed: PackedTensor
+    group: TensorGroup | None  # None: saved outside the layers
+    forward: _Forward
+
+
+class LayerGroups:
+    """Opens a group when a layer is called and closes it, with its copy-out, when the layer returns.
+
+    Saved tensors come in through one pair of hooks around the forward of the body, the module that runs the layers.
+    What is saved in a layer belongs to its group. What is saved between layers moves with a group that saves it too.
+
+    Where somebody else's hooks lie on top of ours when a layer is called, or where gradients are off there but were on
+    when the body was called, a checkpoint runs the layer: it gets what the layer saves and needs the input of the layer
+    only. Then the group holds just that.
+
+    Neither inputs nor outputs of a layer are touched: the backward of a group begins when the first of its tensors is
+    unpacked.
+
+    Args:
+        body: runs all `layers`.
+        layers: in order; the last one stays on the device.
+        session: of the model.
+    """
+
+    def __init__(self, body: nn.Module, layers: Sequence[Layer], session: Session) -> None:
+        self.session: Session = session
+        self._forward: _Forward | None = None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._handles: list[RemovableHandle] = [
+            body.register_forward_pre_hook(self._enter_body, prepend=True),
+            body.register_forward_hook(self._leave_body, always_call=True),
+        ]
+        for layer in layers:
+            enter = partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])
+            self._handles += [
+                # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
+                layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                layer.module.register_forward_hook(self._leave_layer, always_call=True),
+            ]
+            self._handles += [unit.register_forward_pre_hook(self._keep_weights) for unit in units_inside(layer)]
+
+    @property
+    def open_layer(self) -> nn.Module | None:
+        """The layer that runs and saves into its group: not while a checkpoint around it does."""
+        return None if self._forward is None else self._forward.layer
+
+    def remove(self) -> None:
+        """Take every hook off. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # -- hooks on modules --------------------------------------------------------------------------------------------
+
+    def _enter_body(self, body: nn.Module, args: Any) -> None:
+        if self._forward is not None and not is_in_backward():  # KeyboardInterrupt and the like call no forward hook
+            self._abandon()
+        chunk = self.session.start_forward()
+        if chunk is not None:
+            self._forward = _Forward(chunk)
+            self._hooks.__enter__()
+
+    def _leave_body(self, body: nn.Module, args: Any, output: Any) -> None:
+        if self._forward is None or is_in_backward():
+            return
+        if output is None:  # it raised
+            self._abandon()
+        else:
+            self._close()
+            self.session.end_forward()
+
+    def _abandon(self) -> None:
+        self._close()
+        self.session.abandon_forward()
+
+    def _close(self) -> None:
+        assert self._forward is not None
+        self._hooks.__exit__()
+        self._forward.held = None  # what autograd keeps refers to this forward
+        self._forward = None
+
+    def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
+        forward = self._forward
+        if forward is None or forward.layer is not None or is_in_backward():
+            return
+        group = forward.chunk.open_group(name)
+        group.is_kept = is_last
+        self._keep_shared_inputs(args, kwargs)
+        if torch.is_grad_enabled() and self._is_on_top():
+            forward.layer = layer
+            return
+        source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        forward.input_groups.add(group)
+        # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
+        forward.held = forward.chunk.tensor_push(source) if source is not None else None
+        forward.chunk.close_group()
+
+    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        forward = self._forward
+        if forward is None or forward.layer is not layer or is_in_backward():
+            return
+        forward.layer = None
+        if output is None:  # it raised
+            forward.chunk.abandon_group()
+        else:
+            forward.chunk.close_group()
+
+    def _keep_weights(self, unit: nn.Module, args: Any) -> None:
+        """The parameters of a unit of FSDP are gathered now: they stay on the device.
+
+        FSDP frees and fills their storages itself, so an engine that held or copied one would see it change under its
+        hands, and there is nothing to gain. Most are known as views of parameters when they are packed; but a custom
+        Function may save a detached one, and the storage of a gathered parameter is not that of the sharded one which
+        the session knows as a weight. So they are named here, after FSDP's own hook has gathered them.
+        """
+        if self._forward is not None and not is_in_backward():
+            for weight in with_storage(unit.parameters()):
+                self.session.engine.exclude(weight)
+
+    def _keep_shared_inputs(self, *inputs: Any) -> None:
+        """What comes without a gradient, such as masks and position embeddings, is an input of all layers alike.
+
+        The last layer, which stays, needs it when backward begins: its copy would come back before it was gone.
+        """
+        for tensor in _tensors_in(inputs):
+            if not tensor.requires_grad:
+                for inner in with_storage((tensor,)):
+                    self.session.engine.exclude(inner)
+
+    # -- hooks on saved tensors --------------------------------------------------------------------------------------
+
+    def _is_on_top(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | StayingTensor:
+        forward = self._forward
+        if forward is None or is_in_backward():
+            return StayingTensor(without_graph(tensor))
+        group = forward.chunk.innermost_group
+        packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
+        if isinstance(packed, PackedTensor):
+            return _Saved(packed, group, forward)
+        return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)
+
+    def _unpack(self, saved: _Saved | StayingTensor) -> torch.Tensor:
+        if isinstance(saved, StayingTensor):
+            return saved.unpack()
+        chunk, group = saved.forward.chunk, saved.group
+        if group is None and saved.packed.storage.group in saved.forward.input_groups:
+            group = saved.packed.storage.group
+        if is_in_backward():
+            self.session.note_backward()
+            if group is not None and chunk.current_group != group.index:
+                chunk.on_group_commit_backward(group)
+        return chunk.tensor_pop(saved.packed)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _tensors_in(element)

@@ -1,0 +1,129 @@
+"""`enable_activation_offloading`: a group for each layer of a model, under FSDP, DDP or neither."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+
+from offload_engine._devices import CpuDevice
+from offload_engine._devices.base import Device
+from offload_engine._stats import IterationStats
+from offload_engine.config import OffloadConfig
+from offload_engine.engine import OffloadEngine
+from offload_engine.errors import OffloadError
+from offload_engine.frontends._find_layers import Layer, body_of, check_strategy, find_layers
+from offload_engine.frontends._layer_checkpoint import LayerCheckpoints
+from offload_engine.frontends._layer_groups import LayerGroups
+from offload_engine.frontends._session import Session
+from offload_engine.meter import ResidencyMeter
+
+logger = logging.getLogger(__name__)
+
+
+class LayerOffload:
+    """Activation offload of one model, in force until `remove`. Made by `enable_activation_offloading`.
+
+    Attributes:
+        layers: names of the layers, in order; the last one stays on the device.
+        engine: moves what the others save.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer], engine: OffloadEngine, enable_ckpt: bool) -> None:
+        self.layers: tuple[str, ...] = tuple(layer.name for layer in layers)
+        self.engine: OffloadEngine = engine
+        self._session = Session(engine, lambda: chain(model.parameters(), model.buffers()))
+        self._groups = LayerGroups(body_of(model, layers), layers, self._session)
+        self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
+
+    @property
+    def stats(self) -> IterationStats:
+        """Counters of the running iteration, or of the last one: from a forward to the backward that ends it."""
+        return self._session.stats
+
+    def remove(self) -> None:
+        """Take all hooks off, give each layer its own forward back, and close the engine. Idempotent.
+
+        Call it between steps: a graph that still waits for its backward raises `OffloadError` there.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.remove()
+        self._groups.remove()
+        self._session.close()
+
+
+def enable_activation_offloading(
+    model: nn.Module,
+    strategy: str,
+    enable_ckpt: bool = False,
+    *,
+    config: OffloadConfig | None = None,
+    layers: Sequence[nn.Module] | None = None,
+    meter: ResidencyMeter | None = None,
+) -> LayerOffload:
+    """Keep what the layers of `model` save for backward in host memory, but for the last layer.
+
+    The copy-out of a layer runs while the next one computes, its copy-in while the one after it runs backward, and at
+    most two layers have their activations on the device. Train, evaluate and accumulate gradients as before.
+
+    Arguments and grouping are those of verl's function of this name (verl/utils/activation_offload.py).
+
+    Args:
+        model: wrapped or sharded already.
+        strategy: "fsdp" (FullyShardedDataParallel), "fsdp2" (`fully_shard`), "ddp" or "none".
+        enable_ckpt: checkpoint each layer as well, so that its input is all that is kept, and offloaded. The model's
+            own checkpointing is then switched off. Without it, a model whose own checkpointing is on stays as it is;
+            the inputs of its layers are offloaded.
+        config: bounds and thresholds. Where it names no horizon, `horizon_groups` is 2.
+        layers: the modules to group by, in the order in which they run; None: they are found.
+        meter: counts resident bytes as well.
+
+    Raises:
+        ValueError: for an unknown strategy, one that does not fit the model, or layers that are not there.
+        OffloadError: if the model is offloaded already.
+    """
+    check_strategy(model, strategy)
+    found = find_layers(model, layers)
+    if any(map(_has_groups, found)):
+        raise OffloadError(
+            f"this {type(model).__name__} is offloaded already: call remove() on the handle that "
+            "enable_activation_offloading() gave the first time"
+        )
+    config = config or OffloadConfig()
+    if config.horizon_bytes is None and config.horizon_groups is None and config.prefetch_layers is None:
+        config = config.replace(horizon_groups=2)
+    engine = OffloadEngine(config, _device_for(model, config), meter)
+    handle = LayerOffload(model, found, engine, enable_ckpt)
+    logger.info(
+        "%s: %d layers, %s to %s, of which the last stays on the device",
+        type(model).__name__,
+        len(found),
+        found[0].name,
+        found[-1].name,
+    )
+    return handle
+
+
+def _has_groups(layer: Layer) -> bool:
+    hooks = layer.module._forward_hooks.values()
+    return any(isinstance(getattr(hook, "__self__", None), LayerGroups) for hook in hooks)
+
+
+def _device_for(model: nn.Module, config: OffloadConfig) -> Device | None:
+    """A model on the CPU of a machine with a GPU has its activations on the CPU; else None, the engine's own choice."""
+    is_on_cpu = all(kind == "cpu" for kind in _device_types(model))
+    return CpuDevice(config.directory) if is_on_cpu and torch.cuda.is_available() else None
+
+
+def _device_types(model: nn.Module) -> Iterator[str]:
+    """Where the parameters of `model` are computed with: sharded ones may wait on the CPU."""
+    wrapped = [module for module in model.modules() if hasattr(module, "compute_device")]  # FSDP1
+    if wrapped:
+        yield str(wrapped[0].compute_device).split(":")[0]
+        return
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)  # FSDP2
+        yield parameter.device.type if mesh is None else mesh.device_type
