@@ -664,7 +664,8 @@ class _Signature(NamedTuple):
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            if value.layout is torch.strided:  # others have no storage of their own
+                yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
 

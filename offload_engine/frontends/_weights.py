@@ -8,19 +8,28 @@ from typing import Any
 import torch
 from torch import nn
 
+# Names of autograd's nodes: an operation with a gradient formula has no other identity in Python.
+_CAST = "ToCopyBackward0"
+_VIEWS = ("T", "Transpose", "Permute", "View", "Select", "Slice", "Split", "SplitWithSizes", "AsStrided")
+_CAST_OR_VIEW = frozenset((_CAST, *(f"{name}Backward0" for name in _VIEWS)))
+
 
 def may_move(tensor: torch.Tensor) -> bool:
     """False for a leaf that receives a gradient, for a parameter, for a view of either, and for a cast copy.
 
-    A cast copy is what autocast makes of a weight, and holds until the region of autocast ends. One of a weight
-    without a gradient is made anew for each use, so it may move like an activation.
+    A cast copy is what autocast makes of a weight or a view of it, and mostly keeps until its region ends. Of a weight
+    without a gradient it makes a new one for each use, which may move like an activation.
     """
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None
     if base.is_leaf:
         return not base.requires_grad and not isinstance(base, nn.Parameter)
     node: Any = base.grad_fn
-    return not (_is_node(node, "ToCopyBackward0") and _is_node(node.next_functions[0][0], "AccumulateGrad"))
+    if type(node).__name__ != _CAST:
+        return True
+    while type(node).__name__ in _CAST_OR_VIEW:
+        node = node.next_functions[0][0]
+    return type(node).__name__ != "AccumulateGrad"
 
 
 def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
@@ -31,7 +40,3 @@ def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
             yield from with_storage(getattr(weight, name) for name in names)
         elif weight.layout is torch.strided:
             yield weight
-
-
-def _is_node(node: Any, name: str) -> bool:
-    return node is not None and type(node).__name__ == name

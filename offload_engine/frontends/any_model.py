@@ -17,7 +17,7 @@ from offload_engine.frontends._groups import AutomaticGroups
 from offload_engine.frontends._session import Session
 
 GROUP_BYTES = 32 * MIB
-"""Copied in 0.6 ms at 55 GB/s: twenty times what the host spends on a group, and little beside a model's activations."""
+"""Copied in 0.6 ms at 55 GB/s: many times what the host spends on a group, and little beside a model's activations."""
 
 
 def manage_activations(
