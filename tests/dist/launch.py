@@ -29,6 +29,10 @@ class Pipeline(NamedTuple):
     tensor: int = 1
 
 
+class PlainGroup(NamedTuple):
+    """A process group and nothing else: no megatron-core."""
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish; the message holds its traceback."""
 
@@ -37,7 +41,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     world_size: int | None = None,
-    pipeline: Pipeline | None = Pipeline(),  # noqa: B008  # immutable
+    pipeline: Pipeline | PlainGroup | None = Pipeline(),  # noqa: B008  # immutable
     timeout_s: float = 120.0,
 ) -> list[Any]:
     """Runs `fn(*args)` on every rank of a new process group and returns the results in the order of ranks.
@@ -46,14 +50,15 @@ def run_ranks(
         fn: a function at module level (it is pickled), run with megatron-core's parallel state and CPU support set up.
         args: for `fn`; pickled.
         world_size: number of ranks; None: as many as the pipeline has stages.
-        pipeline: shape of the parallel state; None: one plain process, nothing set up.
+        pipeline: shape of the parallel state; None: one plain process, nothing set up; `PlainGroup()`: that, and a
+            process group of gloo.
         timeout_s: for all ranks together.
 
     Raises:
         RankFailed: if a rank raises, dies, or does not finish in time.
     """
     if world_size is None:
-        world_size = 1 if pipeline is None else pipeline.size * pipeline.tensor * pipeline.expert
+        world_size = pipeline.size * pipeline.tensor * pipeline.expert if isinstance(pipeline, Pipeline) else 1
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as directory:
@@ -81,7 +86,7 @@ class Group(NamedTuple):
     rank: int
     world_size: int
     store: str
-    pipeline: Pipeline | None
+    pipeline: Pipeline | PlainGroup | None
 
 
 class _Outcome(NamedTuple):
@@ -111,8 +116,10 @@ def _receive(reader: Any) -> _Outcome:
 
 def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
-        if group.pipeline is not None:
+        if isinstance(group.pipeline, Pipeline):
             _set_up(group, group.pipeline)
+        elif group.pipeline is not None:
+            set_up_process_group(group)
         outcome = _Outcome(result=fn(*args))
     except BaseException:
         outcome = _Outcome(error=traceback.format_exc())
@@ -128,10 +135,8 @@ def _set_up(group: Group, shape: Pipeline) -> None:
     set_up_groups(group, shape)
 
 
-def set_up_groups(group: Group, shape: Pipeline) -> None:
+def set_up_process_group(group: Group) -> None:
     import torch
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     os.environ.update(
         RANK=str(group.rank), WORLD_SIZE=str(group.world_size), LOCAL_RANK=str(group.rank), GLOO_SOCKET_IFNAME="lo"
@@ -144,6 +149,13 @@ def set_up_groups(group: Group, shape: Pipeline) -> None:
         world_size=group.world_size,
         timeout=timedelta(seconds=60),
     )
+
+
+def set_up_groups(group: Group, shape: Pipeline) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    set_up_process_group(group)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=shape.tensor,
         pipeline_model_parallel_size=shape.size,
