@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import Token
 from itertools import chain
 from types import TracebackType
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine._stats import IterationStats
 from offload_engine.config import MIB, OffloadConfig
@@ -15,6 +17,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._groups import AutomaticGroups
 from offload_engine.frontends._session import Session
+from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force
 
 GROUP_BYTES = 32 * MIB
 """Copied in 0.6 ms at 55 GB/s: many times what the host spends on a group, and little beside a model's activations."""
@@ -76,6 +79,7 @@ class ManagedActivations:
     def __init__(self, groups: AutomaticGroups) -> None:
         self._groups = groups
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._token: Token[Checkpoint | None]
 
     @property
     def engine(self) -> OffloadEngine:
@@ -98,6 +102,7 @@ class ManagedActivations:
             )
         self._hooks = self._groups.hooks()
         self._hooks.__enter__()
+        self._token = checkpoint_in_force.set(torch_checkpoint)  # the hooks take charge of its inputs
         return self
 
     def __exit__(
@@ -106,6 +111,7 @@ class ManagedActivations:
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
         hooks.__exit__(exc_type, exc, traceback)
+        checkpoint_in_force.reset(self._token)
         if exc is None:
             self._groups.end_forward()
         else:

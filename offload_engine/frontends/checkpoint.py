@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 Checkpoint = Callable[..., Any]
 """Called with a function and its arguments, as `torch.utils.checkpoint.checkpoint` is."""
 
-_in_force: ContextVar[CheckpointOffload | None] = ContextVar("offload_engine.checkpoint", default=None)
+checkpoint_in_force: ContextVar[Checkpoint | None] = ContextVar("checkpoint_in_force", default=None)
+"""What `checkpoint` calls; a `with` sets it for as long as it lasts, in its own thread."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`, with the inputs on the host until the backward needs them.
 
-    It offloads through the `CheckpointOffload` whose `with` it is called in. It fits in wherever a function like
-    PyTorch's is asked for, as in transformers:
+    It offloads through the `CheckpointOffload`, or the `manage_activations`, whose `with` it is called in. It fits in
+    wherever a function like PyTorch's is asked for, as in transformers:
 
     ```python
     model._set_gradient_checkpointing(True, offload_engine.checkpoint)
@@ -54,12 +55,12 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         What `function` returns.
 
     Raises:
-        OffloadError: outside a `CheckpointOffload`.
+        OffloadError: outside of both.
         CopyError: if a copy has failed.
     """
-    offload = _in_force.get()
-    if offload is not None:
-        return offload.checkpoint(function, *args, use_reentrant=use_reentrant, **options)
+    in_force = checkpoint_in_force.get()
+    if in_force is not None:
+        return in_force(function, *args, use_reentrant=use_reentrant, **options)
     if torch.is_grad_enabled() and not is_in_backward():
         raise OffloadError(
             "offload_engine.checkpoint() does not know which engine to use: call it inside `with CheckpointOffload():` "
@@ -96,7 +97,7 @@ class CheckpointOffload:
         if engine is None:
             engine = OffloadEngine(config if config is not None else OffloadConfig(horizon_groups=2))
         self._session = Session(engine, weights)
-        self._tokens: list[Token[CheckpointOffload | None]] = []
+        self._tokens: list[Token[Checkpoint | None]] = []
         self._is_inside = False  # a checkpointed function runs
         self._has_warned = False
 
@@ -127,16 +128,21 @@ class CheckpointOffload:
         function, args, options = _keywords_as_inputs(function, args, options)
         chunk = self._session.chunk or self._session.start_forward()
         assert chunk is not None
-        # Here and not where autograd saves them, which may be after the function: so the copy-out overlaps it.
-        group = chunk.open_group("checkpoint")
-        inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
-        chunk.close_group()
+        token = checkpoint_in_force.set(self.checkpoint)
         self._is_inside = True
         try:
+            # Here and not where autograd saves them, which may be after the function: so the copy-out overlaps it.
+            group = chunk.open_group("checkpoint")
+            inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
+            chunk.close_group()
             with torch.autograd.graph.saved_tensors_hooks(partial(_pack, chunk, group), self._unpack):
                 outputs = original(function, *args, **options)
+        except BaseException:
+            self._session.abandon_forward()
+            raise
         finally:
             self._is_inside = False
+            checkpoint_in_force.reset(token)
         self._check_saved(inputs, outputs)
         return outputs
 
@@ -149,25 +155,29 @@ class CheckpointOffload:
         self._session.close()
 
     def __enter__(self) -> CheckpointOffload:
-        self._tokens.append(_in_force.set(self))
+        self._tokens.append(checkpoint_in_force.set(self.checkpoint))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _in_force.reset(self._tokens.pop())
+        checkpoint_in_force.reset(self._tokens.pop())
         self.end_forward()
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
+        is_backward = is_in_backward()
+        if is_backward:
+            self._turn_around()
         if isinstance(saved, StayingTensor):
             return saved.unpack()
-        chunk, group = saved.chunk, saved.group
-        if is_in_backward():
-            self._session.note_backward()
-            if chunk is self._session.chunk:
-                chunk.recall_groups()
-                self._session.end_forward()
-            if chunk.current_group != group.index:
-                chunk.on_group_commit_backward(group)
-        return chunk.tensor_pop(saved.packed)
+        if is_backward and saved.chunk.current_group != saved.group.index:
+            saved.chunk.on_group_commit_backward(saved.group)
+        return saved.chunk.tensor_pop(saved.packed)
+
+    def _turn_around(self) -> None:
+        """A backward runs, so the forward is over, whether or not we were told."""
+        self._session.note_backward()
+        if self._session.chunk is not None:
+            self._session.chunk.recall_groups()
+            self._session.end_forward()
 
     def _check_saved(self, inputs: Sequence[Any], outputs: Any) -> None:
         """Warn, once, of a checkpoint whose inputs were taken out of our hands: to offload them has no effect."""

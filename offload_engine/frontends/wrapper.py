@@ -191,7 +191,8 @@ def _check_model(model: nn.Module) -> None:
     raise ValueError(
         f"no layer of this {type(model).__name__} is checkpointed, and offload_wrapper() offloads the inputs of those "
         f"that are. Call {enable} first. A model that calls torch.utils.checkpoint.checkpoint itself can call "
-        "offload_engine.checkpoint instead; to offload without checkpointing, use manage_activations()."
+        "offload_engine.checkpoint inside `with CheckpointOffload():` instead; to offload without checkpointing, use "
+        "manage_activations()."
     )
 
 
