@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from offload_engine import OffloadConfig
+from offload_engine import OffloadConfig, enable_activation_offloading, manage_activations, offload_wrapper
 
 from . import rivals
 from .rivals import Missing
@@ -94,9 +94,9 @@ def _save_on_cpu(workload: Workload) -> Iterator[Attached]:
 
 @contextmanager
 def _offload_wrapper(workload: Workload) -> Iterator[Attached]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 
-    with _exchanged(workload, offload_wrapper if workload.is_cuda else _unpinned):
+    with _exchanged(workload, OffloadWrapper if workload.is_cuda else _unpinned):
         yield Attached()
 
 
@@ -149,8 +149,6 @@ _PYTORCH: dict[str, Attach] = {
 
 @contextmanager
 def _layers(workload: Workload, ours: Ours, enable_ckpt: bool = False) -> Iterator[Attached]:
-    from offload_engine import enable_activation_offloading
-
     handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=ours.config)
     try:
         yield Attached(stats=lambda: handle.stats)
@@ -166,8 +164,6 @@ def _layers_checkpointed(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 @contextmanager
 def _any_model(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    from offload_engine.frontends.any_model import manage_activations
-
     options = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
     manager = manage_activations(workload.model, ours.config, **options)
     try:
@@ -178,10 +174,8 @@ def _any_model(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 @contextmanager
 def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    from offload_engine import offload_wrapper
-
     with _checkpointing(workload):
-        handle = offload_wrapper(workload.model, config=ours.config)
+        handle: Any = offload_wrapper(workload.model, config=ours.config).activation_offload
         try:
             yield Attached(stats=lambda: handle.stats)
         finally:

@@ -1,0 +1,377 @@
+"""tools/bench_frontends.py: what can be known of it without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.test_bench_gpu import tools_on_path
+
+pytest.importorskip("rich")
+pytest.importorskip("tqdm")
+pytest.importorskip("psutil")
+pytest.importorskip(
+    "transformers", reason="the benchmark's model is one of transformers: pip install '.[integrations]'"
+)
+ROOT = Path(__file__).parents[2]
+
+with tools_on_path():
+    from bench_frontends import contenders, gauges, link_bound, longest, report, rivals, settings, turns, watch
+    from bench_frontends.workload import Attached, Workload
+
+from offload_engine import ResidencyMeter, SavedTensorTracker  # noqa: E402  # after the tools, as they import it
+
+TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
+ON_CPU = [name for name in settings.CONTENDERS if name not in settings.NEED_GPU]
+
+
+# ---- the command line ----
+
+
+def test_defaults_are_the_model_of_qwen2_7b() -> None:
+    shape = settings.parse([]).shape
+    assert (shape.hidden, shape.ffn, shape.heads, shape.kv_heads) == (3584, 18944, 28, 4)
+    assert (shape.seq, shape.layers) == (32768, 4)
+    assert settings.parse(["--seq", "4096"]).shape.layers == 12
+    assert settings.parse(["--quick", "--layers", "5"]).shape.layers == 5
+
+
+def test_quick_leaves_out_what_takes_long_to_import_unless_it_is_named() -> None:
+    assert "te_v2" in settings.parse([]).contenders
+    assert "te_v2" not in settings.parse(["--quick"]).contenders
+    assert settings.parse(["--quick", "--contenders", "te_v2,none"]).contenders == ("te_v2", "none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--contenders ours,none", "ours"),
+        ("--heads 5", "do not divide"),
+        ("--layers 0", "at least 1"),
+        ("--rounds 0", "at least 1"),
+        ("--host-gib 0", "--host-gib must be positive"),
+        ("--engine horizon_bytes", "NAME=VALUE"),
+        ("--rivals no/such/folder", "not a folder"),
+    ],
+)
+def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings.parse(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def run_tool(*arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "tools" / "bench_frontends.py"), "--device", "cpu", "--tiny", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    printed = run_tool("--rounds", "2", "--iters-per-round", "1", "--json", str(file), "--markdown")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    summaries = {record["label"]: record for record in records if record["kind"] == "summary"}
+    assert set(summaries) == set(ON_CPU)
+    for name, summary in summaries.items():
+        assert summary["failure"] is None and summary["num_steps"] == 2, name
+        assert summary["is_bitwise_equal"], name
+        if name in settings.OURS:
+            assert summary["engine"]["copied_out_bytes"] == summary["engine"]["copied_in_bytes"] > 0, name
+    missing = {record["label"] for record in records if record["kind"] == "missing"}
+    assert missing == settings.NEED_GPU
+    assert all(f"| {name}: " in printed for name in ON_CPU)
+
+
+def test_the_longest_sequence_of_two_contenders(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    run_tool("--longest", "--contenders", "none,any_model", "--longest-upper", "128", "--json", str(file))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {record["label"]: record for record in records if record["kind"] == "longest"}
+    assert list(found) == ["any_model", "none"], "ours comes first"
+    for one in found.values():
+        assert (one["trained"], one["failed"], one["is_final"]) == (128, None, True)
+
+
+# ---- bounds ----
+
+
+def test_a_contender_is_stopped_at_its_time_and_no_later() -> None:
+    with pytest.raises(watch.OutOfTime, match="its 0 s were over"), watch.Watch(0.1, 1 << 60, lambda: 0):
+        time.sleep(5)
+    time.sleep(0.3)  # no signal is left that would come now
+
+
+def test_a_contender_is_stopped_before_the_host_is_out_of_memory() -> None:
+    held = iter([1 << 30] + [3 << 30] * 100)
+    with (
+        pytest.raises(watch.OutOfHostMemory, match="held 3 GiB of host memory, 2 are allowed"),
+        watch.Watch(60, 2 << 30, lambda: next(held)),
+    ):
+        time.sleep(5)
+
+
+def test_host_memory_limit_is_that_of_the_machine_at_most() -> None:
+    import psutil
+
+    assert 0 < watch.host_memory_limit() <= psutil.virtual_memory().total
+
+
+# ---- turns ----
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return Workload(settings.Shape(layers=3, seq=32, **TINY), "cpu")
+
+
+def make_bench(workload: Workload) -> turns.Bench:
+    return turns.Bench(workload, gauges.make_gauge("cpu"), turns.Counts(1, 1), 1 << 60, lambda what: None)
+
+
+def attach_of(name: str) -> contenders.Attach:
+    ours = contenders.Ours({"min_tensor_bytes": 0, "directory": "none"}, group_bytes=4096)
+    return contenders.make_contenders((name,), "cpu", ours, None)[0][name]
+
+
+def test_one_that_fails_in_a_forward_leaves_nothing_to_the_next(workload: Workload) -> None:
+    @contextmanager
+    def leaves_hooks(workload: Workload) -> Iterator[Attached]:
+        def enter() -> Any:
+            torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t + 1, lambda t: t)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+        yield Attached(around_forward=enter)
+
+    bench = make_bench(workload)
+    first = bench.turn("none", attach_of("none"), 0, 60.0, with_timeline=False)
+    failed = bench.turn("save", leaves_hooks, 0, 60.0, with_timeline=False)
+    second = bench.turn("ckpt", attach_of("ckpt"), 0, 60.0, with_timeline=False)
+    assert first["parity"]["is_reference"]
+    assert failed["failure"] == "out of memory" and not failed["step_ms"]
+    assert second["failure"] is None and second["parity"]["is_bitwise_equal"]
+    assert all(grad is None for grad in workload.gradients().values())
+
+
+def test_wrong_gradients_are_seen(workload: Workload) -> None:
+    @contextmanager
+    def wrong(workload: Workload) -> Iterator[Attached]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2 if t.is_floating_point() else t)
+        yield Attached(around_forward=lambda: hooks)
+
+    bench = make_bench(workload)
+    bench.turn("none", attach_of("none"), 0, 60.0, with_timeline=False)
+    parity = bench.turn("save", wrong, 0, 60.0, with_timeline=False)["parity"]
+    assert not parity["is_bitwise_equal"] and parity["num_differing"] > 0 and parity["has_equal_losses"]
+
+
+def test_one_that_is_too_slow_says_how_far_it_came(workload: Workload) -> None:
+    @contextmanager
+    def slow(workload: Workload) -> Iterator[Attached]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return tensor
+
+        yield Attached(around_forward=lambda: torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+
+    record = make_bench(workload).turn("trl", slow, 0, 0.3, with_timeline=False)
+    assert record["failure"] == "stopped: its 0 s were over"
+    assert record["step_ms"] == [] and record["seconds"] < 5
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_contender_takes_itself_off_again(workload: Workload, name: str) -> None:
+    def state() -> list[Any]:
+        modules = [(name, type(module)) for name, module in workload.model.named_modules()]
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in workload.model.modules()]
+        return [modules, hooks, [vars(layer).get("forward") for layer in workload.layers]]
+
+    before = state()
+    with attach_of(name)(workload) as attached:
+        workload.step(attached)
+    assert state() == before
+    assert not any(getattr(layer, "gradient_checkpointing", False) for layer in workload.layers)
+
+
+# ---- the longest ----
+
+
+def never_more_than(limit: int) -> Any:
+    tried: list[int] = []
+
+    def trial(seq: int) -> longest.Trial:
+        tried.append(seq)
+        trains = seq <= limit
+        return longest.Trial(seq=seq, trains=trains, reason=None if trains else "out of memory", is_final=True)
+
+    return trial, tried
+
+
+@pytest.mark.parametrize("limit", [0, 4, 5, 63, 64, 100, 1000, 4095, 5000])
+@pytest.mark.parametrize("first", [4, 60, 64, 2000, 4096, 10_000])
+def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int) -> None:
+    trial, tried = never_more_than(limit)
+    found = longest.search(trial, first, 4, 4096)
+    assert found.trained == min(limit, 4096) // 4 * 4 and found.is_final
+    assert found.failed == (found.trained + 4 if found.trained < 4096 else None)
+    assert len(tried) == len(set(tried)) == found.num_trials and max(tried) <= 4096
+
+
+def test_a_guess_that_is_nearly_right_costs_few_trials() -> None:
+    trial, tried = never_more_than(100 * 4096)
+    found = longest.search(trial, 99 * 4096, 4096, 1000 * 4096)
+    assert found.trained == 100 * 4096 and len(tried) <= 4
+
+
+def test_a_search_ends_with_its_time_and_says_so() -> None:
+    trial, tried = never_more_than(1000)
+    found = longest.search(trial, 64, 4, 4096, has_time=lambda: len(tried) < 2)
+    assert len(tried) == 2 and not found.is_final and found.trained <= 1000
+
+
+def test_a_trial_that_was_stopped_says_nothing_of_its_length() -> None:
+    def trial(seq: int) -> longest.Trial:
+        return longest.Trial(seq=seq, trains=seq < 50, reason=None if seq < 50 else "stopped", is_final=seq < 50)
+
+    found = longest.search(trial, 40, 4, 4096)
+    assert (found.failed, found.reason, found.is_final) == (None, "stopped", False) and found.trained < 50
+
+
+def test_the_peak_is_a_straight_line() -> None:
+    one, other = (
+        longest.Trial(seq=s, trains=True, reason=None, is_final=True, peak_reserved_bytes=100 + 3 * s) for s in (8, 16)
+    )
+    assert longest.line_through(one, other) == (100, 3)
+
+
+# ---- arithmetic ----
+
+
+def test_saved_bytes_of_a_layer_are_those_that_autograd_saves() -> None:
+    def saved_bytes(layers: int) -> int:
+        workload = Workload(settings.Shape(layers=layers, seq=32, **TINY), "cpu")
+        workload.model.to(torch.bfloat16)
+        workload.set_length(32)
+        meter = ResidencyMeter()
+        tracker = SavedTensorTracker(meter, workload.model.parameters())
+        workload.step(Attached(around_forward=lambda: tracker))
+        return meter.peak_bytes
+
+    shape = settings.Shape(layers=1, seq=32, **TINY)
+    assert saved_bytes(3) - saved_bytes(2) == 32 * link_bound.saved_bytes_per_token(shape)
+
+
+def test_of_a_step_that_the_link_does_not_bound_the_least_time_is_its_computation() -> None:
+    bound = link_bound.link_bound(11_000_000, 1_000_000, forward_ms=5.0, backward_ms=10.0, out_gbps=50.0, in_gbps=25.0)
+    assert (bound.moved_bytes, bound.out_ms, bound.in_ms) == (10_000_000, 0.2, 0.4)
+    assert bound.step_ms == bound.compute_ms == 15.0 and not bound.is_bound_by_link
+
+
+def test_either_way_may_be_bound_by_the_link() -> None:
+    bound = link_bound.link_bound(600_000_000, 0, forward_ms=5.0, backward_ms=20.0, out_gbps=50.0, in_gbps=50.0)
+    assert bound.step_ms == 12.0 + 20.0 and bound.is_bound_by_link
+
+
+def test_nothing_is_tried_that_cannot_fit() -> None:
+    shape = settings.Shape(layers=8, seq=1, **TINY)
+    one_mlp = 4 * 128 * 2
+    with_checkpointing = link_bound.longest_possible(shape, 1000 * one_mlp, 1 << 40, is_checkpointed=True)
+    assert with_checkpointing == 1000
+    everything = link_bound.saved_bytes_per_token(shape) * 8
+    assert link_bound.longest_possible(shape, 10 * everything, 5 * everything, is_checkpointed=False) == 15
+
+
+# ---- rivals ----
+
+FILE_OF_A_RIVAL = """
+import torch
+from not_installed.helpers.device import get_device
+
+class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
+    device = get_device()
+"""
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("path", ["rival/models/offloading.py", "rival_offloading.py"])
+def test_a_file_is_loaded_with_stand_ins_which_are_gone_afterwards(tmp_path: Path, path: str) -> None:
+    write(tmp_path / path, FILE_OF_A_RIVAL)
+    stand_ins = {"not_installed.helpers.device": {"get_device": lambda: "cuda:7"}}
+    loaded = rivals.load_file("rival.models.offloading", tmp_path, stand_ins)
+    assert loaded.OffloadActivations.device == "cuda:7"
+    assert not [name for name in sys.modules if name.startswith("not_installed")]
+
+
+def test_a_stand_in_never_hides_what_is_installed(tmp_path: Path) -> None:
+    write(tmp_path / "rival.py", "import json\nvalue = json.dumps([])\n")
+    assert rivals.load_file("rival", tmp_path, {"json": {"dumps": None}}).value == "[]"
+
+
+def test_what_is_missing_is_told_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(rivals.Missing, match="give its file no_such/rival.py with --rivals"):
+        rivals.load_file("no_such.rival", None, {})
+    with pytest.raises(rivals.Missing, match="has no no_such/rival.py"):
+        rivals.load_file("no_such.rival", tmp_path, {})
+    write(tmp_path / "no_such" / "rival.py", "import not_installed_either")
+    with pytest.raises(rivals.Missing, match="does not load"):
+        rivals.load_file("no_such.rival", tmp_path, {})
+
+
+FILE_LIKE_VERL = """
+from verl.utils.device import get_torch_device
+from verl.utils.fsdp_utils import FSDPModule as FSDP2
+
+def enable_activation_offloading(model, strategy, enable_ckpt):
+    assert strategy == "fsdp2"
+    for layer in model.layers:
+        assert isinstance(layer, FSDP2)
+        layer.forward = layer.forward
+"""
+
+
+def test_verl_takes_the_layers_for_what_fsdp_wraps(workload: Workload, tmp_path: Path) -> None:
+    write(tmp_path / "verl" / "utils" / "activation_offload.py", FILE_LIKE_VERL)
+    attach = rivals.load("verl", tmp_path)
+    with attach(workload):
+        assert all("forward" in vars(layer) for layer in workload.layers)
+    assert not any("forward" in vars(layer) for layer in workload.layers)
+
+
+# ---- tables ----
+
+
+def turn(label: str, step_ms: list[float], **more: Any) -> dict[str, Any]:
+    parity = {"is_bitwise_equal": True, "num_differing": 0, "is_reference": label == "none"}
+    memory = dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes"), 1 << 30)
+    record = dict(kind="turn", label=label, round=0, step_ms=step_ms, forward_ms=1.0, warm_up_s=[2.5], failure=None)
+    return {**record, "parity": parity, "torch_pinned_bytes": 0, **memory, **more}
+
+
+def test_medians_ratios_and_what_failed() -> None:
+    records = [
+        turn("none", [10.0, 12.0]),
+        turn("none", [11.0]),
+        turn("any_model", [22.0], engine={"host_bytes": 3 << 20}),
+        turn("trl", [], failure="stopped: its 15 s were over"),
+    ]
+    none, ours, stopped = report.summarize(records)
+    assert none["step_ms_median"] == 11.0 and none["is_bitwise_equal"] is None
+    assert ours["ratio"] == 2.0 and ours["pinned_bytes"] == 3 << 20 and ours["is_bitwise_equal"]
+    assert stopped["step_ms_median"] is None and stopped["num_steps"] == 0
+    (table, *_) = [rows for rows in report.tables("a model", [none, {**ours, "engine": {}}, stopped])]
+    assert table.rows[1][1:5] == ("22.0 (22.0 to 22.0)", "2.0000", "1,024", "1,024")
+    assert "its 15 s were over; 0 timed steps, slowest warm-up step 2.5 s" in table.rows[2][0]
+    assert table.as_markdown().count("\n| ") == 5
