@@ -85,6 +85,7 @@ def _checkpointing(workload: Workload) -> Iterator[Attached]:
         yield Attached()
     finally:
         workload.model.gradient_checkpointing_disable()
+        workload.model.disable_input_require_grads()  # a hook that enabling adds and disabling leaves
 
 
 @contextmanager
