@@ -37,6 +37,7 @@ def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     for weight in weights:
         if hasattr(weight, "__tensor_flatten__"):
             names, _ = weight.__tensor_flatten__()
-            yield from with_storage(getattr(weight, name) for name in names)
+            parts = [getattr(weight, name) for name in names]
+            yield from with_storage(part for part in parts if isinstance(part, torch.Tensor))  # not the mesh of DTensor
         elif weight.layout is torch.strided:
             yield weight
