@@ -111,7 +111,7 @@ def test_the_longest_sequence_of_two_contenders(tmp_path: Path) -> None:
 def test_a_contender_is_stopped_at_its_time_and_no_later() -> None:
     with pytest.raises(watch.OutOfTime, match="its 0 s were over"), watch.Watch(0.1, 1 << 60, lambda: 0):
         time.sleep(5)
-    time.sleep(0.3)  # no signal is left that would come now
+    time.sleep(0.7)  # no signal is left that would come now
 
 
 def test_a_contender_is_stopped_before_the_host_is_out_of_memory() -> None:
