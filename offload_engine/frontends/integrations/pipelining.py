@@ -15,6 +15,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
+from offload_engine._devices import CpuDevice
+from offload_engine._devices.base import Device
 from offload_engine._stats import IterationStats
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.engine import OffloadEngine
@@ -66,7 +68,7 @@ class ScheduleOffload:
         self._stages: list[Any] = stages_of(schedule)
         if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in self._stages):
             raise ValueError(f"{type(schedule).__name__} is offloaded already: call remove() on its handle first")
-        self._session = _StepSession(OffloadEngine(config, meter=meter))
+        self._session = _StepSession(OffloadEngine(config, _device_of(self._stages, config), meter))
         self._groups = AutomaticGroups(self._session, group_bytes)
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
         self._inputs_hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -152,6 +154,13 @@ class ScheduleOffload:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor):
                     self._session.engine.exclude(value)
+
+
+def _device_of(stages: Sequence[Any], config: OffloadConfig | None) -> Device | None:
+    """Stages on the CPU of a machine with a GPU have their activations on the CPU; else None, the engine's choice."""
+    is_on_cpu = all(torch.device(stage.device).type == "cpu" for stage in stages)
+    directory = config.directory if config is not None else None
+    return CpuDevice(directory) if is_on_cpu and torch.cuda.is_available() else None
 
 
 class _StepSession(Session):

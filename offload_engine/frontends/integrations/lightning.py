@@ -1,0 +1,49 @@
+"""`OffloadCallback`: activation offload in the `Trainer` of Lightning, under either name of its package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:  # the same classes under their older name; a callback serves the trainers of both
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from offload_engine.config import OffloadConfig
+from offload_engine.frontends.integrations._training import FindLayers, TrainingOffload
+
+
+class OffloadCallback(Callback):
+    """Offloads what the layers of the model save for backward, while `Trainer.fit` runs.
+
+    `Trainer(callbacks=[OffloadCallback()])`. How the model is distributed (FSDP, DDP or neither) is seen from the
+    model, as the trainer's strategy has set it up. Validation, gradient accumulation and resuming need no care. The
+    bytes moved in the last forward and backward are logged as `offload_*`, as often as the trainer logs.
+
+    Args:
+        config: bounds and thresholds.
+        enable_ckpt: checkpoint the layers as well, so that only their inputs are kept, and offloaded.
+        layers: gives the layers of the model, in the order in which they run; None: they are found.
+    """
+
+    def __init__(
+        self, config: OffloadConfig | None = None, *, enable_ckpt: bool = False, layers: FindLayers | None = None
+    ) -> None:
+        self._offload = TrainingOffload(config, enable_ckpt, layers)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach to the model as it will train."""
+        self._offload.attach(trainer.strategy.model)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Log the counters."""
+        if trainer.logger is not None:
+            pl_module.log_dict({name: float(value) for name, value in self._offload.metrics().items()})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the model back as it was."""
+        self._offload.detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the model back as it was: `on_train_end` will not be called."""
+        self._offload.detach()
