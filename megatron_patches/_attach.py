@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_patches._bracket import GroupBracket
+from megatron_patches._held import HeldTensors
 from megatron_patches._sites import Site, count_layers, find_sites
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
@@ -41,6 +42,7 @@ class Attachment:
                 such inputs are not asked for.
         """
         self.engine: OffloadEngine = engine
+        self.held: HeldTensors = HeldTensors(engine)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 
@@ -58,6 +60,7 @@ class Attachment:
             self._last_groups.append(last_groups)
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
+            self._handles += self.held.attach(chunk)  # last: their hooks run behind those that commit
             self._unused_names.update(site.name for site in sites)
         self.checkpoint_bracket: GroupBracket | None = (
             None if layers_per_checkpoint is None else self.bracket("layer_input")
@@ -92,6 +95,7 @@ class Attachment:
         for bracket in reversed(self._brackets):
             bracket.leave()
         self._leave_rest()
+        self.held.clear()
 
     def warn_of_unused_names(self) -> None:
         """Says, once, which of the names found in the model's chunks here no step has called."""

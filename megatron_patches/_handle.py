@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -87,6 +87,11 @@ class Handle:
         """The engine of the running step where groups may be opened, else None."""
         running = self._running
         return running.engine if running is not None and running.engine.is_active else None
+
+    def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
+        """`CheckpointWithoutOutput` has saved detached copies of `tensors`."""
+        if self._running is not None:
+            self._running.held.note_recomputed_from(tensors)
 
     def checkpoint_bracket(self) -> GroupBracket | None:
         """The bracket for the input of fully recomputed layers, if the running step has it."""

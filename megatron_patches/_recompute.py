@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,9 @@ class Runner(Protocol):
     def active_engine(self) -> OffloadEngine | None:
         """The engine of the running step where groups may be opened, else None."""
 
+    def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
+        """Recomputation has saved detached copies of `tensors` in the running step."""
+
     def checkpoint_bracket(self) -> GroupBracket | None:
         """The bracket for the input of fully recomputed layers, if it is asked for in the running step."""
 
@@ -30,7 +33,8 @@ def recompute_rows(runner: Runner) -> list[Patch]:
         Patch(
             target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
             wrapper=functools.partial(_excluding_outputs, runner=runner),
-            why="its outputs are discarded on purpose and computed again: copying them would copy nothing",
+            why="its outputs are discarded on purpose and computed again: copying them would copy nothing. And it "
+            "keeps detached copies of its inputs, which nobody reads",
         ),
         Patch(
             target="megatron.core.tensor_parallel:checkpoint",
@@ -49,6 +53,7 @@ def _excluding_outputs(original: Callable[..., Any], *, runner: Runner) -> Calla
             for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
                 if isinstance(output, torch.Tensor):
                     engine.exclude(output)
+            runner.note_recomputed_from(args)
         return outputs
 
     return checkpoint

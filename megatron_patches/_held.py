@@ -1,0 +1,124 @@
+"""Tensors that megatron-core keeps until backward beside autograd, and when it has read them for the last time.
+
+While somebody keeps a tensor its copy-out frees nothing, unless the engine is told that nobody reads it any more.
+
+1. The input of a chunk's decoder: the schedule keeps what it received until the backward of that chunk, and reads only
+   the gradient of it; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
+   layer reads it last.
+2. What `CheckpointWithoutOutput` recomputes from: it saves detached leaves, and autograd keeps those together with the
+   node that accumulates their gradient. The layer around it reads the tensor last, in a residual connection.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from offload_engine import OffloadEngine
+
+
+class HeldTensors:
+    """Tells an engine which tensors of the running forward are held elsewhere, as soon as nobody reads them."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine: OffloadEngine = engine
+        self._is_input_read_later: bool = False
+        self._input: list[torch.Tensor] = []  # the tensors that are the running decoder's input
+        self._recomputed_from: list[torch.Tensor] | None = None  # by the running layer; None: they are not wanted
+        self._are_outputs_read: bool = False  # somebody collects the outputs of layers, the inputs of others
+
+    def attach(self, chunk: torch.nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """Hooks on one model chunk; nothing on one without layers."""
+        decoder = getattr(chunk, "decoder", None)
+        layers = getattr(decoder, "layers", None)
+        if not layers:
+            return
+        assert isinstance(decoder, torch.nn.Module)
+        yield chunk.register_forward_pre_hook(self._enter_chunk, with_kwargs=True)
+        yield decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True)
+        for index, layer in enumerate(layers):
+            yield layer.register_forward_pre_hook(self._enter_layer)
+            if index == 0:
+                yield layer.register_forward_hook(self._leave_first_layer, with_kwargs=True)
+            else:
+                yield layer.register_forward_hook(self._leave_layer)
+        yield decoder.register_forward_hook(self._leave_decoder)
+
+    def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
+        """`CheckpointWithoutOutput` has saved detached copies of `tensors`."""
+        if self._recomputed_from is not None:
+            leaves = (t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad)
+            self._recomputed_from += (t for t in leaves if not isinstance(t, torch.nn.Parameter))
+
+    def clear(self) -> None:
+        """Forgets the running forward, which raised."""
+        self._input, self._recomputed_from = [], None
+
+    def _enter_chunk(self, chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_input_read_later = (
+            getattr(chunk, "mtp_process", False)
+            or getattr(getattr(chunk, "config", None), "config_logger_dir", "") != ""
+            # Whoever gives the embeddings, or asks for them, may read them.
+            or kwargs.get("output_processor") is not None
+            or kwargs.get("decoder_input", args[3] if len(args) > 3 else None) is not None
+        )
+
+    def _enter_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.clear()
+        if not self._engine.is_active:
+            return
+        self._are_outputs_read = bool(kwargs.get("extract_layer_indices"))
+        if not decoder.pre_process:
+            assert isinstance(decoder.input_tensor, torch.Tensor)
+            self._input = [decoder.input_tensor]
+        elif not self._is_input_read_later:
+            self._input = [_hidden_states(args, kwargs)]
+
+    def _enter_layer(self, layer: torch.nn.Module, args: Any) -> None:
+        self._recomputed_from = [] if self._engine.is_active and not self._are_outputs_read else None
+
+    def _leave_first_layer(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        recomputed_from, self._recomputed_from = self._recomputed_from, None
+        if recomputed_from is None:
+            return
+        if self._input:
+            hidden_states = _hidden_states(args, kwargs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            if any(hidden_states is tensor for tensor in outputs):  # a layer that does nothing
+                self._input = []
+            elif _storage(hidden_states) == _storage(self._input[0]):  # an alias, where the input is a view
+                self._input.append(hidden_states)
+        self._tell(self._input, recomputed_from)
+
+    def _leave_layer(self, layer: torch.nn.Module, args: Any, output: Any) -> None:
+        recomputed_from, self._recomputed_from = self._recomputed_from, None
+        if recomputed_from:
+            self._tell([], recomputed_from)
+
+    def _leave_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> None:
+        # Again: full recomputation calls the layers without gradients, and saves their inputs behind them.
+        self._tell(self._input, [])
+        self._input = []
+
+    def _tell(self, tensors: list[torch.Tensor], recomputed_from: list[torch.Tensor]) -> None:
+        holders: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in (*tensors, *recomputed_from):
+            holders[_storage(tensor)].append(tensor)
+        num_copies = Counter(map(_storage, recomputed_from))
+        for storage, named in holders.items():
+            self._engine.held_elsewhere(*named, num_copies=num_copies[storage])
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    assert isinstance(hidden_states, torch.Tensor)
+    return hidden_states
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

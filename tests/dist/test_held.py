@@ -1,0 +1,139 @@
+"""What megatron-core keeps beside autograd has no bytes between its copy-out and its backward."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+
+from megatron_patches import Handle, apply  # noqa: E402
+from megatron_patches._schedules import unwrap  # noqa: E402
+from offload_engine import IterationStats, OffloadConfig  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import LATENT  # noqa: E402
+from tests.dist.parity import Case, actions, run_with, run_without  # noqa: E402
+from tests.dist.tiny import forward_step, make_chunks, make_config, run  # noqa: E402
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dense", ["attn_norm"]),
+        Case("moe", ["attn_norm", "core_attn"]),
+        Case("dense", ["layer_input"], settings=FULL),
+    ],
+    ids=["dense", "moe", "recomputed"],
+)
+def test_stage_inputs(shape: Pipeline, case: Case) -> None:
+    """The schedule keeps them in `input_tensors` until the backward of their chunk."""
+    run_ranks(_check_stage_inputs, case, pipeline=shape)
+
+
+def _check_stage_inputs(case: Case) -> None:
+    gc.disable()
+    num_microbatches = 6
+    inputs: list[torch.Tensor] = []
+    sizes: list[int] = []
+
+    def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
+        result = forward_step(batches, model, *more)
+        decoder = unwrap(model).decoder
+        if not decoder.pre_process:
+            inputs.append(decoder.input_tensor)  # the very tensor that the schedule keeps
+            sizes.append(decoder.input_tensor.untyped_storage().nbytes())
+        return result
+
+    with _applied() as handle:
+        chunks = make_chunks(_config(case))
+        run(chunks, num_microbatches, forward_step=step)
+        stats = _stats(handle)
+        # Kept is the last group of a chunk whose backward comes at once: the first layer's, where there is one only.
+        kept = _at_once(case, num_microbatches) if len(unwrap(chunks[0]).decoder.layers) == 1 else frozenset()
+        assert stats.num_viewed_storages == 0
+        assert stats.num_emptied_storages == num_microbatches * len(chunks) - len(kept)
+        assert sum(size > 0 for size in sizes) == len(kept)
+        assert bool(inputs) == any(not unwrap(chunk).decoder.pre_process for chunk in chunks)
+        assert all(x.grad is not None and x.untyped_storage().nbytes() > 0 for x in inputs)
+    assert all(torch.isfinite(x).all() for x in inputs)
+
+
+def test_embeddings_without_a_pipeline() -> None:
+    """`GPTModel.forward` keeps them in a local variable while it computes the loss."""
+    run_ranks(_check_embeddings, {}, True)
+    run_ranks(_check_embeddings, {}, True, 1)
+
+
+def test_embeddings_that_are_read_again_stay() -> None:
+    run_ranks(_check_embeddings, {"config_logger_dir": "somewhere"}, False)
+
+
+def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: int = 2) -> None:
+    gc.disable()
+    storages: list[torch.UntypedStorage] = []
+    sizes: list[int] = []
+
+    def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
+        storages.append(kwargs["hidden_states"].untyped_storage())
+
+    def enter_loss(module: Any, args: Any) -> None:
+        sizes.append(storages[-1].nbytes())
+
+    def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
+        return forward_step((batch[:micro_batch] for batch in batches), model, *more)
+
+    with _applied() as handle:
+        (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"])))
+        chunk.decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True)
+        chunk.output_layer.register_forward_pre_hook(enter_loss)
+        chunk.config.config_logger_dir = settings.get("config_logger_dir", "")
+        chunk.output_layer.register_forward_hook(lambda *_: setattr(chunk.config, "config_logger_dir", ""))
+        run([chunk], 1, forward_step=step)
+        stats = _stats(handle)
+        assert (sizes == [0]) == is_emptied and stats.num_viewed_storages == 0
+        assert stats.num_emptied_storages == int(is_emptied)
+        assert stats.copied_in_bytes == stats.copied_out_bytes > 0
+
+
+def test_what_is_recomputed_from() -> None:
+    """`CheckpointWithoutOutput` saves detached leaves, which the graph keeps; the numbers are those without offload."""
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    run_ranks(_check_recomputed_from, Case("dense", ["self_attn"], settings={**LATENT, **recompute}))
+
+
+def _check_recomputed_from(case: Case) -> None:
+    gc.disable()
+    run_with(case, [2], run_without(case, [2]))
+    with _applied() as handle:
+        chunks = make_chunks(_config(case))
+        run(chunks, 2)
+        stats = _stats(handle)
+        assert stats.num_viewed_storages == 0 and stats.num_emptied_storages > 0
+
+
+def _applied() -> Handle:
+    # Released as soon as they are copied: what is empty is so at once.
+    return apply(OffloadConfig(min_tensor_bytes=1, directory="none", max_inflight_bytes=0))
+
+
+def _config(case: Case) -> Any:
+    return make_config(case.kind, **case.settings, offload_activation=True, offload_modules=list(case.names))
+
+
+def _stats(handle: Handle) -> IterationStats:
+    assert handle.stats is not None
+    return handle.stats
+
+
+def _at_once(case: Case, num_microbatches: int) -> frozenset[Any]:
+    from megatron_patches._attach import backward_at_once
+
+    return backward_at_once(actions(case, num_microbatches))
