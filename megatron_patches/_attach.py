@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._held import HeldTensors
+from megatron_patches._overlap import PlanNodes
 from megatron_patches._sites import Site, count_layers, find_sites
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
@@ -43,6 +44,7 @@ class Attachment:
         """
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
+        self.nodes: PlanNodes = PlanNodes(engine)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 
@@ -85,17 +87,13 @@ class Attachment:
         at_once = key in self._comes_back_at_once
         return self.engine.start_chunk(key, keep_groups=self._last_groups[stage] if at_once else frozenset())
 
-    def around_node(self) -> AbstractContextManager[Any]:
-        """A context for one piece of the running chunk's forward, where that runs in pieces."""
-        chunk = self.engine.current_chunk if self.engine.is_active else None
-        return nullcontext() if chunk is None else chunk.rest_hooks()
-
     def abandon_iteration(self) -> None:
         """Leaves every bracket that an exception kept open."""
         for bracket in reversed(self._brackets):
             bracket.leave()
         self._leave_rest()
         self.held.clear()
+        self.nodes.clear()
 
     def warn_of_unused_names(self) -> None:
         """Says, once, which of the names found in the model's chunks here no step has called."""

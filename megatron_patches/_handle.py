@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -100,11 +100,12 @@ class Handle:
     def start_plan(self, model: torch.nn.Module) -> None:
         """The forward of a model chunk of the running step begins, as a plan of nodes."""
         if self._running is not None:
+            self._running.nodes.start_plan()
             self._running.start_chunk(getattr(model, "vp_stage", None) or 0)
 
-    def around_node(self) -> AbstractContextManager[object]:
-        """A context for the forward of one node of a plan."""
-        return nullcontext() if self._running is None else self._running.around_node()
+    def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Runs the forward of one node of a plan."""
+        return forward(*inputs) if self._running is None else self._running.nodes.run(node, forward, *inputs)
 
     def step(self, step: Step) -> AbstractContextManager[object] | None:
         """A context for one training step; None if nothing is to be offloaded.

@@ -1,20 +1,33 @@
-"""Rows for the all-to-all overlap (combined 1F1B), where a model chunk runs as the nodes of a schedule plan.
+"""The all-to-all overlap (combined 1F1B), where a model chunk runs as the nodes of a schedule plan.
 
 The schedule builds the plan of a chunk's forward and then runs its nodes between those of another chunk's backward, on
-two streams; the chunk itself is not called. Only one forward is under way at a time: every forward node belongs to the
-plan that was built last.
+two streams: one for computation, one for communication. The chunk itself, its layers and its MoE layers are not called.
+Only one forward is under way at a time: every forward node belongs to the plan that was built last.
+
+Each node keeps its inputs until its own backward, as detached leaves, and reads only their gradients then. So the
+engine is told when they have been read for the last time:
+
+- the input of attention, and that of a dense MLP, when that node has run; the communication stream may have made it;
+- what the residual connection around the experts adds (the input of the norm before them), when the computation goes on
+  behind that connection: at the next layer, or at the next plan. Any sooner and computation would wait for the
+  communication that it is there to hide.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from megatron_patches._registry import Patch
+from offload_engine import OffloadEngine
+
+_PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan"
+_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
+_ATTENTION = ("attn", "pre_dispatch_computation")  # up to 0.18, and since
 
 
 class Runner(Protocol):
@@ -23,25 +36,75 @@ class Runner(Protocol):
     def start_plan(self, model: torch.nn.Module) -> None:
         """The forward of the model chunk `model` begins as a plan."""
 
-    def around_node(self) -> AbstractContextManager[object]:
-        """A context for the forward of one node."""
+    def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Runs the forward of one node, on the stream of the node; returns its outputs."""
 
 
 def overlap_rows(runner: Runner) -> list[Patch]:
     """The rows; without a running step with offload each passes its call on unchanged."""
     return [
         Patch(
-            target="megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan.__init__",
+            target=f"{_PLAN}.__init__",
             wrapper=functools.partial(_starting_chunk, runner=runner),
             why="the all-to-all overlap does not call the model chunk: its forward begins where its plan is built",
         ),
         Patch(
-            target="megatron.core.pipeline_parallel.utils:ScheduleNode.forward",
+            target=f"{_NODE}.forward",
             wrapper=functools.partial(_around_forward, runner=runner),
-            why="what a chunk saves outside its groups is packed node by node: the backward of another chunk, and the "
-            "building of its loss, run in between",
+            why="what a chunk saves outside its groups is packed node by node, because the backward of another chunk "
+            "runs in between; and each node keeps its inputs until its backward",
         ),
     ]
+
+
+class PlanNodes:
+    """Runs the forward nodes of one model's plans.
+
+    Nodes are those of the running forward alone; nothing is known of a node when its forward is over.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine: OffloadEngine = engine
+        self._communication: Any = None  # the stream of dispatch and combine, as the engine's device names it
+        # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
+        self._residual: Callable[[], torch.Tensor | None] = _none
+
+    def start_plan(self) -> None:
+        """A new plan begins: the computation stream is behind all nodes of the one before."""
+        self._tell_residual()
+
+    def run(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Runs the forward of one node."""
+        chunk = self._engine.current_chunk if self._engine.is_active else None
+        if chunk is None:
+            return forward(*inputs)
+        if node.name in _ATTENTION:
+            self._tell_residual()  # in front of it this stream waits for the node before it
+        residual = node.layer_state.residual if node.name == "moe_combine" else None
+        with chunk.rest_hooks():
+            outputs = forward(*inputs)
+        if node.name in (*_ATTENTION, "mlp") and not node.is_mtp:  # whose inputs are parts of one tensor
+            # One copy: what the node before has given out.
+            self._engine.held_elsewhere(inputs[0], num_copies=1, home=self._communication)
+        elif node.name == "moe_combine":
+            self._residual = weakref.ref(residual)
+        elif node.name == "moe_dispatch":
+            self._communication = self._engine.device.current_stream()
+        return outputs
+
+    def clear(self) -> None:
+        """Forgets the running forward, which raised."""
+        self._residual = _none
+
+    def _tell_residual(self) -> None:
+        residual, self._residual = self._residual(), _none
+        if residual is not None:
+            # One copy: the tensor that attention has given out, of which this is a detached leaf.
+            self._engine.held_elsewhere(residual, num_copies=1)
+
+
+def _none() -> None:
+    return None
 
 
 def _starting_chunk(original: Callable[..., None], *, runner: Runner) -> Callable[..., None]:
@@ -56,7 +119,12 @@ def _starting_chunk(original: Callable[..., None], *, runner: Runner) -> Callabl
 def _around_forward(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with runner.around_node():
+        # Around what it calls, and not around itself: there the node's inputs are there, and its stream is current.
+        own = self.forward_func
+        self.forward_func = functools.partial(runner.run_node, self, own)
+        try:
             return original(self, *args, **kwargs)
+        finally:
+            self.forward_func = own
 
     return forward

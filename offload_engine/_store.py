@@ -12,7 +12,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine._devices.base import Event, HostRegion
+from offload_engine._devices.base import Event, HostRegion, Stream
 from offload_engine._host_pool import HostPool
 from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup, without_graph
 from offload_engine._stats import IterationStats
@@ -23,6 +23,7 @@ from offload_engine._transfers import (
     copy_out,
     drop_buffer,
     empty_buffer,
+    note_last_read,
     settle,
 )
 from offload_engine.errors import CopyError, OffloadError
@@ -116,7 +117,7 @@ class ActivationStore:
         self._excluded[storage._cdata] = StorageWeakRef(storage)
 
     @_undisturbed
-    def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
+    def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int, home: Stream) -> None:
         """Nobody reads `holders`, tensors over one storage, until its backward: release it in spite of them."""
         saved = self._by_key.get(holders[0].untyped_storage()._cdata)
         if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
@@ -125,9 +126,7 @@ class ActivationStore:
             return
         tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
         saved.num_holders = len(set(map(id, tensors))) + num_copies
-        reader = self._context.device.current_stream()
-        if reader != saved.stream:
-            saved.readers = (*saved.readers, reader)
+        note_last_read(saved, home, self._context)
         if saved.residency is Residency.ON_HOST:  # released already, but its bytes are still there
             self._hold_again(saved, holders[0])
             self._let_go(saved)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload_engine._devices import make_device
-from offload_engine._devices.base import Device, HostRead
+from offload_engine._devices.base import Device, HostRead, Stream
 from offload_engine._horizon import make_horizon
 from offload_engine._host_pool import HostPool
 from offload_engine._moves import Mover
@@ -154,7 +154,7 @@ class OffloadEngine:
         """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
         self._store.exclude(tensor)
 
-    def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0) -> None:
+    def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0, home: Stream = None) -> None:
         """Promise that nobody reads `holders` until the backward of what has been saved of them; empty their storage.
 
         A copy-out frees no memory while somebody keeps the tensor: a schedule that keeps the inputs of its stages, say.
@@ -167,10 +167,13 @@ class OffloadEngine:
 
         Args:
             holders: all tensors that share one storage, but for what autograd saved in groups or under
-                `ChunkOffloadHandler.rest_hooks`; the base of a view need not be named. Nothing else may have saved them.
+                `ChunkOffloadHandler.rest_hooks`; the base of a view need not be named. Nothing else may have saved
+                them.
             num_copies: how many detached aliases exist besides, where they cannot be named.
+            home: the device's name of a stream that may have made the storage, besides the one that saved it: with
+                several compute streams its memory goes back to the pool of the one that made it.
         """
-        self._store.empty_for_holders(holders, num_copies)
+        self._store.empty_for_holders(holders, num_copies, home)
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.

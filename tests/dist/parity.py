@@ -13,7 +13,7 @@ from megatron_patches._attach import backward_at_once, last_of_each_name
 from megatron_patches._modules import canonical_names, drop_parts
 from megatron_patches._schedules import unwrap
 from megatron_patches._sites import count_layers, find_sites
-from offload_engine import Action, ChunkKey, OffloadConfig, ResidencyMeter
+from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run
 
@@ -46,8 +46,10 @@ def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]
     return [fingerprint(chunks, run(chunks, n)) for n in microbatches]
 
 
-def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, str]]) -> None:
+def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, str]]) -> list[IterationStats]:
+    """Steps with offload, compared with `expected`; returns the counters of each."""
     meter = ResidencyMeter()
+    counters = []
     with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), meter=meter) as handle:
         settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
         chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap)
@@ -59,7 +61,9 @@ def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, s
             assert not wrong, f"{case} differs at {n} microbatches: {wrong[:5]}"
             _check_counters(case, handle, chunks, n)
             assert meter.current_bytes == 0 and handle.engine is not None and handle.engine.pool.num_leases == 0
+            counters.append(handle.engine.stats)
             run(chunks, microbatches[0], forward_only=True)
+    return counters
 
 
 def _check_counters(case: Case, handle: Handle, chunks: Sequence[torch.nn.Module], num_microbatches: int) -> None:
@@ -81,8 +85,9 @@ def _check_counters(case: Case, handle: Handle, chunks: Sequence[torch.nn.Module
     assert (stats.num_groups, stats.num_kept_groups) == (groups, kept), case
     assert (stats.copied_out_bytes > 0) == (groups > kept), case
     if len(case.names) == 1:
-        # Experts share one storage of tokens, and some get none.
-        is_exact = canonical_names(case.names)[0] not in EXPERTS
+        # Experts share one storage of tokens, and some get none; so do the projections to the latents their input.
+        is_shared = canonical_names(case.names)[0] in (*EXPERTS, "dispatched_tokens")
+        is_exact = not (is_shared or case.settings.get("multi_latent_attention"))
         assert stats.num_offloaded_groups == groups - kept or not is_exact, case
 
 

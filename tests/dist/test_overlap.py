@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, check_all, run_without  # noqa: E402
+from tests.dist.parity import EXPERTS, Case, check_all, run_with, run_without  # noqa: E402
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 6, 2], 4: [2, 8, 4]}  # by number of stages in all
@@ -48,6 +48,22 @@ def _check_delay() -> None:
     cases = [_case("mixed", [], delay_wgrad_compute=is_delayed) for is_delayed in (True, False)]
     delayed, usual = (run_without(case, [4]) for case in cases)
     assert delayed == usual
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_the_schedule_holds_is_emptied(shape: Pipeline) -> None:
+    """Inputs of nodes: of attention, of dense MLPs, and of the residual connection around experts."""
+    run_ranks(_check_emptied, MICROBATCHES[4], pipeline=shape)
+
+
+def _check_emptied(microbatches: list[int]) -> None:
+    for kind, name in (("moe", "layer_input"), ("mixed", "attn_norm"), ("moe", "mlp_norm"), ("mixed", "mlp_norm")):
+        case = _case(kind, [name])
+        for stats in run_with(case, microbatches, run_without(case, microbatches)):
+            assert stats.num_viewed_storages == 0, (case, stats)
+            # The residual of a step's last layer with experts is told to nobody: no plan follows.
+            num_told = stats.num_offloaded_groups - (name == "mlp_norm")
+            assert num_told <= stats.num_emptied_storages <= stats.num_offloaded_groups, (case, stats)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
