@@ -64,6 +64,7 @@ _ASKS_FOR_CUDA = {
     "optimizer.optimizer": "overflow flags and loss scale are created on the GPU",
     "optimizer.clip_grads": "the gradient norm is created on the GPU",
     "transformer.utils": "the causal mask is created on the GPU",
+    "transformer.multi_token_prediction": "the log of its losses is created on the GPU",
     "transformer.moe.router": "the router's weights are moved to the GPU",
     "transformer.moe.token_dispatcher": "split sizes are copied to the host on a GPU stream",
     "transformer.moe.shared_experts": "shared experts may run on a GPU stream of their own",
@@ -241,6 +242,11 @@ def _model_rows() -> list[Patch]:
             "LanguageModule.setup_embeddings_and_output_layer",
             wrapper=functools.partial(_with_row, _STAY),
             why="the last stage's copy of the word embeddings is moved to the GPU",
+        ),
+        Patch(
+            target="megatron.core.transformer.multi_latent_attention:TELinear",
+            wrapper=lambda original: original if isinstance(original, type) else type("TELinear", (), {}),
+            why="without TransformerEngine it is no class, and 0.16.1 asks whether a projection is an instance of it",
         ),
         Patch(
             target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",

@@ -27,7 +27,7 @@ class ModuleRow:
     """What its backward needs, that is, what is moved."""
 
     brackets: tuple[Bracket, ...]
-    """Paths relative to a transformer layer."""
+    """Paths relative to a layer: transformer, Mamba, or multi-token prediction."""
 
     aliases: tuple[str, ...] = ()
     recomputed_by: tuple[str, ...] = ()
@@ -54,6 +54,8 @@ def _ranges(owner_paths: Iterable[str]) -> tuple[Bracket, ...]:
     return tuple(Bracket(f"{owner}.linear_fc1", f"{owner}.linear_fc2") for owner in owner_paths)
 
 
+_MLA_DOWN = ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
+_MLA_UP = ("linear_q_up_proj", "linear_kv_up_proj")
 _EXPERTS = ("mlp.experts", "mlp.experts.local_experts.*")
 _MOE = "layers with experts (MoELayer)"
 _EXPERT_LINEARS = (
@@ -61,6 +63,9 @@ _EXPERT_LINEARS = (
 )
 _DENSE = "layers with a dense MLP"
 _NORM = "layers with a norm module of their own"
+_MLA = "layers with multi-latent attention"
+_MTP = "a model with multi-token prediction (mtp_num_layers)"
+_MAMBA = "Mamba layers (HybridModel)"
 
 # In the order in which a layer runs them: which groups of a chunk come last follows from it.
 MODULES: tuple[ModuleRow, ...] = (
@@ -83,25 +88,42 @@ MODULES: tuple[ModuleRow, ...] = (
     ),
     ModuleRow(
         name="self_attn",
-        saves="all that attention saves: the next three, and what lies between",
+        saves="all that attention saves: the next six, and what lies between",
         brackets=_calls("self_attention"),
-        parts=("qkv_linear", "core_attn", "attn_proj"),
+        parts=("qkv_linear", "mla_down_proj", "qk_norm", "mla_up_proj", "core_attn", "attn_proj"),
         where="layers with self attention",
     ),
     ModuleRow(
         name="qkv_linear",
-        saves="input of the query, key and value projections",
+        saves="input of the query, key and value projections (multi-latent attention: of all of them)",
         brackets=_calls(
-            "self_attention.linear_qkv",
-            "self_attention.linear_q_proj",
-            "self_attention.linear_q_down_proj",
-            "self_attention.linear_q_up_proj",
-            "self_attention.linear_kv_down_proj",
-            "self_attention.linear_kv_up_proj",
+            *(f"self_attention.{name}" for name in ("linear_qkv", "in_proj", *_MLA_DOWN, *_MLA_UP)),
         ),
         recomputed_by=("mla_up_proj",),
         discarded_by=("layernorm",),
+        parts=("mla_down_proj", "mla_up_proj"),
         where="layers with self attention",
+    ),
+    ModuleRow(
+        name="mla_down_proj",
+        saves="input of the projections to the latents, and of the query's where it has no latent",
+        brackets=_calls(*(f"self_attention.{name}" for name in _MLA_DOWN)),
+        discarded_by=("layernorm",),
+        where=_MLA,
+    ),
+    ModuleRow(
+        name="qk_norm",
+        saves="inputs of the norms of query and key (multi-latent attention: of their latents)",
+        brackets=_calls(*(f"self_attention.{name}_layernorm" for name in ("q", "kv", "k"))),
+        where=_NORM + " for query and key",
+        instead="mla_up_proj",
+    ),
+    ModuleRow(
+        name="mla_up_proj",
+        saves="the latents of query, key and value",
+        brackets=_calls(*(f"self_attention.{name}" for name in _MLA_UP)),
+        recomputed_by=("mla_up_proj",),
+        where=_MLA,
     ),
     ModuleRow(
         name="core_attn",
@@ -116,7 +138,7 @@ MODULES: tuple[ModuleRow, ...] = (
         name="attn_proj",
         aliases=("attn_linear",),
         saves="input of the output projection",
-        brackets=_calls("self_attention.linear_proj", "cross_attention.linear_proj"),
+        brackets=_calls("self_attention.linear_proj", "self_attention.out_proj", "cross_attention.linear_proj"),
         where="layers with self attention",
     ),
     ModuleRow(
@@ -181,6 +203,27 @@ MODULES: tuple[ModuleRow, ...] = (
         where=_MOE,
     ),
     ModuleRow(
+        name="dispatched_tokens",
+        saves="what the dispatcher keeps of its permutation, and the permuted tokens as the experts get them (their "
+        "probabilities leave with moe_act)",
+        brackets=(
+            Bracket("mlp.router", "mlp.experts"),
+            *_calls(*(f"{owner}.linear_fc1" for owner in _EXPERTS)),
+        ),
+        recomputed_by=("moe",),
+        parts=("router_fc1",),
+        where=_MOE,
+    ),
+    ModuleRow(
+        name="experts",
+        aliases=("fused_group_mlp",),
+        saves="all that the experts save: the next three, and what lies between",
+        brackets=_calls("mlp.experts"),
+        recomputed_by=("moe",),
+        parts=("router_fc1", "moe_act", "router_fc2"),
+        where=_MOE,
+    ),
+    ModuleRow(
         name="router_fc1",
         aliases=("expert_fc1",),
         saves="tokens routed to the experts here",
@@ -203,6 +246,37 @@ MODULES: tuple[ModuleRow, ...] = (
         recomputed_by=("moe",),
         discarded_by=("moe_act",),
         where=_EXPERT_LINEARS,
+    ),
+    ModuleRow(
+        name="mamba_mixer",
+        saves="all that the mixer saves: the next two, and what lies between",
+        brackets=_calls("mixer"),
+        parts=("mamba_in_proj", "mamba_out_proj"),
+        where=_MAMBA,
+    ),
+    ModuleRow(
+        name="mamba_in_proj",
+        saves="input of the mixer's first projection",
+        brackets=_calls("mixer.in_proj"),
+        where=_MAMBA,
+    ),
+    ModuleRow(
+        name="mamba_out_proj",
+        saves="input of the mixer's output projection",
+        brackets=_calls("mixer.out_proj"),
+        where=_MAMBA,
+    ),
+    ModuleRow(
+        name="mtp_norm",
+        saves="inputs of the norms in front of and behind a layer that predicts one token more",
+        brackets=_calls("enorm", "hnorm", "final_layernorm"),
+        where=_MTP,
+    ),
+    ModuleRow(
+        name="mtp_proj",
+        saves="input of the projection in front of a layer that predicts one token more",
+        brackets=_calls("eh_proj"),
+        where=_MTP,
     ),
 )
 
@@ -247,6 +321,10 @@ def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _can_have(config: Any, row: ModuleRow) -> bool:
     path = row.brackets[0].path
+    if row.where == _MLA:
+        return bool(config.multi_latent_attention)
+    if row.where == _MTP:
+        return bool(config.mtp_num_layers)
     if path.startswith("mlp.shared_experts"):
         return bool(config.moe_shared_expert_intermediate_size)
     if path.startswith(("mlp.experts", "mlp.router")):

@@ -45,8 +45,11 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
 
 
 def count_layers(chunk: torch.nn.Module) -> int:
-    """Transformer layers of a model chunk."""
-    return sum(1 for _ in _layers(chunk))
+    """Layers of a model chunk that full recomputation would run again."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    mtp = [f"{path}." for path, layer in _layers(chunk) if isinstance(layer, MultiTokenPredictionLayer)]
+    return sum(1 for path, _ in _layers(chunk) if not path.startswith(tuple(mtp)))
 
 
 def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
@@ -72,10 +75,13 @@ def merge_surveys(surveys: Iterable[Survey]) -> Survey:
 
 
 def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Layers that the table's paths begin at. One that predicts a token more comes before the layers inside it."""
+    from megatron.core.ssm.mamba_layer import MambaLayer
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     for path, module in chunk.named_modules():
-        if isinstance(module, TransformerLayer):
+        if isinstance(module, (TransformerLayer, MambaLayer, MultiTokenPredictionLayer)):
             yield path, module
 
 

@@ -11,13 +11,12 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from tests.dist.delayed_wgrad import delay_weight_gradients
+from tests.dist.models import make_model
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 NUM_LAYERS = 4
@@ -58,7 +57,7 @@ def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overr
             moe_router_load_balancing_type="none",
         )
     settings.update(overrides)
-    return TransformerConfig(**settings)
+    return (MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig)(**settings)
 
 
 def make_chunks(config: TransformerConfig, *, wrap: bool = False) -> list[torch.nn.Module]:
@@ -75,16 +74,15 @@ def _wrapped(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Modu
     return DistributedDataParallel(config, settings, Float16Module(config, chunk))
 
 
-def make_chunk(config: TransformerConfig, stage: int | None) -> GPTModel:
+def make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
     """One model chunk, of virtual stage `stage`."""
-    chunk = GPTModel(
+    chunk = make_model(
         config,
-        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
+        stage,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        vp_stage=stage,
         share_embeddings_and_output_weights=False,
     )
     chunk.model_type = ModelType.encoder_or_decoder

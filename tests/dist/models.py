@@ -1,0 +1,102 @@
+"""Tiny models beside the plain GPT: multi-latent attention, multi-token prediction, stacks of single sublayers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+LATENT: dict[str, Any] = dict(
+    multi_latent_attention=True,
+    q_lora_rank=16,
+    kv_lora_rank=8,
+    qk_head_dim=16,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=16,
+    qk_layernorm=True,
+    rope_type="rope",
+)
+"""Settings of multi-latent attention, with norms of their own for its latents."""
+
+HYBRID: dict[str, Any] = dict(is_hybrid_model=True)
+"""Settings of a stack of attention, dense and MoE sublayers. (A Mamba mixer has no kernel for the CPU.)"""
+
+_SUBLAYERS = "*-*E"
+
+
+class LatentCoreAttention(DotProductAttention):
+    """Megatron-core's own core attention, which with latents it replaces by TransformerEngine's."""
+
+    def __init__(self, *args: Any, k_channels: object = None, v_channels: object = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
+    """The model chunk of virtual stage `stage`."""
+    return _hybrid(config, stage, **common) if config.is_hybrid_model else _gpt(config, stage, **common)
+
+
+def _gpt(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+    if config.multi_latent_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    if config.mtp_num_layers:
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, None, None)
+        ahead = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec if spec.layer_specs else layers[-1], use_transformer_engine=False, vp_stage=stage
+        )
+        common["mtp_block_spec"] = ahead
+    return GPTModel(config, spec, vp_stage=stage, **common)
+
+
+def _hybrid(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
+    stack, submodules, model, pattern = _hybrid_classes()
+    whole = gpt_layer_specs.get_gpt_layer_local_spec().submodules
+    moe = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    attention = TransformerLayerSubmodules(
+        input_layernorm=whole.input_layernorm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
+    )
+    layers = {
+        "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
+        "mlp_layer": ModuleSpec(module=MLPLayer, submodules=_only_mlp(whole, whole.mlp)),
+        "moe_layer": ModuleSpec(module=TransformerLayer, submodules=_only_mlp(whole, moe)),
+    }
+    # the norm behind the last layer is TransformerEngine's
+    spec = ModuleSpec(module=stack, params={"post_layer_norm": False}, submodules=submodules(**layers))
+    if "vp_stage" in inspect.signature(model).parameters:
+        common["vp_stage"] = stage
+    return model(config, spec, **{pattern: _pattern(pattern)}, **common)
+
+
+def _hybrid_classes() -> tuple[Any, Any, Any, str]:
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:  # before 0.19
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        return MambaStack, MambaStackSubmodules, MambaModel, "hybrid_override_pattern"
+    return HybridStack, HybridStackSubmodules, HybridModel, "hybrid_layer_pattern"
+
+
+def _only_mlp(whole: Any, mlp: Any) -> TransformerLayerSubmodules:
+    return TransformerLayerSubmodules(pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=mlp, mlp_bda=whole.mlp_bda)
+
+
+def _pattern(argument: str) -> str:
+    if argument == "hybrid_override_pattern":
+        return _SUBLAYERS
+    stages = ps.get_pipeline_model_parallel_world_size() * (ps.get_virtual_pipeline_model_parallel_world_size() or 1)
+    length = len(_SUBLAYERS) // stages
+    return "|".join(_SUBLAYERS[i : i + length] for i in range(0, len(_SUBLAYERS), length))

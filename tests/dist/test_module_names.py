@@ -1,0 +1,90 @@
+"""Every module name, alone and together with all the others, in each kind of model that has it: the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_patches._modules import MODULES  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import HYBRID, LATENT  # noqa: E402
+from tests.dist.parity import Case, check_all  # noqa: E402
+
+DEEP = Pipeline(2, 2, expert=2)
+SHAPES = [Pipeline(), DEEP]
+
+ATTENTION = ["layer_input", "attn_norm", "self_attn", "qkv_linear", "core_attn", "attn_proj"]
+DENSE = ["mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
+EXPERTS = ["router", "dispatched_tokens", "experts", "router_fc1", "moe_act", "router_fc2"]
+SHARED = ["shared_experts", "shared_fc1", "shared_fc2"]
+LATENTS = ["mla_down_proj", "qk_norm", "mla_up_proj"]
+AHEAD = ["mtp_norm", "mtp_proj"]
+MAMBA = ["mamba_mixer", "mamba_in_proj", "mamba_out_proj"]  # its kernels need a GPU
+
+
+def test_no_name_is_left_out() -> None:
+    assert {*ATTENTION, *DENSE, *EXPERTS, *SHARED, *LATENTS, *AHEAD, *MAMBA} == {row.name for row in MODULES}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dense_and_expert_layers(shape: Pipeline) -> None:
+    """With one layer in each virtual stage, some chunks hold dense layers only."""
+    settings = {**_expert_parallel(shape), "moe_shared_expert_intermediate_size": 32}
+    names = [*ATTENTION, *DENSE, *EXPERTS, *SHARED]
+    _run(shape, "mixed", [*([name] for name in names), names, _leaves(names)], settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shared_experts_that_overlap(shape: Pipeline) -> None:
+    """They run in pieces, called by the dispatcher between its own steps."""
+    overlap = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
+    settings = {**_expert_parallel(shape), **overlap}
+    names = ["shared_fc1", "shared_fc2", *EXPERTS]
+    _run(shape, "moe", [["shared_fc1"], ["shared_fc2"], names, _leaves(names)], settings)
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_dispatchers(dispatcher: str) -> None:
+    settings = {**_expert_parallel(DEEP), "moe_token_dispatcher_type": dispatcher}
+    _run(DEEP, "moe", [["dispatched_tokens"], EXPERTS, _leaves(EXPERTS)], settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_latent_attention(shape: Pipeline) -> None:
+    names = [*ATTENTION, *LATENTS]
+    settings = {**_expert_parallel(shape), **LATENT}
+    _run(shape, "mixed", [["qkv_linear"], *([name] for name in LATENTS), names, _leaves(names)], settings)
+    # without a latent of the query it has one projection
+    _run(shape, "mixed", [LATENTS], {**settings, "q_lora_rank": None})
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_multi_token_prediction(shape: Pipeline) -> None:
+    names = [*ATTENTION, *EXPERTS, "mlp_norm", *AHEAD]
+    settings = {**_expert_parallel(shape), "mtp_num_layers": 2}
+    _run(shape, "moe", [["mtp_norm"], ["mtp_proj"], ["core_attn"], names, _leaves(names)], settings)
+
+
+@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2, expert=2)], ids=str)
+def test_hybrid_models(shape: Pipeline) -> None:
+    """Each layer is attention, a dense MLP or experts, and nothing else."""
+    names = [*ATTENTION, *DENSE, *EXPERTS]
+    settings = {**_expert_parallel(shape), **HYBRID}
+    _run(shape, "moe", [*([name] for name in (*DENSE, *EXPERTS)), names, _leaves(names)], settings)
+
+
+def _run(shape: Pipeline, kind: str, each: list[list[str]], settings: dict[str, Any]) -> None:
+    cases = [Case(kind, names, settings=settings) for names in each]
+    run_ranks(check_all, cases, [2] if shape.size == 1 else [4], pipeline=shape, timeout_s=240.0)
+
+
+def _expert_parallel(shape: Pipeline) -> dict[str, Any]:
+    return {"expert_model_parallel_size": shape.expert}
+
+
+def _leaves(names: list[str]) -> list[str]:
+    """Without the names that hold others: then those open groups of their own."""
+    return [row.name for row in MODULES if row.name in names and not row.parts]
