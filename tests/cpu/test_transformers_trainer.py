@@ -1,0 +1,150 @@
+"""The Trainer of transformers ends with the same losses and weights, to the last bit, with and without the callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="pip install -e '.[integrations]' makes this run")
+pytest.importorskip("accelerate", reason="pip install -e '.[integrations]' makes this run")
+
+from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine.frontends.integrations.transformers import OffloadCallback  # noqa: E402
+
+CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
+SHAPE: dict[str, Any] = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, use_cache=False
+)
+STEPS, ACCUMULATION, LENGTH = 3, 2, 16
+
+
+def make_model(kind: str, attention_dropout: float = 0.1) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(num_key_value_heads=2, attention_dropout=attention_dropout, **SHAPE)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    weights: list[torch.Tensor]
+    logs: list[dict[str, Any]]
+
+
+def make_trainer(model: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> Any:
+    settings = dict(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=ACCUMULATION,
+        learning_rate=1e-2,
+        logging_steps=1,
+        eval_strategy="steps",  # evaluation after every step
+        eval_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    arguments = {**settings, **arguments}
+    held_out = torch.utils.data.Subset(Tokens(), range(4))
+    return transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**arguments),
+        train_dataset=Tokens(),
+        eval_dataset=held_out,
+        callbacks=callbacks,
+    )
+
+
+def train(model: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> Trained:
+    trainer = make_trainer(model, folder, callbacks, **arguments)
+    trainer.train()
+    logs = trainer.state.log_history
+    losses = [log[name] for log in logs for name in ("loss", "eval_loss") if name in log]
+    return Trained(losses, [p.detach().clone() for p in model.parameters()], logs)
+
+
+def assert_equal(expected: Trained, got: Trained) -> None:
+    assert len(expected.losses) == 2 * STEPS
+    assert expected.losses == got.losses
+    assert all(map(torch.equal, expected.weights, got.weights))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", "Llama"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient_checkpointing"])
+def test_bitwise_equal(kind: str, checkpointing: bool, tmp_path: Path) -> None:
+    expected = train(make_model(kind), tmp_path, [], gradient_checkpointing=checkpointing)
+    model = make_model(kind)
+    got = train(model, tmp_path, [OffloadCallback(CONFIG)], gradient_checkpointing=checkpointing)
+    assert_equal(expected, got)
+    assert got.losses[0] != got.losses[2]  # it has learned something in between
+    steps = [log for log in got.logs if "loss" in log]
+    hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4
+    assert all(log["offload_copied_out_bytes"] >= 3 * hidden_bytes for log in steps)
+    assert not any(key.startswith("offload_") for log in got.logs if "loss" not in log for key in log)
+
+
+def test_checkpointing_by_the_callback(tmp_path: Path) -> None:
+    """The layers are checkpointed as `gradient_checkpointing` would, and only their inputs leave."""
+    expected = train(make_model("Qwen2"), tmp_path, [], gradient_checkpointing=True)
+    got = train(make_model("Qwen2"), tmp_path, [OffloadCallback(CONFIG, enable_ckpt=True)])
+    assert_equal(expected, got)
+    step = next(log for log in got.logs if "loss" in log)
+    hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4
+    assert step["offload_copied_out_bytes"] == (SHAPE["num_hidden_layers"] - 1) * hidden_bytes
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    expected = train(make_model("Llama"), tmp_path, [], bf16=True)
+    assert_equal(expected, train(make_model("Llama"), tmp_path, [OffloadCallback(CONFIG)], bf16=True))
+
+
+def test_the_model_is_given_back_and_may_train_again(tmp_path: Path) -> None:
+    model = make_model("Qwen2")
+    before = hooks(model)
+    callback = OffloadCallback(CONFIG)
+    train(model, tmp_path, [callback])
+    assert hooks(model) == before
+    got = train(model, tmp_path, [callback])
+    assert hooks(model) == before
+    other = make_model("Qwen2")
+    train(other, tmp_path, [])
+    assert_equal(train(other, tmp_path, []), got)
+
+
+def test_a_training_that_raises_is_forgotten_at_the_next(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise ArithmeticError("told to fail")
+
+    callback = OffloadCallback(CONFIG)
+    with pytest.raises(ArithmeticError):
+        train(make_model("Qwen2"), tmp_path, [callback, Stop()])
+    assert_equal(train(make_model("Qwen2"), tmp_path, []), train(make_model("Qwen2"), tmp_path, [callback]))
+
+
+def test_layers_that_are_given(tmp_path: Path) -> None:
+    callback = OffloadCallback(CONFIG, layers=lambda model: model.model.layers[2:])
+    got = train(make_model("Qwen2", 0.0), tmp_path, [callback])
+    assert_equal(train(make_model("Qwen2", 0.0), tmp_path, []), got)
+    everything = train(make_model("Qwen2", 0.0), tmp_path, [OffloadCallback(CONFIG)])
+    moved = [t.logs[0]["offload_copied_out_bytes"] for t in (got, everything)]
+    assert 0 < moved[0] < moved[1]
+
+
+def hooks(model: torch.nn.Module) -> list[int]:
+    """How many hooks each module has, and whether its forward is its own."""
+    return [len(m._forward_pre_hooks) + len(m._forward_hooks) + 100 * ("forward" in vars(m)) for m in model.modules()]
