@@ -81,11 +81,14 @@ class PlanNodes:
         if node.name in _ATTENTION:
             self._tell_residual()  # in front of it this stream waits for the node before it
         residual = node.layer_state.residual if node.name == "moe_combine" else None
+        is_computation = node.name in (*_ATTENTION, "mlp")
+        if is_computation and self._communication is not None:
+            self._engine.note_home(inputs[0], self._communication)
         with chunk.rest_hooks():
             outputs = forward(*inputs)
-        if node.name in (*_ATTENTION, "mlp") and not node.is_mtp:  # whose inputs are parts of one tensor
+        if is_computation and not node.is_mtp:  # whose inputs are parts of one tensor
             # One copy: what the node before has given out.
-            self._engine.held_elsewhere(inputs[0], num_copies=1, home=self._communication)
+            self._engine.held_elsewhere(inputs[0], num_copies=1)
         elif node.name == "moe_combine":
             self._residual = weakref.ref(residual)
         elif node.name == "moe_dispatch":

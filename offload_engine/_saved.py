@@ -79,7 +79,7 @@ class SavedStorage:
         self.group: TensorGroup = group  # the first to save it inside a bracket, if any did; that one moves it out
         self.num_holders: int | None = None  # tensors that hold it to no end until its backward; None: not known
         self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
-        self.home: Stream = None  # another stream than `stream`, whose pool the bytes may have come from
+        self.home: Stream = None  # another stream, whose pool the bytes may have come from
         self.last_read: Event | None = None  # by the holders, as far as `stream` or `home` may not know of it
         self._pin: StorageWeakRef | None = None
 

@@ -28,6 +28,7 @@ from offload_engine._transfers import (
 )
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.meter import ResidencyMeter
+from offload_engine.schedule import ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ def _undisturbed(
 class CopyOut(NamedTuple):
     """Storages whose copy-out was issued together."""
 
+    chunk: ChunkKey
     storages: list[SavedStorage]
     nbytes: int
     copied_out: Event
@@ -91,6 +93,7 @@ class ActivationStore:
         self._by_key: dict[int, SavedStorage] = {}
         self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
+        self._homes: dict[int, tuple[StorageWeakRef, Stream]] = {}
         self._failure: CopyError | None = None  # of a copy whose storage is gone, not raised yet
         self._lock = threading.Lock()  # held during a step
         self._dropped: deque[SavedStorage] = deque()  # without a handle, not retired yet
@@ -101,10 +104,12 @@ class ActivationStore:
         self._pool.reset_peak()
         self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
         self._excluded.clear()
+        self._homes.clear()
 
     def finish(self) -> IterationStats:
         """Complete the statistics of the iteration."""
         self._excluded.clear()
+        self._homes.clear()
         self.stats.peak_host_bytes = self._pool.peak_lent_bytes
         self.stats.host_bytes = self._pool.slab_bytes_total
         self.stats.num_storages_left = len(self.live)
@@ -116,8 +121,13 @@ class ActivationStore:
         # The weak reference keeps the address from being given to another storage, and no bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
 
+    def note_home(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The bytes of `tensor` go back to the pool of `stream`, whichever stream saves them."""
+        storage = tensor.untyped_storage()
+        self._homes[storage._cdata] = StorageWeakRef(storage), stream
+
     @_undisturbed
-    def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int, home: Stream) -> None:
+    def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Nobody reads `holders`, tensors over one storage, until its backward: release it in spite of them."""
         saved = self._by_key.get(holders[0].untyped_storage()._cdata)
         if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
@@ -126,7 +136,7 @@ class ActivationStore:
             return
         tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
         saved.num_holders = len(set(map(id, tensors))) + num_copies
-        note_last_read(saved, home, self._context)
+        note_last_read(saved, self._context)
         if saved.residency is Residency.ON_HOST:  # released already, but its bytes are still there
             self._hold_again(saved, holders[0])
             self._let_go(saved)
@@ -197,7 +207,7 @@ class ActivationStore:
         nbytes = sum(saved.nbytes for saved in storages)
         self.stats.copied_out_bytes += nbytes
         self.stats.num_offloaded_groups += 1
-        return CopyOut(storages, nbytes, copied_out)
+        return CopyOut(group.chunk, storages, nbytes, copied_out)
 
     @_undisturbed
     def release(self, storages: Sequence[SavedStorage]) -> None:
@@ -269,6 +279,7 @@ class ActivationStore:
         self._synchronize()
         self.prefetched_bytes = 0
         self._excluded.clear()
+        self._homes.clear()
         self._failure = None
         self.has_failed = False
 
@@ -278,6 +289,8 @@ class ActivationStore:
         saved = self._by_key.get(key)
         if saved is None or saved.version != tensor._version:
             saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
+            if key in self._homes:
+                saved.home = self._homes[key][1]
             self.live[saved] = None
             if self._meter is not None:
                 self._hold([saved])

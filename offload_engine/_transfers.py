@@ -13,8 +13,8 @@
  5. Copy in, then use. Whichever stream reads a copied-in buffer waits for its copy first.
  6. Read elsewhere, then drop the buffer. Where another compute stream read a copied-in buffer, or has read a storage
     for its holders for the last time, the stream whose pool gets the bytes back waits for that reader first.
- 7. Home is elsewhere. A storage that one compute stream made and another saved goes back to the pool of the first,
-    which waits for what the second would: the copy-out (3) and the last reader (6). Only holders have such storages.
+ 7. Home is elsewhere. A storage that one compute stream made and another saved goes back to the pool of the first: that
+    stream, too, waits for the copy-out (3) and for the last read (6).
 
 Copy-in after its own copy-out needs no wait of its own: the host holds the only copy just when the buffer was dropped,
 that is, after compute waited for the copy-out (3), and the copy-in waits for compute (4).
@@ -68,7 +68,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     for storage, buffer in zip(storages, buffers, strict=True):
         assert storage.region is not None
         device.copy_in(stream, storage.region, buffer)
-        storage.buffer, storage.emptied = buffer, None
+        storage.buffer, storage.emptied, storage.home = buffer, None, None
     return device.record_event(stream)
 
 
@@ -135,11 +135,10 @@ def _allocate(storage: SavedStorage, device: Device) -> torch.Tensor:
     return device.restore(storage.emptied, storage.nbytes, storage.stream)
 
 
-def note_last_read(storage: SavedStorage, home: Stream, context: TransferContext) -> None:
+def note_last_read(storage: SavedStorage, context: TransferContext) -> None:
     """Nobody reads `storage` any more but for the current stream, in what it has been given by now."""
     reader = context.device.current_stream()
-    storage.home = home if home != storage.stream else None
-    if reader != storage.stream or storage.home not in (None, reader):
+    if reader != storage.stream or storage.home is not None:
         storage.last_read = context.device.record_event(reader)
 
 
@@ -149,11 +148,11 @@ def _follow_readers(storage: SavedStorage, device: Device) -> None:
     storage.readers = ()
     if storage.last_read is not None:
         device.wait_event(storage.stream, storage.last_read)  # Rule 6
-        if storage.home is not None:
-            device.wait_event(storage.home, storage.last_read)  # Rule 7
-    if storage.home is not None and storage.copied_out is not None and not device.is_complete(storage.copied_out):
-        device.wait_event(storage.home, storage.copied_out)  # Rule 7
-    storage.home = storage.last_read = None
+    if storage.home is not None:
+        for event in (storage.copied_out, storage.last_read):
+            if event is not None:
+                device.wait_event(storage.home, event)  # Rule 7
+    storage.last_read = None
 
 
 def _distinct(streams: list[Stream]) -> list[Stream]:

@@ -154,7 +154,7 @@ class OffloadEngine:
         """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
         self._store.exclude(tensor)
 
-    def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0, home: Stream = None) -> None:
+    def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0) -> None:
         """Promise that nobody reads `holders` until the backward of what has been saved of them; empty their storage.
 
         A copy-out frees no memory while somebody keeps the tensor: a schedule that keeps the inputs of its stages, say.
@@ -170,10 +170,20 @@ class OffloadEngine:
                 `ChunkOffloadHandler.rest_hooks`; the base of a view need not be named. Nothing else may have saved
                 them.
             num_copies: how many detached aliases exist besides, where they cannot be named.
-            home: the device's name of a stream that may have made the storage, besides the one that saved it: with
-                several compute streams its memory goes back to the pool of the one that made it.
         """
-        self._store.empty_for_holders(holders, num_copies, home)
+        self._store.empty_for_holders(holders, num_copies)
+
+    def note_home(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Say which compute stream made `tensor`, where another one is about to save it.
+
+        The memory goes back to the pool of the stream that made it, which then waits for the copy-out as well. To name
+        one that may have made it is safe, too: the one that saves it waits anyhow.
+
+        Args:
+            tensor: not saved yet.
+            stream: as `engine.device.current_stream()` names it.
+        """
+        self._store.note_home(tensor, stream)
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.

@@ -45,6 +45,7 @@ _WAITED_FOR = (
     "pending",
     "copied_out",
     "copied_in",
+    "last_read",
 )  # attributes: what they hold is waited for later
 _NOT_FOR_ORDER = "early wait"  # in a comment on a wait: it only comes sooner than the one that keeps the order
 

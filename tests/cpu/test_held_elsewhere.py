@@ -264,6 +264,33 @@ def test_rule_6_the_last_read_of_a_holder_comes_before_the_emptying(seed: int | 
     assert device.hazards == []
 
 
+@pytest.mark.parametrize("is_told_first", [True, False], ids=["told before the release", "told after it"])
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_rule_7_made_on_one_stream_and_saved_on_another(seed: int | None, is_told_first: bool) -> None:
+    device = AdversarialDevice(seed, host_capacity=1 << 16)
+    bench = Bench(device, max_inflight_bytes=1 << 30)
+    with device.observe_compute():
+        main = device.current_stream()
+        with device.compute_stream("comm") as comm:
+            x = torch.full((NUMEL,), 3.0)
+        device.wait_event(main, device.record_event(comm))
+        bench.engine.note_home(x, comm)
+        bench.chunk.open_group("group")
+        handle = bench.chunk.tensor_push(x)
+        bench.chunk.close_group()
+        if not is_told_first:
+            bench.release()
+        assert (x * 1).eq(3).all()
+        bench.engine.held_elsewhere(x)
+        bench.release()
+        assert x.untyped_storage().nbytes() == 0
+        assert (bench.chunk.tensor_pop(handle) * 1).eq(3).all()
+        del handle
+        bench.engine.end_iteration()
+        bench.engine.close()
+    assert device.hazards == []
+
+
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_rules_3_4_5_for_an_emptied_storage(seed: int | None) -> None:
     device = AdversarialDevice(seed, host_capacity=1 << 16)
