@@ -11,7 +11,7 @@ class Horizon:
     """Decides whether the copy-in of one more group may be issued. This one, the base of the others, always agrees."""
 
     def has_room(self, nbytes: int) -> bool:
-        """True if another group may stay or come back ahead of its backward, `nbytes` of it by a copy-in."""
+        """True if another group may stay or come back ahead of its backward, `nbytes` in all."""
         return True
 
     def has_room_late(self) -> bool:
@@ -32,7 +32,9 @@ class Horizon:
 
 
 class HorizonBytes(Horizon):
-    """At most so many bytes issued and not used yet, but always one group; 0: nothing ahead.
+    """At most so many bytes that were issued, or were not released, for a backward to come; 0: nothing ahead.
+
+    One group is always allowed.
 
     Args:
         store: counts those bytes.
@@ -43,16 +45,29 @@ class HorizonBytes(Horizon):
         self._store = store
         self._limit = limit
         self._largest_bytes = 0
+        self._staying: list[TensorGroup] = []  # recalled before their release, not reached yet
 
     def has_room(self, nbytes: int) -> bool:
         """See `Horizon`."""
         limit = 2 * self._largest_bytes if self._limit is None else self._limit
-        ahead = self._store.prefetched_bytes
+        ahead = self._store.prefetched_bytes + sum(map(_staying_bytes, self._staying))
         return limit > 0 and (ahead == 0 or nbytes == 0 or ahead + nbytes <= limit)
 
     def note_committed(self, group: TensorGroup) -> None:
         """See `Horizon`."""
         self._largest_bytes = max(self._largest_bytes, group.nbytes)
+
+    def note_issued(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        self._staying.append(group)
+
+    def note_reached(self, group: TensorGroup) -> None:
+        """See `Horizon`."""
+        self._staying = [other for other in self._staying if other is not group and other.storages]
+
+    def clear(self) -> None:
+        """See `Horizon`."""
+        self._staying = []
 
 
 class HorizonGroups(Horizon):
@@ -117,6 +132,13 @@ def make_horizon(config: OffloadConfig, store: ActivationStore) -> Horizon:
     if config.prefetch_layers is not None:
         return PrefetchLayers(config.prefetch_layers)
     return HorizonBytes(store, config.horizon_bytes)
+
+
+def _staying_bytes(group: TensorGroup) -> int:
+    """Bytes that `group` saved first and that have not left."""
+    # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
+    own = (saved for saved in tuple(group.storages) if saved.group is group and saved.copied_in is None)
+    return sum(saved.nbytes for saved in own if saved.residency is Residency.RESIDENT and saved.copied_out is not None)
 
 
 def _is_on_device(group: TensorGroup) -> bool:

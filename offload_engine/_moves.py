@@ -54,6 +54,8 @@ class Mover:
         """The backward of group `index` of `chunk` begins."""
         self.store.raise_failure()
         self.releases.advance()
+        if not self.prefetcher.is_in_backward(chunk):
+            self.releases.turn_around(chunk.key)
         self.prefetcher.reach(chunk, index)
         if index < len(chunk.groups):
             self.store.await_copy_in(chunk.groups[index])  # early wait: one for the group, where unpack has one each

@@ -66,9 +66,13 @@ class Prefetcher:
         """A group has committed: learn how large groups are."""
         self._horizon.note_committed(group)
 
+    def is_in_backward(self, chunk: ChunkGroups) -> bool:
+        """True if the backward of `chunk` was reached last, and no forward has begun since."""
+        return chunk is self._backward_chunk
+
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins: it, and what follows, is needed from now on."""
-        if chunk is not self._backward_chunk:
+        if not self.is_in_backward(chunk):
             self._enter_backward(chunk)
         if index < len(chunk.groups):
             self._horizon.note_reached(chunk.groups[index])
@@ -90,7 +94,7 @@ class Prefetcher:
             return True
         group = chunk.groups[chunk.next_index]
         on_host = on_host_storages(group)
-        if not self._horizon.has_room(sum(saved.nbytes for saved in on_host)):
+        if not self._horizon.has_room(sum(saved.nbytes for saved in (*on_host, *leaving_storages(group)))):
             return False
         chunk.next_index -= 1
         self._horizon.note_issued(group)
@@ -125,6 +129,11 @@ class Prefetcher:
                 break
             chunks.append(chunk)
         return chunks
+
+
+def leaving_storages(group: TensorGroup) -> list[SavedStorage]:
+    """What a recall of `group` would keep."""
+    return [saved for saved in tuple(group.storages) if saved.residency is Residency.COPYING_OUT]
 
 
 def on_host_storages(group: TensorGroup) -> list[SavedStorage]:

@@ -6,6 +6,7 @@ from collections import deque
 
 from offload_engine._devices.base import Device
 from offload_engine._store import ActivationStore, CopyOut
+from offload_engine.schedule import ChunkKey
 
 
 class ReleaseQueue:
@@ -13,7 +14,8 @@ class ReleaseQueue:
 
     A group whose copy has completed is released at the next group boundary. Beyond `max_inflight_bytes`, or
     `max_inflight_groups`, of unreleased copies the compute stream is made to wait for the oldest: that is the
-    back-pressure, and it never blocks a host that runs ahead of its device.
+    back-pressure, and it never blocks a host that runs ahead of its device. Where a backward begins, and with it the
+    peak, half as many bytes may be left by other chunks.
     """
 
     def __init__(
@@ -38,6 +40,15 @@ class ReleaseQueue:
         while self._queue and (self._is_over_limit() or self._device.is_complete(self._queue[0].copied_out)):
             self._release_oldest()
 
+    def turn_around(self, chunk: ChunkKey) -> None:
+        """The backward of `chunk` begins: what it allocates shall find the bytes that older copies hold.
+
+        Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
+        copy may just have been issued, and compute would wait for all of it.
+        """
+        while self._queue and 2 * self._inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
+            self._release_oldest()
+
     def drain(self) -> None:
         """Release everything."""
         while self._queue:
@@ -48,9 +59,12 @@ class ReleaseQueue:
         self._queue.clear()
         self._inflight_bytes = 0
 
+    @property
+    def _limit_bytes(self) -> int:
+        return 2 * self._largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
+
     def _is_over_limit(self) -> bool:
-        limit = 2 * self._largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
-        if self._inflight_bytes > limit:
+        if self._inflight_bytes > self._limit_bytes:
             return True
         return self._max_inflight_groups is not None and len(self._queue) > self._max_inflight_groups
 

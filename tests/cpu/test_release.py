@@ -1,0 +1,118 @@
+"""When copied-out bytes are released, by the account of resident bytes, where a backward follows a forward."""
+
+from __future__ import annotations
+
+import torch
+
+from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from tests.adversarial import AdversarialDevice
+
+GROUP_BYTES = 256
+NUM_GROUPS = 6
+FIRST, SECOND = ChunkKey(0, 0), ChunkKey(0, 1)
+ORDER = [Action(kind, key) for kind, key in (("F", FIRST), ("F", SECOND), ("B", FIRST), ("B", SECOND))]
+
+
+class Bench:
+    """Two chunks, and copies that complete when somebody waits for them or `device.synchronize_all()` is called."""
+
+    def __init__(self, **settings: int) -> None:
+        self.device = AdversarialDevice(host_capacity=1 << 16)
+        self.meter = ResidencyMeter()
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device, self.meter)
+        self.engine.begin_iteration(ORDER)
+        self.handles: dict[ChunkKey, list[object]] = {}
+
+    def forward(self, key: ChunkKey) -> ChunkOffloadHandler:
+        chunk = self.engine.start_chunk(key)
+        self.handles[key] = [self._save(chunk) for _ in range(NUM_GROUPS)]
+        return chunk
+
+    def begin_backward(self, chunk: ChunkOffloadHandler) -> None:
+        chunk.on_group_commit_backward(chunk.chunk_groups.groups[-1])
+
+    def finish(self) -> None:
+        self.handles.clear()
+        self.engine.end_iteration()
+        self.engine.close()
+        assert self.device.hazards == []
+
+    def _save(self, chunk: ChunkOffloadHandler) -> object:
+        chunk.open_group("group")
+        handle = chunk.tensor_push(torch.ones(GROUP_BYTES, dtype=torch.uint8))
+        chunk.close_group()
+        return handle
+
+    @property
+    def resident_groups(self) -> float:
+        return self.meter.current_bytes / GROUP_BYTES
+
+
+def test_half_of_what_another_chunk_left_is_released_where_a_backward_begins() -> None:
+    bench = Bench()
+    first = bench.forward(FIRST)
+    bench.forward(SECOND)
+    assert bench.resident_groups == 2 + 2  # not released yet, and there for the backward that comes next
+    bench.meter.reset_peak()
+    bench.begin_backward(first)
+    assert bench.resident_groups == 1 + 3  # the third takes the bytes of what was released
+    assert bench.meter.peak_bytes == 4 * GROUP_BYTES
+    bench.finish()
+
+
+def test_without_a_prefetch_the_peak_is_lower_by_that() -> None:
+    bench = Bench(horizon_bytes=0)
+    first = bench.forward(FIRST)
+    bench.forward(SECOND)
+    bench.meter.reset_peak()
+    bench.begin_backward(first)
+    assert bench.meter.peak_bytes == bench.meter.current_bytes == 2 * GROUP_BYTES
+    bench.finish()
+
+
+def test_what_is_not_released_for_the_next_backward_counts_as_ahead_of_it() -> None:
+    bench = Bench(horizon_bytes=2 * GROUP_BYTES)
+    first = bench.forward(FIRST)
+    bench.forward(SECOND)
+    assert (
+        bench.engine.stats.copied_in_bytes == 0
+    )  # the last two of the first chunk had not left: they fill the horizon
+    for index in (NUM_GROUPS - 1, NUM_GROUPS - 2):
+        first.tensor_pop(bench.handles[FIRST][index])
+    assert bench.engine.stats.copied_in_bytes == 0
+    bench.finish()
+
+
+def test_a_limit_that_is_not_reached_makes_nobody_wait() -> None:
+    bench = Bench(horizon_bytes=0, max_inflight_bytes=2 * NUM_GROUPS * 2 * GROUP_BYTES)
+    first = bench.forward(FIRST)
+    bench.forward(SECOND)
+    bench.begin_backward(first)
+    assert bench.resident_groups == 2 * NUM_GROUPS
+    assert bench.engine.stats.copied_in_bytes == 0
+    bench.finish()
+
+
+def test_groups_of_the_chunk_itself_stay_for_its_backward() -> None:
+    bench = Bench()
+    bench.forward(FIRST)
+    second = bench.forward(SECOND)
+    bench.begin_backward(second)
+    copied_in = bench.engine.stats.copied_in_bytes
+    for index in (NUM_GROUPS - 1, NUM_GROUPS - 2):
+        second.tensor_pop(bench.handles[SECOND][index])
+    assert bench.engine.stats.copied_in_bytes == copied_in  # the last two were recalled
+    bench.finish()
+
+
+def test_what_is_complete_is_released_before_anything_is_allocated() -> None:
+    bench = Bench(horizon_bytes=GROUP_BYTES)
+    first = bench.forward(FIRST)
+    bench.forward(SECOND)
+    assert bench.resident_groups == 2 + 1
+    bench.device.synchronize_all()
+    bench.meter.reset_peak()
+    bench.begin_backward(first)
+    assert bench.resident_groups == 1 + 1  # the one in use, and one ahead
+    assert bench.meter.peak_bytes == 3 * GROUP_BYTES  # never more than before
+    bench.finish()
