@@ -22,6 +22,7 @@ LAYERS = (
     ("_devices.",),
     ("errors", "_host_pool", "_te_base"),
     ("_saved",),
+    ("_quantized",),
     ("_transfers", "tracker"),
     ("_store",),
     ("_release", "_horizon"),
