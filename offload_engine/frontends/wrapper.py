@@ -55,8 +55,8 @@ def offload_wrapper(
         `model.activation_offload` is the `WrapperHandle`, with `stats`, and `remove()` to undo it all.
 
     Raises:
-        TypeError, ValueError: for a wrong horizon, for two of them, and for both `config` and `engine`.
-        ValueError: if no layer of the model is checkpointed, or it is wrapped already.
+        ValueError: for a wrong horizon, for two of them, and for both `config` and `engine`; if no layer of the model is
+            checkpointed, or it is wrapped already.
     """
     if config is not None and engine is not None:
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
@@ -198,6 +198,8 @@ def _check_model(model: nn.Module) -> None:
 
 def _with_horizon(config: OffloadConfig, horizon: int) -> OffloadConfig:
     """`config`, and `horizon` unless there is one in it."""
+    if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
+        raise ValueError(f"activation_loading_horizon must be a positive integer, got {horizon!r}")
     for name in HORIZONS:
         found = getattr(config, name)
         if found is None:

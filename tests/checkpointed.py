@@ -1,0 +1,160 @@
+"""Small models whose layers are checkpointed in each of the ways that people use, and a training loop for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+
+HIDDEN, LENGTH, BATCH, DEPTH, VOCABULARY = 32, 16, 2, 4, 64
+INPUT_BYTES = BATCH * LENGTH * HIDDEN * 4
+
+WAYS = ("transformers", "transformers reentrant", "pytorch", "pytorch reentrant")
+FAMILIES = ("llama", "qwen2")
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_dropout": 0.1,
+    "use_cache": False,
+}
+
+
+class Block(nn.Module):
+    """A layer that autograd saves a lot of, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 64), nn.Linear(64, HIDDEN)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.down(self.dropout(torch.tanh(self.up(self.norm(x)))))
+        return x + (y if mask is None else y * mask)
+
+
+class Stack(nn.Module):
+    """Blocks one after the other; nothing but the caller of a block holds its input."""
+
+    def __init__(self, depth: int = DEPTH, call: Callable[..., torch.Tensor] = operator.call) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(HIDDEN, HIDDEN), nn.ModuleList(Block() for _ in range(depth))
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x.square().mean()
+
+
+def make_language_model(family: str, way: str | None = None, **changes: Any) -> nn.Module:
+    """A causal language model of transformers with random weights.
+
+    Args:
+        family: one of `FAMILIES`.
+        way: one of `WAYS` to checkpoint its layers; None: none.
+        changes: to its configuration.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    name = {"llama": "Llama", "qwen2": "Qwen2"}[family]
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    if way is not None:
+        enable_checkpointing(model, way, type(model.model.layers[0]))
+    return model
+
+
+def make_stack(way: str = "pytorch", **arguments: Any) -> Stack:
+    """A checkpointed `Stack`; `way` is one of PyTorch's."""
+    torch.manual_seed(0)
+    stack = Stack(**arguments)
+    enable_checkpointing(stack, way, Block)
+    return stack
+
+
+def enable_checkpointing(model: nn.Module, way: str, layer: type[nn.Module]) -> None:
+    """Checkpoint each `layer` of `model` in one of `WAYS`."""
+    is_reentrant = way.endswith(" reentrant")
+    if way.startswith("transformers"):
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        return
+    wrap = partial(
+        checkpoint_wrapper,
+        checkpoint_impl=CheckpointImpl.REENTRANT if is_reentrant else CheckpointImpl.NO_REENTRANT,
+    )
+    apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, layer))
+
+
+def random_tokens(seed: int) -> torch.Tensor:
+    """A batch, the same for the same seed."""
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model: nn.Module, num_steps: int = 2, num_microbatches: int = 2) -> list[torch.Tensor]:
+    """Steps with accumulated gradients, and evaluation in between.
+
+    Returns:
+        Every loss, every gradient of every step, and every weight at the end.
+    """
+    torch.manual_seed(1)  # of dropout
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[torch.Tensor] = []
+    for step in range(num_steps):
+        for microbatch in range(num_microbatches):
+            tokens = random_tokens(10 * step + microbatch)
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+            seen.append(loss.detach())
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(random_tokens(99)).logits)
+        model.train()
+    return seen + [p.detach() for p in model.parameters()]
+
+
+def all_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """True if they are the same to the last bit."""
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@contextmanager
+def watch_inputs(layers: Sequence[nn.Module]) -> Iterator[list[list[int]]]:
+    """For each call of a layer in forward: which calls so far have an input whose storage is still there."""
+    inputs: list[StorageWeakRef] = []
+    alive: list[list[int]] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        x = args[0] if args else kwargs["x"]
+        inputs.append(StorageWeakRef(x.untyped_storage()))
+        alive.append([i for i, storage in enumerate(inputs) if not storage.expired()])
+
+    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    try:
+        yield alive
+    finally:
+        for handle in handles:
+            handle.remove()
+    alive.append([i for i, storage in enumerate(inputs) if not storage.expired()])

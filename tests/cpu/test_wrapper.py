@@ -1,0 +1,428 @@
+"""`offload_wrapper`: parity to the last bit, where the inputs of checkpointed layers are, and what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_engine import CopyError, OffloadConfig, OffloadEngine, WrapperHandle, offload_wrapper
+from tests.adversarial import AdversarialDevice
+from tests.checkpointed import (
+    DEPTH,
+    FAMILIES,
+    HIDDEN,
+    INPUT_BYTES,
+    LENGTH,
+    WAYS,
+    Block,
+    Stack,
+    all_equal,
+    make_language_model,
+    make_stack,
+    random_tokens,
+    train,
+    watch_inputs,
+)
+
+PLAIN = OffloadConfig(min_tensor_bytes=1024, directory="none")  # position ids, shared by all layers, are smaller
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed; pip install transformers"
+)
+
+
+@pytest.fixture
+def device() -> Iterator[AdversarialDevice]:
+    device = AdversarialDevice()
+    yield device
+    assert not device.hazards
+
+
+@pytest.fixture
+def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
+    """Wraps a model with an engine on the adversarial device."""
+    handles: list[WrapperHandle] = []
+
+    def wrap(model: nn.Module, horizon: int = 2, **settings: Any) -> Any:
+        config = OffloadConfig(**{"min_tensor_bytes": 1024, "horizon_groups": horizon, **settings})
+        model = offload_wrapper(model, engine=OffloadEngine(config, device))
+        handles.append(model.activation_offload)
+        return model
+
+    yield wrap
+    for handle in handles:
+        handle.remove()
+
+
+def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
+    """One step of a `Stack`: its loss and its gradients."""
+    torch.manual_seed(seed)
+    x = torch.randn(2, LENGTH, HIDDEN)
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+# -- parity ------------------------------------------------------------------------------------------------------------
+
+
+@needs_transformers
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_language_models_train_to_the_last_bit(family: str, way: str) -> None:
+    """Attention dropout, accumulated gradients, evaluation in between; copies by the threads of the CPU device."""
+    model = offload_wrapper(make_language_model(family, way), config=PLAIN)
+    found = train(model)
+    assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
+    model.activation_offload.remove()
+    assert all_equal(found, train(make_language_model(family, way)))
+
+
+@needs_transformers
+@pytest.mark.parametrize("horizon", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_order_of_copies(wrap: Callable[..., Any], device: AdversarialDevice, way: str, horizon: int) -> None:
+    """Every copy as late as the waits allow, and bytes read without one are NaN."""
+    with device.observe_compute():
+        found = train(wrap(make_language_model("llama", way), horizon), num_steps=1)
+    assert device.num_copies["in"] > 0
+    assert all_equal(found, train(make_language_model("llama", way), num_steps=1))
+
+
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(wrap: Callable[..., Any], way: str, dtype: torch.dtype) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype):
+            return step(model)
+
+    assert all_equal(run(wrap(make_stack(way))), run(make_stack(way)))
+
+
+@pytest.mark.parametrize("is_first_first", [False, True])
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+def test_two_forwards_before_a_backward(wrap: Callable[..., Any], way: str, is_first_first: bool) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        losses = [model(torch.randn(2, LENGTH, HIDDEN)) for _ in range(2)]
+        for loss in losses if is_first_first else reversed(losses):
+            loss.backward()
+        return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
+
+    model = wrap(make_stack(way))
+    assert all_equal(run(model), run(make_stack(way)))
+    assert not model.activation_offload.engine.is_in_iteration
+    assert model.activation_offload.stats.copied_out_bytes == 2 * DEPTH * INPUT_BYTES
+
+
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+def test_retained_graph(wrap: Callable[..., Any], way: str) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        loss = model(torch.randn(2, LENGTH, HIDDEN))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    model = wrap(make_stack(way))
+    assert all_equal(run(model), run(make_stack(way)))
+    assert model.activation_offload.engine.is_in_iteration is False
+
+
+def test_gradients_of_some_inputs_only(wrap: Callable[..., Any]) -> None:
+    def run(model: Stack) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(3)
+        return torch.autograd.grad(model(torch.randn(2, LENGTH, HIDDEN)), list(model.blocks[2].parameters()))
+
+    assert all_equal(run(wrap(make_stack())), run(make_stack()))
+
+
+def test_a_layer_used_twice(wrap: Callable[..., Any]) -> None:
+    def make() -> Stack:
+        return make_stack(call=lambda block, x: block(block(x)))
+
+    model = wrap(make())
+    assert all_equal(step(model), step(make()))
+    assert model.activation_offload.stats.num_groups == 2 * DEPTH
+
+
+# -- where the inputs are ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 3])
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+def test_at_most_the_horizon_is_on_the_device(wrap: Callable[..., Any], way: str, horizon: int) -> None:
+    model = wrap(make_stack(way), horizon)
+    for _ in range(2):
+        step(model)
+        stats = model.activation_offload.stats
+        assert stats.peak_resident_bytes == horizon * INPUT_BYTES
+        assert stats.managed_bytes == stats.copied_out_bytes == DEPTH * INPUT_BYTES
+        assert stats.num_groups == stats.num_offloaded_groups == DEPTH
+
+
+@needs_transformers
+@pytest.mark.parametrize("horizon", [1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_at_most_the_horizon_of_a_language_model(wrap: Callable[..., Any], way: str, horizon: int) -> None:
+    model = wrap(make_language_model("qwen2", way), horizon)
+    tokens = random_tokens(0)
+    model(tokens, labels=tokens).loss.backward()
+    assert model.activation_offload.stats.peak_resident_bytes <= horizon * INPUT_BYTES
+    assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
+
+
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+def test_the_storages_really_go(wrap: Callable[..., Any], way: str) -> None:
+    """When a block runs, its own input is the only one there is; plain checkpointing has them all."""
+    for model, expected in (
+        (wrap(make_stack(way)), [[i] for i in range(DEPTH)]),
+        (make_stack(way), [list(range(i + 1)) for i in range(DEPTH)]),
+    ):
+        with watch_inputs([wrapped._checkpoint_wrapped_module for wrapped in model.blocks]) as alive:
+            loss = model(torch.randn(2, LENGTH, HIDDEN))
+        assert alive[:DEPTH] == expected
+        loss.backward()
+
+
+@needs_transformers
+@pytest.mark.parametrize("way", WAYS)
+def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str) -> None:
+    """The first input, the embeddings, is a local variable of the model until its forward returns."""
+    model = wrap(make_language_model("llama", way))
+    layers = [getattr(layer, "_checkpoint_wrapped_module", layer) for layer in model.model.layers]
+    with watch_inputs(layers) as alive:
+        loss = model(random_tokens(0), labels=random_tokens(0)).loss
+    assert alive == [[0], *([0, i] for i in range(1, DEPTH)), [DEPTH - 1]]
+    loss.backward()
+
+
+def test_inputs_come_back_ahead_of_time(wrap: Callable[..., Any], device: AdversarialDevice) -> None:
+    """While a block is recomputed, the input of the one in front of it is on its way; nobody waits for a late one."""
+    model = wrap(make_stack())
+    issued: list[int] = []
+
+    def note(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            issued.append(device.num_copies["in"])
+
+    for block in model.blocks:
+        block._checkpoint_wrapped_module.register_forward_pre_hook(note)
+    step(model)
+    # The last input never left: it was being copied out, and its bytes were still there.
+    assert issued == [*range(1, DEPTH), DEPTH - 1]
+    assert model.activation_offload.stats.prefetch_misses == 0
+
+
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+def test_an_input_passed_by_keyword_leaves_too(wrap: Callable[..., Any], way: str) -> None:
+    def make() -> Stack:
+        return make_stack(way, call=lambda block, x: block(x=x))
+
+    model = wrap(make())
+    with watch_inputs([wrapped._checkpoint_wrapped_module for wrapped in model.blocks]) as alive:
+        found = step(model)
+    assert alive[:DEPTH] == [[i] for i in range(DEPTH)]
+    assert all_equal(found, step(make()))
+
+
+@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
+def test_what_all_layers_share_is_copied_once(wrap: Callable[..., Any], way: str) -> None:
+    mask = (torch.rand(2, LENGTH, HIDDEN) > 0.5).float()
+
+    def make() -> Stack:
+        return make_stack(way, call=lambda block, x: block(x, mask))
+
+    model = wrap(make())
+    found = step(model)
+    assert model.activation_offload.stats.managed_bytes == (DEPTH + 1) * INPUT_BYTES
+    assert model.activation_offload.stats.copied_out_bytes == (DEPTH + 1) * INPUT_BYTES
+    assert all_equal(found, step(make()))
+
+
+# -- what stays as it was ----------------------------------------------------------------------------------------------
+
+
+@needs_transformers
+def test_the_model_is_the_same_model() -> None:
+    model = make_language_model("llama", "transformers")
+    keys, functions = list(model.state_dict()), [layer._gradient_checkpointing_func for layer in model.model.layers]
+    wrapped = offload_wrapper(model, config=PLAIN)
+    assert wrapped is model and list(wrapped.state_dict()) == keys
+    wrapped.activation_offload.remove()
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == functions
+    assert not hasattr(model, "activation_offload") and not model._forward_pre_hooks
+
+
+@needs_transformers
+def test_evaluation_and_generation_copy_nothing(wrap: Callable[..., Any], device: AdversarialDevice) -> None:
+    model, plain = wrap(make_language_model("llama", "transformers")), make_language_model("llama", "transformers")
+    for mode in (True, False):
+        model.train(mode), plain.train(mode)
+        for make in (lambda m: m(random_tokens(0)).logits, lambda m: m.generate(random_tokens(0), max_new_tokens=3)):
+            with torch.no_grad():
+                torch.manual_seed(0)
+                found = make(model)
+                torch.manual_seed(0)
+                assert torch.equal(found, make(plain))
+    assert not device.num_copies and not model.activation_offload.engine.is_in_iteration
+
+
+def test_a_copy_of_the_model_is_checkpointed_without_offload(wrap: Callable[..., Any]) -> None:
+    model = wrap(make_stack())
+    step(model)
+    twin = copy.deepcopy(model)
+    assert twin.activation_offload is None
+    expected, before = step(make_stack()), model.activation_offload.stats
+    twin.zero_grad()
+    assert all_equal(step(twin), expected)
+    assert model.activation_offload.stats is before
+    assert all_equal(step(model), expected)
+    again = offload_wrapper(twin, config=PLAIN)
+    assert all_equal(step(again), expected) and again.activation_offload.stats.copied_out_bytes
+    again.activation_offload.remove()
+
+
+def test_a_pickled_model_is_checkpointed_without_offload(wrap: Callable[..., Any]) -> None:
+    model = wrap(make_stack())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.activation_offload is None
+    assert all_equal(step(loaded), step(model))
+
+
+@needs_transformers
+def test_checkpointing_enabled_anew_is_offloaded_again(wrap: Callable[..., Any]) -> None:
+    """As transformers' Trainer does when it starts; and while it is disabled there is nothing to offload."""
+    model = wrap(make_language_model("llama", "transformers"))
+    tokens = random_tokens(0)
+    for is_reentrant in (True, False):
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        model(tokens, labels=tokens).loss.backward()
+        assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
+    model.gradient_checkpointing_disable()
+    before = model.activation_offload.stats
+    model(tokens, labels=tokens).loss.backward()
+    assert model.activation_offload.stats is before
+    model.activation_offload.remove()
+    assert not model.is_gradient_checkpointing
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@needs_transformers
+def test_nothing_checkpointed_is_an_error_that_says_how_to() -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is checkpointed.*model.gradient_checkpointing_enable\(\)"):
+        offload_wrapper(make_language_model("llama"))
+    with pytest.raises(ValueError, match=r"Stack is checkpointed.*apply_activation_checkpointing\(model"):
+        offload_wrapper(Stack())
+
+
+def test_wrapped_twice_is_an_error() -> None:
+    model = offload_wrapper(make_stack(), config=PLAIN)
+    with pytest.raises(ValueError, match="Stack is wrapped already"):
+        offload_wrapper(model)
+    with pytest.raises(ValueError, match="0 is wrapped already"):
+        offload_wrapper(nn.Sequential(model))
+    model.activation_offload.remove()
+    offload_wrapper(model, config=PLAIN).activation_offload.remove()
+
+
+@pytest.mark.parametrize("horizon", [0, -1, True, 1.5, "2", None])
+def test_a_wrong_horizon_is_an_error(horizon: Any) -> None:
+    with pytest.raises(ValueError, match="activation_loading_horizon must be a positive integer, got "):
+        offload_wrapper(make_stack(), horizon)
+
+
+def test_two_horizons_are_an_error(device: AdversarialDevice) -> None:
+    with pytest.raises(ValueError, match="activation_loading_horizon=3 and horizon_bytes=7 of the config are two"):
+        offload_wrapper(make_stack(), 3, config=PLAIN.replace(horizon_bytes=7))
+    with pytest.raises(ValueError, match="activation_loading_horizon=3 comes too late for this engine"):
+        offload_wrapper(make_stack(), 3, engine=OffloadEngine(PLAIN.replace(directory=None), device))
+    with pytest.raises(ValueError, match="a config or an engine"):
+        offload_wrapper(make_stack(), config=PLAIN, engine=OffloadEngine(PLAIN.replace(directory=None), device))
+
+
+def test_the_horizon_of_a_config_takes_the_place_of_the_default() -> None:
+    for config, expected in (
+        (PLAIN, 2),
+        (PLAIN.replace(horizon_groups=5), 5),
+        (PLAIN.replace(prefetch_layers=4), None),
+        (OffloadConfig.from_smp({"activation_loading_horizon": 3}).replace(directory="none"), 3),
+    ):
+        model = offload_wrapper(make_stack(), config=config)
+        assert model.activation_offload.engine.config.horizon_groups == expected
+        model.activation_offload.remove()
+
+
+def test_an_exception_in_forward_ends_well(wrap: Callable[..., Any]) -> None:
+    class Failure(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise Failure
+
+    model = wrap(make_stack())
+    hook = model.blocks[2]._checkpoint_wrapped_module.register_forward_hook(fail)
+    with pytest.raises(Failure):
+        step(model)
+    hook.remove()
+    assert all_equal(step(model), step(make_stack()))
+    stats = model.activation_offload.stats
+    assert stats.num_groups == DEPTH and stats.peak_resident_bytes == 2 * INPUT_BYTES
+
+
+def test_an_exception_in_backward_ends_well(wrap: Callable[..., Any]) -> None:
+    class Failure(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise Failure
+
+    model = wrap(make_stack())
+    hook = model.blocks[2]._checkpoint_wrapped_module.register_forward_pre_hook(fail)
+    with pytest.raises(Failure):
+        step(model)
+    hook.remove()
+    assert all_equal(step(model), step(make_stack()))
+
+
+@pytest.mark.parametrize("kind", ["out", "in"])
+def test_a_failed_copy_is_told_and_overcome(wrap: Callable[..., Any], device: AdversarialDevice, kind: str) -> None:
+    model = wrap(make_stack())
+    device.fail_next_copy(kind, after=2)
+    with pytest.raises(CopyError, match=r"copy-\w+ of group \d \(checkpoint\)"):
+        step(model)
+    assert all_equal(step(model), step(make_stack()))
+
+
+@needs_transformers
+def test_two_offloads_of_the_same_inputs_are_told(caplog: pytest.LogCaptureFixture, wrap: Callable[..., Any]) -> None:
+    def save_elsewhere(function: Callable[..., Any], *args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    model = make_language_model("llama", "transformers")
+    model._set_gradient_checkpointing(True, save_elsewhere)
+    model = wrap(model)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            model(random_tokens(0), labels=random_tokens(0)).loss.backward()
+    assert [r for r in caplog.messages if "offload=True" in r] == caplog.messages and len(caplog.messages) == 1
+
+
+def test_block_is_what_is_checkpointed() -> None:
+    """The helpers themselves: without checkpointing more is saved than the inputs."""
+    assert all(isinstance(wrapped._checkpoint_wrapped_module, Block) for wrapped in make_stack().blocks)
