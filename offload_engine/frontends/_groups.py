@@ -9,6 +9,7 @@ import torch
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import CopyError
+from offload_engine.frontends._compiling import untraced
 from offload_engine.frontends._session import Session, is_in_backward
 
 
@@ -48,7 +49,7 @@ class AutomaticGroups:
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager: what autograd saves inside it goes into groups."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return torch.autograd.graph.saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
 
     def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
         """Take charge of a saved tensor; returns what autograd is to keep.

@@ -15,6 +15,7 @@ from offload_engine._stats import IterationStats
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
+from offload_engine.frontends._compiling import refuse_when_compiled
 from offload_engine.frontends._groups import AutomaticGroups
 from offload_engine.frontends._session import Session
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force
@@ -93,8 +94,9 @@ class ManagedActivations:
 
     def __enter__(self) -> ManagedActivations:
         """Raises:
-        OffloadError: if it is entered already.
+        OffloadError: if it is entered already, or inside compiled code.
         """
+        refuse_when_compiled("with manage_activations()")
         if self._hooks is not None:
             raise OffloadError(
                 "this manage_activations() is entered already: leave it first, or leave the inner `with` out, because "
