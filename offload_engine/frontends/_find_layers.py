@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -99,11 +100,16 @@ def units_inside(layer: Layer) -> list[nn.Module]:
 
 
 def _is_fsdp2(module: nn.Module) -> bool:
-    return torch.distributed.is_available() and isinstance(module, torch.distributed.fsdp.FSDPModule)
+    return _is_of_fsdp(module, "FSDPModule")
 
 
 def _is_fsdp1(module: nn.Module) -> bool:
-    return torch.distributed.is_available() and isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel)
+    return _is_of_fsdp(module, "FullyShardedDataParallel")
+
+
+def _is_of_fsdp(module: nn.Module, class_name: str) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # `import torch` does not import it; who uses it does
+    return fsdp is not None and isinstance(module, getattr(fsdp, class_name))
 
 
 def _given_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[Layer]:
