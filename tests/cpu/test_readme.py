@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
+import keyword
 import os
 import re
 import subprocess
@@ -15,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_patches import Handle, add_offload_arguments, known_names
 from megatron_patches._arguments import Settings, config_rows
@@ -25,13 +28,28 @@ from offload_engine import OffloadConfig, _transfers
 
 ROOT = Path(__file__).parents[2]
 README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
-DOCUMENTS = [README, ARCHITECTURE]
+MIGRATION = ROOT / "docs" / "migration.md"
+PAGES = sorted((ROOT / "docs" / "frontends").glob("*.md"))
+DOCUMENTS = [README, ARCHITECTURE, MIGRATION, *PAGES]
 PACKAGES = ("offload_engine", "megatron_patches")
 
 # Names in the documentation that are not ours.
 FOREIGN = {
-    "apex", "megatron.core", "MLATransformerConfig", "nn.Module", "no_grad", "none", "record_stream", "torch",
-    "torch.cuda", "TransformerConfig",
+    "Accelerator.prepare", "ModuleList", "Trainer", "Trainer.fit", "TrainingArguments", "apex",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper", "context_fn", "debug", "determinism_check", "device_type", "early_stop", "fully_shard",
+    "generate", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "megatron.core",
+    "MLATransformerConfig", "nn.Module", "no_grad", "none", "preserve_rng_state", "record_stream", "save_on_cpu",
+    "torch", "torch.cuda", "torch.distributed.pipelining", "torch.utils.checkpoint.checkpoint", "TransformerConfig",
+    # TransformerEngine
+    "AsyncDoubleBufferGroupOffloadHandler", "manual_synchronization", "model_layers", "num_layers", "offload_stream",
+    "retain_pinned_cpu_buffers",
+    # SMP
+    "offload_activations", "sm_activation_offloading",
+    # megatron-core
+    "NVTE_CPU_OFFLOAD_V1", "activation_offload_fraction", "delay_offload_until_cuda_graph",
+    "delta_offload_bytes_across_pp_ranks", "fine_grained_activation_offloading",
+    "fine_grained_offloading_max_inflight_offloads", "min_offloaded_tensor_size",
 }  # fmt: skip
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,14 +58,25 @@ SPAN = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?:\w[\w.-]*/)+[\w.-]*|\w+\.(?:py|md|sh)")
 
 
+def name_of(document: Path) -> str:
+    return document.relative_to(ROOT).as_posix()
+
+
 def prose(document: Path) -> str:
     """The text without its code blocks."""
     return FENCE.sub("", document.read_text())
 
 
+def blocks(document: Path, language: str) -> list[str]:
+    """The code blocks in `language`: "python" is run, "py" is code for other libraries and only parsed."""
+    return [code for found, code in FENCE.findall(document.read_text()) if found == language]
+
+
 def python_blocks() -> Iterator[str]:
+    """Whole programs."""
     for document in DOCUMENTS:
-        yield from (code for language, code in FENCE.findall(document.read_text()) if language == "python")
+        if document != MIGRATION:
+            yield from blocks(document, "python")
 
 
 def section(document: Path, heading: str) -> str:
@@ -82,7 +111,66 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
         pytest.importorskip("megatron.core")
         assert "None" in run_python("-c", block, cwd=tmp_path)
     else:
-        assert re.search(r"copied_out_bytes=[1-9]", run_python("-c", block, cwd=tmp_path))
+        if "transformers" in block:
+            pytest.importorskip("transformers")
+            pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
+        assert_it_offloads(block, tmp_path)
+
+
+def assert_it_offloads(code: str, directory: Path) -> None:
+    assert re.search(r"copied_out_bytes=[1-9]", run_python("-c", code, cwd=directory))
+
+
+# What the blocks of the migration page find: a model whose layers save tensors of 2 MiB.
+AROUND_MIGRATION = """
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        make = lambda: torch.nn.TransformerEncoderLayer(128, 4, dropout=0.0, batch_first=True)
+        self.layers = torch.nn.ModuleList(make() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+def is_layer(module):
+    return isinstance(module, torch.nn.TransformerEncoderLayer)
+
+def shard(model):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for layer in (*model.layers, model):
+        torch.distributed.fsdp.fully_shard(layer, mesh=mesh)
+
+model, batch = Model(), torch.randn(64, 64, 128)
+"""
+
+
+@pytest.mark.parametrize("block", blocks(MIGRATION, "python"), ids=lambda code: code.split("\n", 1)[0])
+def test_code_after_migration_runs(block: str, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the blocks of docs/migration.md are tried on the CPU: run this test where there is no GPU")
+    shard = "import torch.distributed.fsdp\nshard(model)\n" if '"fsdp2"' in block else ""
+    assert_it_offloads(AROUND_MIGRATION + shard + block, tmp_path)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_code_for_other_libraries_is_code(document: Path) -> None:
+    for block in blocks(document, "py"):
+        compile(block, str(document), "exec")
+
+
+def test_each_front_end_has_its_page() -> None:
+    front_ends = ("enable_activation_offloading", "manage_activations", "offload_wrapper", "checkpoint", "integrations")
+    assert {page.stem for page in PAGES} == {*front_ends, "README"}
+    for page in PAGES:
+        if page.stem != "README":
+            assert headings(page) == [headings(page)[0], "When to choose it", "Example", "Knobs", "Limits"], page.name
 
 
 def test_plain_pytorch_example(tmp_path: Path) -> None:
@@ -161,7 +249,7 @@ def constraints() -> list[Path]:
 # ---- names ----
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in LINK.findall(prose(document)):
         if link.startswith("https://"):
@@ -177,7 +265,7 @@ def headings(document: Path) -> list[str]:
     return re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE) if document.suffix == ".md" else []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_what_is_named_exists(document: Path) -> None:
     symbols, options = {*defined_symbols(), *known_names(), *settings(), *FOREIGN}, known_options()
     unknown = [span for span in SPAN.findall(prose(document)) if not is_known(span, symbols, options)]
@@ -196,12 +284,50 @@ def is_known(span: str, symbols: set[str], options: set[str]) -> bool:
     word = words[0].removesuffix("()")
     if word.startswith("--"):
         return word in options
-    return word in symbols or is_public(word) or is_file(word) or is_target(word)
+    return word in symbols or is_public(word) or is_file(word) or is_target(word) or is_code(span, symbols)
 
 
 def is_public(word: str) -> bool:
     package, _, name = word.partition(".")
     return package in PACKAGES and name in importlib.import_module(package).__all__
+
+
+def is_code(span: str, symbols: set[str]) -> bool:
+    """Whether it is Python of which every name is known, and every string is written somewhere in the packages."""
+    if span in modules():
+        return True
+    strings = re.findall(r'"[^"]*"', span)
+    names = re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"]*"', "", span))
+    known = symbols | members() | set(keyword.kwlist)
+    return all(name in known for name in names) and all(string in package_text() for string in strings)
+
+
+@functools.cache
+def members() -> frozenset[str]:
+    """Functions, classes, attributes and parameters that the packages define, by their bare names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(package_text())):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return frozenset(found)
+
+
+@functools.cache
+def modules() -> frozenset[str]:
+    """Dotted names of the packages' modules."""
+    files = (path.relative_to(ROOT).with_suffix("") for path in python_files(*PACKAGES))
+    return frozenset(".".join(path.parts) for path in files)
+
+
+@functools.cache
+def package_text() -> str:
+    """The source of both packages; one `__future__` import, which must come first, stands for all."""
+    first = "from __future__ import annotations\n"
+    return first + "".join(path.read_text().replace(first, "") for path in python_files(*PACKAGES))
 
 
 def is_file(word: str) -> bool:
