@@ -24,8 +24,8 @@ class LayerCheckpoints:
     """Each layer recomputes what it saved: its input is all that its group holds.
 
     The checkpoint lies around the forward of a layer, inside the hooks and wraps of FSDP. So recomputation runs between
-    the all-gather that the backward of the layer does anyway and the reshard behind it. A checkpoint around FSDP
-    gathers the parameters once more where it is reentrant, or around FSDP1.
+    the all-gather that the backward of the layer does anyway and the reshard behind it. A reentrant checkpoint around
+    FSDP1 would gather the parameters once more.
 
     Args:
         model: whose own checkpointing is switched off as long as this lasts.
@@ -35,7 +35,8 @@ class LayerCheckpoints:
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
         self._groups = groups
-        self._switched_off = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+        # Of the modules themselves: the wrapper of FSDP1 has every attribute of what it wraps.
+        self._switched_off = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing") is True]
         self._layers = [layer for layer in layers if not is_checkpointed(layer)]
         for module in self._switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,10 +58,11 @@ class LayerGroups:
     def __init__(self, body: nn.Module, layers: Sequence[Layer], session: Session) -> None:
         self.session: Session = session
         self._forward: _Forward | None = None
+        self._is_in_context = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[RemovableHandle] = [
-            body.register_forward_pre_hook(self._enter_body, prepend=True),
-            body.register_forward_hook(self._leave_body, always_call=True),
+            body.register_forward_pre_hook(self._before_body, prepend=True),
+            body.register_forward_hook(self._after_body, always_call=True),
         ]
         for layer in layers:
             enter = partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])
@@ -76,6 +78,20 @@ class LayerGroups:
         """The layer that runs and saves into its group: not while a checkpoint around it does."""
         return None if self._forward is None else self._forward.layer
 
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around code that runs the layers: what is saved inside it counts as one forward of the body."""
+        self._enter_body()
+        self._is_in_context = True
+        try:
+            yield
+        except BaseException:
+            self._is_in_context = False
+            self._leave_body(has_raised=True)
+            raise
+        self._is_in_context = False
+        self._leave_body()
+
     def remove(self) -> None:
         """Take every hook off. Idempotent."""
         for handle in self._handles:
@@ -84,7 +100,15 @@ class LayerGroups:
 
     # -- hooks on modules --------------------------------------------------------------------------------------------
 
-    def _enter_body(self, body: nn.Module, args: Any) -> None:
+    def _before_body(self, body: nn.Module, args: Any) -> None:
+        self._enter_body()
+
+    def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
+        self._leave_body(has_raised=output is None)
+
+    def _enter_body(self) -> None:
+        if self._is_in_context:
+            return
         if self._forward is not None and not is_in_backward():  # KeyboardInterrupt and the like call no forward hook
             self._abandon()
         chunk = self.session.start_forward()
@@ -92,10 +116,10 @@ class LayerGroups:
             self._forward = _Forward(chunk)
             self._hooks.__enter__()
 
-    def _leave_body(self, body: nn.Module, args: Any, output: Any) -> None:
-        if self._forward is None or is_in_backward():
+    def _leave_body(self, has_raised: bool = False) -> None:
+        if self._is_in_context or self._forward is None or is_in_backward():
             return
-        if output is None:  # it raised
+        if has_raised:
             self._abandon()
         else:
             self._close()
