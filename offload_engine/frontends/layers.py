@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 
 import torch
@@ -43,6 +44,13 @@ class LayerOffload:
     def stats(self) -> IterationStats:
         """Counters of the running iteration, or of the last one: from a forward to the backward that ends it."""
         return self._session.stats
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around code that calls the layers one by one and is not the forward of a module.
+
+        Only there: the forward of the module that has the layers needs no help.
+        """
+        return self._groups.forward()
 
     def remove(self) -> None:
         """Take all hooks off, give each layer its own forward back, and close the engine. Idempotent.

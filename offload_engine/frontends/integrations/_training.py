@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
@@ -37,11 +38,6 @@ class TrainingOffload:
         self._find_layers = layers
         self._handle: LayerOffload | None = None
 
-    @property
-    def is_attached(self) -> bool:
-        """True from `attach` to `detach`."""
-        return self._handle is not None
-
     def attach(self, model: nn.Module) -> None:
         """Offload `model`, wrapped and sharded as it will train.
 
@@ -63,6 +59,10 @@ class TrainingOffload:
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around code that calls the layers and is not the forward of a module; nothing while none is attached."""
+        return nullcontext() if self._handle is None else self._handle.forward()
 
     def metrics(self) -> dict[str, int]:
         """Counters of the last forward and backward, by names to log them under; empty while nothing is attached."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 try:
@@ -34,6 +35,8 @@ class OffloadCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model as it will train."""
         self._offload.attach(trainer.strategy.model)
+        if trainer.strategy.model is pl_module:  # else the wrapper's forward runs `training_step`
+            self._bracket_training_step(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Log the counters."""
@@ -42,8 +45,23 @@ class OffloadCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the model back as it was."""
-        self._offload.detach()
+        self._detach(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the model back as it was: `on_train_end` will not be called."""
+        self._detach(pl_module)
+
+    def _bracket_training_step(self, pl_module: LightningModule) -> None:
+        """`training_step` may call the layers of the module without calling the module."""
+        training_step = pl_module.training_step
+
+        @functools.wraps(training_step)
+        def bracketed(*args: Any, **kwargs: Any) -> Any:
+            with self._offload.forward():
+                return training_step(*args, **kwargs)
+
+        pl_module.training_step = bracketed
+
+    def _detach(self, pl_module: LightningModule) -> None:
         self._offload.detach()
+        vars(pl_module).pop("training_step", None)
