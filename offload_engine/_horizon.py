@@ -14,8 +14,8 @@ class Horizon:
         """True if another group may stay or come back ahead of its backward, `nbytes` in all."""
         return True
 
-    def has_room_late(self) -> bool:
-        """True if a group may be copied in that the backward has passed by, perhaps to come back to it."""
+    def admit_late(self, group: TensorGroup) -> bool:
+        """True if `group` may be copied in, which the backward has passed by, perhaps to come back to it."""
         return True
 
     def note_committed(self, group: TensorGroup) -> None:
@@ -76,15 +76,19 @@ class HorizonGroups(Horizon):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._groups: list[TensorGroup] = []
+        self._reached: TensorGroup | None = None  # has its place before its copy-in is issued
 
     def has_room(self, nbytes: int) -> bool:
         """See `Horizon`."""
-        self._groups = [group for group in self._groups if _is_on_device(group)]
+        self._groups = [g for g in self._groups if _is_on_device(g) or (g is self._reached and g.storages)]
         return len(self._groups) < self._limit
 
-    def has_room_late(self) -> bool:
+    def admit_late(self, group: TensorGroup) -> bool:
         """See `Horizon`."""
-        return self.has_room(0)
+        if not self.has_room(0):
+            return False
+        self.note_issued(group)
+        return True
 
     def note_issued(self, group: TensorGroup) -> None:
         """See `Horizon`."""
@@ -93,11 +97,12 @@ class HorizonGroups(Horizon):
 
     def note_reached(self, group: TensorGroup) -> None:
         """See `Horizon`."""
+        self._reached = group
         self.note_issued(group)
 
     def clear(self) -> None:
         """See `Horizon`."""
-        self._groups = []
+        self._groups, self._reached = [], None
 
 
 class PrefetchLayers(Horizon):

@@ -106,10 +106,10 @@ class Prefetcher:
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
         """The backward overtook the prefetch: everything down to `index` is late, and is issued in one go."""
         while chunk.next_index >= index:
-            is_passed = chunk.next_index > index
-            on_host = on_host_storages(chunk.groups[chunk.next_index])
+            group = chunk.groups[chunk.next_index]
+            on_host = on_host_storages(group)
             chunk.next_index -= 1
-            if on_host and (not is_passed or self._horizon.has_room_late()):
+            if on_host and (group.index == index or self._horizon.admit_late(group)):
                 self._store.stats.prefetch_misses += len(on_host)
                 self._store.issue_copy_in(on_host)
 

@@ -55,8 +55,8 @@ def offload_wrapper(
         `model.activation_offload` is the `WrapperHandle`, with `stats`, and `remove()` to undo it all.
 
     Raises:
-        ValueError: for a wrong horizon, for two of them, and for both `config` and `engine`; if no layer of the model is
-            checkpointed, or it is wrapped already.
+        ValueError: for a wrong horizon, for two of them, and for both `config` and `engine`; if no layer of the model
+            is checkpointed, or it is wrapped already.
     """
     if config is not None and engine is not None:
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")

@@ -1,0 +1,141 @@
+"""Three horizons: how many bytes, how many groups on the device, how many groups ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from tests.adversarial import AdversarialDevice
+
+DEPTH, NUMEL = 8, 64
+GROUP_BYTES = 4 * NUMEL
+
+
+class Chain:
+    """A chain of functions, one group each, whose backward is run group by group from outside."""
+
+    def __init__(self, **settings: int) -> None:
+        self.device = AdversarialDevice()
+        config = OffloadConfig(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
+        self.engine = OffloadEngine(config, self.device, ResidencyMeter())
+        self.engine.begin_iteration()
+        self.chunk: ChunkOffloadHandler = self.engine.start_chunk()
+        self.saved: list[object] = []
+
+    def forward(self, depth: int = DEPTH) -> None:
+        """Saves one tensor per group, and keeps no other reference to it."""
+        for i in range(depth):
+            group = self.chunk.open_group("link")
+            self.saved.append(self.chunk.tensor_push(torch.full((NUMEL,), float(i))))
+            assert group is self.chunk.close_group()
+
+    def begin_backward(self, index: int) -> int:
+        """The backward of group `index` begins; returns the copy-ins issued so far."""
+        self.chunk.on_group_commit_backward(self.chunk.chunk_groups.groups[index])
+        assert self.chunk.tensor_pop(self.saved[index])[0] == index
+        return self.device.num_copies["in"]
+
+    def end_backward(self, index: int) -> None:
+        """It is over, and its graph is freed."""
+        self.saved[index] = None
+        self.chunk.on_group_start_backward()
+
+    @property
+    def resident_groups(self) -> int:
+        """Groups with bytes on the device."""
+        assert self.engine.meter is not None
+        return self.engine.meter.current_bytes // GROUP_BYTES
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_groups_on_the_device(limit: int) -> None:
+    chain = Chain(horizon_groups=limit)
+    chain.forward()
+    # Bytes bound the copies in flight too, at twice the largest group: more than one copy at a time helps nobody.
+    assert chain.engine.stats.peak_resident_bytes == min(limit, 3) * GROUP_BYTES
+    for index in reversed(range(DEPTH)):
+        chain.begin_backward(index)
+        assert chain.resident_groups == min(limit, index + 1)
+        chain.end_backward(index)
+    assert chain.engine.end_iteration().peak_resident_bytes == limit * GROUP_BYTES
+    assert not chain.device.hazards
+
+
+def test_a_group_that_lives_on_takes_its_place() -> None:
+    """As in a retained graph: what has been copied in stays, and nothing more is issued ahead."""
+    chain = Chain(horizon_groups=2)
+    chain.forward()
+    chain.begin_backward(DEPTH - 1)
+    before = chain.begin_backward(DEPTH - 2)
+    assert chain.begin_backward(DEPTH - 3) == before + 1
+    assert chain.engine.stats.prefetch_misses > 0
+
+
+def test_groups_that_the_backward_passed_by_do_not_come_at_once() -> None:
+    for settings, expected in (({"horizon_groups": 3}, 3), ({"horizon_bytes": 0}, DEPTH)):
+        chain = Chain(max_inflight_bytes=0, **settings)
+        chain.forward()
+        chain.begin_backward(0)
+        assert chain.resident_groups == expected
+
+
+@pytest.mark.parametrize("distance", [1, 2, 4])
+def test_how_early_to_load(distance: int) -> None:
+    """While a group's backward runs, so many after it are issued; what stays behind it does not count."""
+    chain = Chain(prefetch_layers=distance, max_inflight_bytes=0)
+    chain.forward()
+    for index in reversed(range(DEPTH)):
+        assert chain.begin_backward(index) == min(DEPTH, DEPTH - index + distance)  # no graph is freed
+
+
+def test_horizons_differ_where_groups_do() -> None:
+    """The same three small groups after a large one: bytes let two more come, groups one."""
+
+    def issued(**settings: int) -> int:
+        chain = Chain(max_inflight_bytes=0, **settings)
+        for numel in (NUMEL, NUMEL, NUMEL, 4 * NUMEL):
+            chain.chunk.open_group("link")
+            chain.saved.append(chain.chunk.tensor_push(torch.full((numel,), float(len(chain.saved)))))
+            chain.chunk.close_group()
+        return chain.begin_backward(3)
+
+    assert issued() == 4
+    assert issued(horizon_bytes=2 * GROUP_BYTES) == 3
+    assert issued(horizon_groups=2) == 2
+    assert issued(prefetch_layers=1) == 2
+    assert issued(horizon_groups=1) == 1
+
+
+NAMES = ["horizon_groups", "prefetch_layers"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [0, -3])
+def test_a_count_is_positive(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be a positive number of groups, got {value}"):
+        OffloadConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [1.0, "2", True])
+def test_a_count_is_an_integer(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a positive number of groups"):
+        OffloadConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def _pairs() -> list[Callable[[], OffloadConfig]]:
+    return [
+        lambda: OffloadConfig(horizon_bytes=0, horizon_groups=2),
+        lambda: OffloadConfig(horizon_bytes=1, prefetch_layers=2),
+        lambda: OffloadConfig(horizon_groups=1, prefetch_layers=2),
+        lambda: OffloadConfig(horizon_groups=1).replace(horizon_bytes=5),
+    ]
+
+
+@pytest.mark.parametrize("make", _pairs())
+def test_two_horizons_are_an_error(make: Callable[[], OffloadConfig]) -> None:
+    with pytest.raises(ValueError, match=r"\w+ and \w+ bound the same thing: set one of them"):
+        make()
