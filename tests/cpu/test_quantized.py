@@ -47,7 +47,7 @@ def _quantized(data: torch.Tensor) -> torch.Tensor:
 
 
 def _float8(data: torch.Tensor) -> torch.Tensor:
-    te = pytest.importorskip("transformer_engine.pytorch.tensor.float8_tensor", exc_type=Exception)  # type: ignore
+    te = pytest.importorskip("transformer_engine.pytorch.tensor.float8_tensor", exc_type=Exception)  # type: ignore[call-overload]
     tex = pytest.importorskip("transformer_engine_torch")
     return te.Float8Tensor(
         shape=data.shape,

@@ -1,0 +1,174 @@
+"""TransformerEngine's modules in FP8, on a real GPU: the same bits, quantized bytes move, weights do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, group_commit
+
+HIDDEN, TOKENS = 256, 512
+BYTE_DTYPES = (torch.uint8, torch.int8)
+
+te = pytest.importorskip("transformer_engine.pytorch", exc_type=Exception)  # type: ignore[call-overload]
+recipes = pytest.importorskip("transformer_engine.common.recipe", exc_type=Exception)  # type: ignore[call-overload]
+
+RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
+MODULES: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **more: te.Linear(HIDDEN, HIDDEN, bias=False, **more),
+    "LayerNormLinear": lambda **more: te.LayerNormLinear(HIDDEN, HIDDEN, bias=False, **more),
+    "LayerNormMLP": lambda **more: te.LayerNormMLP(HIDDEN, 2 * HIDDEN, bias=False, **more),
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=4096))
+    yield engine
+    engine.close()
+
+
+def _recipe(name: str) -> Any:
+    if not hasattr(recipes, name):
+        pytest.skip(f"this TransformerEngine has no {name}")
+    is_there = te.is_fp8_block_scaling_available if "Block" in name else te.is_fp8_available
+    is_available, why = is_there(return_reason=True)
+    if not is_available:
+        pytest.skip(f"{name}: {why}")
+    return getattr(recipes, name)()
+
+
+def _autocast(recipe: Any) -> AbstractContextManager[None]:
+    if hasattr(te, "autocast"):
+        return te.autocast(enabled=True, recipe=recipe)
+    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def _layers(make: Callable[..., Any], **more: Any) -> torch.nn.ModuleList:
+    torch.manual_seed(1)
+    return torch.nn.ModuleList(make(params_dtype=torch.bfloat16, **more) for _ in range(3)).cuda()
+
+
+class _Adapted(torch.nn.Module):
+    """A frozen layer with a low-rank adapter beside it."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.frozen = te.Linear(HIDDEN, HIDDEN, bias=False, **more).requires_grad_(False)
+        self.down = torch.nn.Linear(HIDDEN, 16, bias=False, dtype=torch.bfloat16)
+        self.up = torch.nn.Linear(16, HIDDEN, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.frozen(hidden, **kwargs) + self.up(self.down(hidden))
+
+
+def _step(layers: torch.nn.ModuleList, recipe: Any, engine: OffloadEngine | None) -> list[torch.Tensor]:
+    """Two microbatches, the weights quantized in the first only; gradients of inputs, then of weights."""
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    inputs = []
+    for microbatch in range(2):
+        chunk = engine.start_chunk() if engine is not None else None
+        hidden = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
+        inputs.append(hidden)
+        with _autocast(recipe):
+            for layer in layers:
+                hidden = _call(layer, hidden, microbatch == 0, chunk)
+        if engine is not None:
+            _check_live(engine, layers)
+        hidden.float().square().mean().backward()
+    grads = [tensor.grad for tensor in (*inputs, *layers.parameters()) if tensor.grad is not None]
+    return grads + [main for p in layers.parameters() if (main := getattr(p, "main_grad", None)) is not None]
+
+
+def _call(layer: Any, hidden: torch.Tensor, is_first: bool, chunk: ChunkOffloadHandler | None) -> torch.Tensor:
+    if chunk is None:
+        return layer(hidden, is_first_microbatch=is_first)
+    chunk.open_group(type(layer).__name__)
+    with chunk.saved_tensors_hooks():
+        output = layer(hidden, is_first_microbatch=is_first)
+    return group_commit(output, chunk)
+
+
+def _check_live(engine: OffloadEngine, layers: torch.nn.ModuleList) -> None:
+    """What the engine manages has quantized bytes in it, and no weight nor a cached copy of one."""
+    keys = {saved.key for saved in engine._store.live}
+    held = [*layers.parameters(), *_workspaces(layers)]
+    assert not keys & {part.untyped_storage()._cdata for tensor in held for part in _parts(tensor)}
+    buffers = [saved.buffer for saved in engine._store.live if saved.buffer is not None]
+    assert any(buffer.dtype in BYTE_DTYPES for buffer in buffers)
+
+
+def _workspaces(layers: torch.nn.ModuleList) -> list[Any]:
+    return [copy for layer in layers.modules() for copy in getattr(layer, "_fp8_workspaces", {}).values()]
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    if not hasattr(tensor, "get_data_tensors"):
+        return [tensor]
+    return [part for part in tensor.get_data_tensors() if part is not None]
+
+
+def _compare(make: Callable[..., Any], recipe: Any, engine: OffloadEngine, prepare: Any = None, **more: Any) -> Any:
+    results = []
+    for offload in (None, engine):
+        layers = _layers(make, **more)
+        if prepare is not None:
+            prepare(layers)
+        if offload is None:
+            results.append(_step(layers, recipe, None))
+            continue
+        with offload.iteration(weights=list(layers.parameters())):
+            results.append(_step(layers, recipe, offload))
+        assert _workspaces(layers), "the weights were quantized once and kept"
+    plain, moved = results
+    assert len(plain) == len(moved) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
+    stats = engine.stats
+    assert stats.copied_out_bytes > 0 and stats.copied_in_bytes > 0 and stats.num_storages_left == 0
+    return layers
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bitwise_equal(name: str, module: str, engine: OffloadEngine) -> None:
+    _compare(MODULES[module], _recipe(name), engine)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fused_weight_gradients(name: str, engine: OffloadEngine) -> None:
+    """They are added to `main_grad` of the very parameter, which says so."""
+
+    def prepare(layers: torch.nn.ModuleList) -> None:
+        for parameter in layers.parameters():
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+
+    layers = _compare(MODULES["Linear"], _recipe(name), engine, prepare, fuse_wgrad_accumulation=True)
+    assert all(p.grad_added_to_main_grad and p.main_grad.any() for p in layers.parameters())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_frozen_weights_with_adapters(name: str, engine: OffloadEngine) -> None:
+    layers = _compare(_Adapted, _recipe(name), engine)
+    assert all((p.grad is not None) == p.requires_grad for p in layers.parameters())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_in_fp8(name: str, engine: OffloadEngine) -> None:
+    recipe = _recipe(name)
+    init = getattr(te, "quantized_model_init", None) or te.fp8_model_init
+    results = []
+    for offload in (None, engine):
+        with init(enabled=True, recipe=recipe):
+            layers = _layers(MODULES["Linear"])
+        if offload is None:
+            results.append(_step(layers, recipe, None))
+        else:
+            with offload.iteration(weights=list(layers.parameters())):
+                results.append(_step(layers, recipe, offload))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert engine.stats.copied_out_bytes > 0
