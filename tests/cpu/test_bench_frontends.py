@@ -205,6 +205,24 @@ def test_a_contender_takes_itself_off_again(workload: Workload, name: str) -> No
     assert not any(getattr(layer, "gradient_checkpointing", False) for layer in workload.layers)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("name", ON_CPU)
+def test_after_running_out_of_memory_the_next_turn_is_as_ever(workload: Workload, name: str, where: str) -> None:
+    def run_out(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench = make_bench(workload)
+    bench.turn("none", attach_of("none"), 0, 60.0, with_timeline=False)
+    module = workload.layers[1].mlp
+    register = module.register_forward_hook if where == "forward" else module.register_full_backward_pre_hook
+    hook = register(run_out)
+    failed = bench.turn(name, attach_of(name), 0, 60.0, with_timeline=False)
+    hook.remove()
+    again = bench.turn(name, attach_of(name), 1, 60.0, with_timeline=False)
+    assert failed["failure"] == "out of memory"
+    assert again["failure"] is None and again["parity"]["is_bitwise_equal"]
+
+
 # ---- the longest ----
 
 

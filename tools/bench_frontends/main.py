@@ -80,7 +80,8 @@ class Run:
             torch.cuda.set_per_process_memory_fraction(
                 min(1.0, settings.device_bytes / torch.cuda.get_device_properties(0).total_memory)
             )
-        engine = {"host_limit_bytes": self._host_bytes, **settings.engine}
+        # Less than a contender may take: the process itself holds some of it.
+        engine = {"host_limit_bytes": int(0.9 * self._host_bytes), **settings.engine}
         if settings.is_tiny:
             engine.setdefault("min_tensor_bytes", 0)
         ours = Ours(engine, settings.group_bytes)

@@ -96,7 +96,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     """Reads the command line; ends the process with a message, as argparse does, where it makes no sense."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    counts = (1, 1, 2) if args.quick else (2, 3, 2)
+    counts = (1, 2, 2) if args.quick else (2, 3, 2)
     rounds, iters, warmup = (
         given if given is not None else default
         for given, default in zip((args.rounds, args.iters, args.warmup), counts, strict=True)
