@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from contextvars import Token
+from functools import cached_property
 from itertools import chain
 from types import TracebackType
 
@@ -16,9 +18,12 @@ from offload_engine.config import MIB, OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import refuse_when_compiled
+from offload_engine.frontends._device import device_for
 from offload_engine.frontends._groups import AutomaticGroups
 from offload_engine.frontends._session import Session
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force
+
+logger = logging.getLogger(__name__)
 
 GROUP_BYTES = 32 * MIB
 """Copied in 0.6 ms at 55 GB/s: many times what the host spends on a group, and little beside a model's activations."""
@@ -57,30 +62,35 @@ def manage_activations(
     """
     if config is not None and engine is not None:
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
-    weights: Iterable[torch.Tensor] | None = None
-    if model is not None and not isinstance(model, nn.Module):
-        weights = tuple(model)
+    if group_bytes < 1:
+        raise ValueError(f"group_bytes must be positive, got {group_bytes:,}")
+    weights = _weights_of(model)
 
-    def find_weights() -> Iterable[torch.Tensor]:
-        if isinstance(model, nn.Module):  # found again in each iteration: FSDP gives its parameters new storages
-            return chain(model.parameters(), model.buffers())
-        return weights or ()
+    def start() -> AutomaticGroups:
+        settings = config if config is not None else OffloadConfig()
+        driven = engine if engine is not None else OffloadEngine(settings, device_for(weights(), settings))
+        return AutomaticGroups(Session(driven, weights), group_bytes)
 
-    session = Session(engine if engine is not None else OffloadEngine(config), find_weights)
-    return ManagedActivations(AutomaticGroups(session, group_bytes))
+    return ManagedActivations(start)
 
 
 class ManagedActivations:
     """What `manage_activations` returns: a context manager that may be entered again, once per step or once for all.
 
     Args:
-        groups: take what is saved inside.
+        start: makes the engine and what drives it. Called when first needed, because the model may be on its way to
+            its GPU before.
     """
 
-    def __init__(self, groups: AutomaticGroups) -> None:
-        self._groups = groups
+    def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
+        self._start = start
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._token: Token[Checkpoint | None]
+        self._is_checked = False
+
+    @cached_property
+    def _groups(self) -> AutomaticGroups:
+        return self._start()
 
     @property
     def engine(self) -> OffloadEngine:
@@ -114,11 +124,38 @@ class ManagedActivations:
         assert hooks is not None
         hooks.__exit__(exc_type, exc, traceback)
         checkpoint_in_force.reset(self._token)
-        if exc is None:
-            self._groups.end_forward()
-        else:
+        if exc is not None:
             self._groups.abandon_forward()
+            return
+        self._groups.end_forward()
+        if not self._is_checked and torch.is_grad_enabled():
+            self._is_checked = True
+            self._warn_if_idle()
 
     def close(self) -> None:
         """Give host memory back. A graph that is still there cannot run its backward any more. Idempotent."""
         self._groups.session.close()
+
+    def _warn_if_idle(self) -> None:
+        """After the first forward: offload that does nothing is a mistake that nothing else would show."""
+        if self.stats.managed_bytes == 0:
+            logger.warning(
+                "nothing was offloaded: no saved tensor on %s that is no weight has %d bytes. Is the model on that "
+                "device? Are its activations so small? OffloadConfig(min_tensor_bytes=...) sets the bound.",
+                self.engine.device.torch_device,
+                self.engine.config.min_tensor_bytes,
+            )
+
+
+def _weights_of(model: nn.Module | Iterable[torch.Tensor] | None) -> Callable[[], Iterable[torch.Tensor]]:
+    if isinstance(model, nn.Module):
+        if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
+            logger.warning(
+                "%s is compiled as a whole: one graph saves all its activations when its forward is over, and needs "
+                "them all when its backward begins, so offload frees little. Compile its layers instead.",
+                type(model).__name__,
+            )
+        # Found again in each iteration: FSDP gives its parameters new storages.
+        return lambda: chain(model.parameters(), model.buffers())
+    weights = () if model is None else tuple(model)
+    return lambda: weights

@@ -540,7 +540,7 @@ def test_host_memory_is_kept_from_step_to_step() -> None:
 
 def test_it_yields_the_statistics_of_the_step() -> None:
     model = make_model()
-    config = OffloadConfig(min_tensor_bytes=0, directory="none")
+    config = OffloadConfig(min_tensor_bytes=0, directory="none")  # on a machine with a GPU too: the model is not there
     with manage_activations(model, config, group_bytes=2 * TENSOR_BYTES) as activations:
         loss = loss_of(model)
     loss.backward()
@@ -640,6 +640,27 @@ def test_parity_under_ddp(process_group: None, activations: ManagedActivations) 
     expected, found = train(nullcontext), train(lambda: activations)
     assert all(torch.equal(want, got) for want, got in zip(expected, found, strict=True))
     assert activations.stats.copied_in_bytes > 0
+
+
+def test_offload_that_does_nothing_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    activations = manage_activations(engine=OffloadEngine(device=AdversarialDevice()))
+    model = make_model()
+    for _ in range(2):
+        with activations:
+            loss = loss_of(model)
+        loss.backward()
+    assert caplog.text.count("nothing was offloaded: no saved tensor on cpu") == 1 and "1048576 bytes" in caplog.text
+    activations.close()
+
+
+def test_evaluation_is_not_said_to_do_nothing(
+    activations: ManagedActivations, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    with torch.no_grad(), activations:
+        model(batch())
+    managed_tensors(activations, lambda: loss_of(model))
+    assert not caplog.text
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
