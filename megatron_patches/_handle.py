@@ -13,6 +13,7 @@ import torch
 from megatron_patches._arguments import Settings, config_rows, resolve
 from megatron_patches._attach import Attachment
 from megatron_patches._bracket import GroupBracket
+from megatron_patches._graphs import check_cuda_graphs
 from megatron_patches._modules import canonical_names, drop_parts
 from megatron_patches._moe import moe_rows
 from megatron_patches._overlap import overlap_rows
@@ -24,7 +25,6 @@ from megatron_patches._validate import (
     check_host_room,
     check_model,
     check_recomputation,
-    check_supported_features,
 )
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
@@ -175,7 +175,7 @@ class Handle:
         return attachment
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
-        check_supported_features(step.config)
+        check_cuda_graphs(step.config, settings.modules)
         check_recomputation(step.config, settings.modules)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
         return OffloadEngine(settings.engine, meter=self._meter)

@@ -26,19 +26,6 @@ def check_recomputation(config: Any, names: Sequence[str]) -> None:
             raise ValueError(f"offload_modules has {name!r}, but {conflict}")
 
 
-def check_supported_features(config: Any) -> None:
-    """Rejects ways to run a model that do not call its submodules, so that nothing could be bracketed.
-
-    Raises:
-        NotImplementedError: naming the setting.
-    """
-    if getattr(config, "cuda_graph_impl", None) not in (None, "none"):
-        raise NotImplementedError(
-            f"offload_activation does not work with cuda_graph_impl={config.cuda_graph_impl!r}: a captured layer does "
-            "not call its submodules. Use cuda_graph_impl='none'"
-        )
-
-
 def check_host_limit(config: Any, limit_bytes: int | None, seq_length: int, micro_batch_size: int) -> None:
     """Rejects a host limit that cannot hold even the smallest useful group: one hidden activation.
 

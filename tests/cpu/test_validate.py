@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron_patches._graphs import check_cuda_graphs  # noqa: E402
 from megatron_patches._modules import MODULES  # noqa: E402
 from megatron_patches._validate import (  # noqa: E402
     check_host_limit,
     check_recomputation,
-    check_supported_features,
     hidden_bytes,
 )
 
@@ -96,8 +97,52 @@ def test_host_limit_below_one_activation() -> None:
         check_host_limit(config(), 8191, 16, 2)
 
 
-@pytest.mark.parametrize("setting", [{"cuda_graph_impl": "local"}])
-def test_known_limits(setting: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=next(iter(setting))):
-        check_supported_features(config(**setting))
-    check_supported_features(config(cuda_graph_impl="none"))
+class Scope(enum.Enum):
+    """As megatron-core keeps what it captures."""
+
+    attn = 1
+    mlp = 2
+    moe = 3
+    moe_router = 4
+    moe_preprocess = 5
+    mamba = 6
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+@pytest.mark.parametrize(
+    ("scope", "captured", "free"),
+    [
+        ("attn", ["attn_norm", "layer_input", "qkv_linear", "core_attn", "mla_up_proj"], ["mlp_norm", "router_fc1"]),
+        ("mlp", ["mlp_norm", "mlp_fc1", "mlp_act"], ["core_attn", "moe_act", "router"]),
+        ("moe", ["router", "experts", "dispatched_tokens", "shared_fc1"], ["core_attn", "mlp_fc1"]),
+        ("moe_router", ["router", "mlp_norm", "shared_experts", "dispatched_tokens"], ["router_fc1", "moe_act"]),
+        ("mamba", ["mamba_mixer", "mamba_in_proj"], ["core_attn", "router_fc2", "mtp_proj"]),
+    ],
+)
+def test_captured_modules_are_refused_and_no_others(
+    setting: str, scope: str, captured: list[str], free: list[str]
+) -> None:
+    graphs = config(**{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope]]})
+    check_cuda_graphs(graphs, free)
+    for name in captured:
+        with pytest.raises(NotImplementedError, match=rf"'{name}'.*'transformer_engine' with {setting}=\[{scope}\]"):
+            check_cuda_graphs(graphs, [*free, name])
+
+
+def test_the_local_implementation_captures_whole_layers() -> None:
+    with pytest.raises(NotImplementedError, match="'router_fc1'"):
+        check_cuda_graphs(config(cuda_graph_impl="local", cuda_graph_scope=[Scope.attn]), ["router_fc1"])
+    check_cuda_graphs(config(cuda_graph_impl="local", cuda_graph_scope=[Scope.moe_router]), ["router_fc1", "core_attn"])
+
+
+@pytest.mark.parametrize("setting", [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local"}])
+def test_without_a_scope_everything_is_captured(setting: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"'mtp_proj'.*'{setting['cuda_graph_impl']}'"):
+        check_cuda_graphs(config(**setting, cuda_graph_modules=[]), ["mtp_proj"])
+
+
+def test_graphs_that_no_training_step_replays_are_let_be() -> None:
+    check_cuda_graphs(config(), ["core_attn"])
+    check_cuda_graphs(config(cuda_graph_impl="none", cuda_graph_scope=[Scope.attn]), ["core_attn"])
+    inference = config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
+    check_cuda_graphs(inference, ["core_attn"])
