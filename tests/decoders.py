@@ -37,7 +37,7 @@ def _equal(mine: Any, theirs: Any) -> bool:
 
 
 def make_decoder(kind: str, num_layers: int = 4, device: str = "cpu", **settings: Any) -> nn.Module:
-    """A "qwen2" (biases in attention, tied embedding) or a "llama" (grouped queries) with the same weights each time."""
+    """A "qwen2" (biases in attention, tied embedding) or a "llama", with the same weights each time."""
     torch.manual_seed(7)
     sizes = {
         "vocab_size": VOCABULARY,

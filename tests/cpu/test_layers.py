@@ -1,0 +1,558 @@
+"""`enable_activation_offloading` in one process. Under FSDP and DDP: tests/dist/test_fsdp.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload_engine.frontends.layers
+from offload_engine import (
+    LayerOffload,
+    OffloadConfig,
+    OffloadError,
+    ResidencyMeter,
+    SavedTensorTracker,
+    enable_activation_offloading,
+)
+from tests.adversarial import AdversarialDevice
+
+WIDTH, ROWS = 16, 8
+BYTES = 4 * WIDTH * ROWS  # of one activation
+ALL = OffloadConfig(min_tensor_bytes=BYTES, directory="none")
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    note: str = "not a tensor"
+
+
+class Layer(nn.Module):
+    """Saves four activations of `BYTES`: its input, three times, and what linear, sin and dropout give."""
+
+    def __init__(self, kind: str = "tensor") -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        y = torch.dropout(x * self.linear(x).sin(), 0.2, self.training)
+        y = y * mask if mask is not None else y
+        return {"tensor": y, "tuple": (y, None), "dict": {"hidden": y}, "dataclass": Output(y)}[self.kind]
+
+
+class Net(nn.Module):
+    """Layers between an embedding and a head, called as `run` says."""
+
+    def __init__(
+        self, num_layers: int = 4, run: Callable[..., Any] = lambda layer, x, **kw: layer(x, **kw), kind: str = "tensor"
+    ) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.stem, self.head, self.run = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), run
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(num_layers))
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = _hidden(self.run(layer, x, **kwargs))
+        return self.head(x).square().mean()
+
+
+def _hidden(output: Any) -> torch.Tensor:
+    if isinstance(output, dict):
+        return output["hidden"]
+    return output[0] if isinstance(output, tuple) else output.hidden if isinstance(output, Output) else output
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def step(model: nn.Module, seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
+    """The loss and every gradient."""
+    torch.manual_seed(seed)
+    loss = model(data(seed), **kwargs)
+    loss.backward()
+    result = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return result
+
+
+def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(mine) == len(theirs) and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.fixture
+def enable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LayerOffload]]:
+    """`enable_activation_offloading` on devices that delay every copy and check every order."""
+    handles: list[LayerOffload] = []
+    monkeypatch.setattr(offload_engine.frontends.layers, "_device_for", lambda model, config: AdversarialDevice())
+
+    def enable(model: nn.Module, *args: Any, **kwargs: Any) -> LayerOffload:
+        handles.append(
+            enable_activation_offloading(model, "none", *args, **{"config": ALL, "meter": ResidencyMeter(), **kwargs})
+        )
+        return handles[-1]
+
+    yield enable
+    for handle in handles:
+        assert not handle.engine.device.hazards  # type: ignore[attr-defined]
+        assert handle.engine.pool.num_leases == 0
+        assert handle.engine.meter is not None and handle.engine.meter.current_bytes == 0
+        handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+Enable = Callable[..., LayerOffload]
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("own", [None, "plain", "reentrant"])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_hugging_face_models_train_the_same_to_the_last_bit(
+    kind: str, own: str | None, enable_ckpt: bool, enable: Enable
+) -> None:
+    pytest.importorskip("transformers")
+    from tests.decoders import HIDDEN, LENGTH, SMALL, make_decoder, train
+
+    model: Any = make_decoder(kind)
+    if own is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": own == "reentrant"})
+    handle = enable(model, enable_ckpt, config=SMALL)
+    assert train(model) == train(make_decoder(kind))
+    stats = handle.stats
+    assert (stats.num_offloaded_groups, stats.num_kept_groups, stats.prefetch_misses) == (3, 1, 0)
+    assert stats.copied_in_bytes == stats.copied_out_bytes
+    input_bytes = 4 * 2 * LENGTH * HIDDEN
+    if own is None and not enable_ckpt:
+        assert stats.copied_out_bytes > 3 * 10 * input_bytes
+    else:
+        assert stats.copied_out_bytes == 3 * input_bytes
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "dataclass"])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_outputs_of_any_form_pass_untouched(kind: str, enable_ckpt: bool, enable: Enable) -> None:
+    model = Net(kind=kind)
+    plain = step(model)
+    outputs: list[Any] = []
+    model.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    handle = enable(model, enable_ckpt)
+    model.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    assert equal(step(model), plain)
+    assert outputs[0] is outputs[1]
+    assert handle.stats.num_offloaded_groups == 3
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_few_layers(num_layers: int, enable_ckpt: bool, enable: Enable) -> None:
+    model = Net(num_layers)
+    plain = step(model)
+    handle = enable(model, enable_ckpt)
+    assert equal(step(model), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (num_layers - 1, 1)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_a_checkpoint_by_hand_around_each_layer_keeps_working(
+    use_reentrant: bool, enable_ckpt: bool, enable: Enable
+) -> None:
+    model = Net(run=lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant))
+    plain = step(model)
+    calls: list[nn.Module] = []
+    model.layers[1].linear.register_forward_hook(lambda module, args, output: calls.append(module))
+    handle = enable(model, enable_ckpt)
+    assert equal(step(model), plain)
+    assert len(calls) == 2  # in forward and in recomputation, not twice there
+    assert handle.stats.copied_out_bytes == 3 * BYTES  # inputs of layers, nothing else
+
+
+@pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_checkpoint_wrappers_keep_working(
+    impl: str, enable_ckpt: bool, enable: Enable, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    model = Net()
+    plain = step(model)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = wrappers.checkpoint_wrapper(layer, wrappers.CheckpointImpl[impl])
+    handle = enable(model, enable_ckpt)
+    assert equal(step(model), plain)
+    assert handle.stats.copied_out_bytes == 3 * BYTES
+    assert ("4 layers are wrapped in CheckpointWrapper and stay checkpointed by that" in caplog.text) == enable_ckpt
+
+
+def test_autocast_and_its_cached_casts_of_weights(enable: Enable) -> None:
+    model = Net()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = step(model)
+        handle = enable(model, config=ALL.replace(min_tensor_bytes=2 * WIDTH * WIDTH))  # as large as a cast weight
+        loss = model(data())
+        shapes = {tuple(saved.buffer.shape) for saved in handle.engine._store.live if saved.buffer is not None}
+        del loss
+        assert (WIDTH, WIDTH) not in shapes and (ROWS, WIDTH) not in shapes
+        assert equal(step(model), plain)
+
+
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_layers_that_do_not_train(enable_ckpt: bool, enable: Enable) -> None:
+    """The first layers get and give tensors without gradients; one adapter in the middle starts the graph."""
+    model = Net(5)
+    model.requires_grad_(False)
+    model.layers[2].linear.bias.requires_grad_()
+    plain = step(model)
+    handle = enable(model, enable_ckpt)
+    assert equal(step(model), plain)
+    model.requires_grad_(False)
+    assert not model(data()).requires_grad
+    assert handle.stats.num_storages_left == 0
+
+
+# -- what is on the device --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_at_most_two_layers_are_on_the_device(enable_ckpt: bool, enable: Enable) -> None:
+    handle = enable(model := Net(8), enable_ckpt)
+    step(model)
+    stats = handle.stats
+    layer_bytes = stats.kept_bytes  # of the last one
+    assert layer_bytes == (BYTES if enable_ckpt else 4 * BYTES)
+    assert stats.managed_bytes == 8 * layer_bytes
+    assert stats.peak_resident_bytes == 2 * layer_bytes
+    assert stats.prefetch_misses == 0
+    assert handle.engine.config.horizon_groups == 2
+
+
+def test_a_horizon_of_the_user_stays(enable: Enable) -> None:
+    handle = enable(model := Net(8), config=ALL.replace(prefetch_layers=3))
+    step(model)
+    assert handle.engine.config.horizon_groups is None
+    assert handle.stats.peak_resident_bytes > 2 * handle.stats.kept_bytes
+
+
+def where(handle: LayerOffload) -> dict[int, set[str]]:
+    """Index of a group -> where its storages are; -1: what no layer saved."""
+    places: dict[int, set[str]] = {}
+    for saved in handle.engine._store.live:
+        places.setdefault(saved.group.index, set()).add(saved.residency.value)
+    return places
+
+
+def test_copies_overlap_the_next_layer_in_both_directions(enable: Enable) -> None:
+    """On a device where a copy completes when somebody waits for it, and no earlier."""
+    handle = enable(model := Net(5))
+    forward: list[dict[int, set[str]]] = []
+    backward: list[dict[int, set[str]]] = []
+    for layer in model.layers:
+        layer.linear.register_forward_hook(lambda module, args, output: forward.append(where(handle)))
+        layer.linear.register_full_backward_hook(lambda module, grad_in, grad_out: backward.append(where(handle)))
+    step(model)
+    for i, places in enumerate(forward[1:], 1):
+        assert places[i - 1] == {"copying out"}
+        assert all(places[earlier] == {"on host"} for earlier in range(i - 1))
+    for i, places in zip(range(4, -1, -1), backward, strict=True):
+        assert set(places) <= {-1, *range(i + 1)}  # what came after is gone
+        assert i == 0 or places[i - 1] == {"copying in"}
+        assert all(places[later] == {"on host"} for later in range(i - 1))
+
+
+def test_what_all_layers_get_stays(enable: Enable) -> None:
+    handle = enable(model := Net())
+    step(model)
+    without = handle.stats
+    step(model, mask=torch.ones(ROWS, WIDTH))
+    assert handle.stats.copied_out_bytes == without.copied_out_bytes > 0
+    step(model, mask=torch.ones(ROWS, WIDTH, requires_grad=True))  # an activation: y, which it multiplies, is saved too
+    assert handle.stats.copied_out_bytes > without.copied_out_bytes
+
+
+def test_outside_the_layers_nothing_moves_but_what_a_layer_saves_too(enable: Enable) -> None:
+    handle = enable(model := Net(5, run=lambda layer, x: layer(x).exp() * x))
+    plain = step(Net(5, run=lambda layer, x: layer(x).exp() * x))
+    places: list[dict[int, set[str]]] = []
+    model.head.register_forward_hook(lambda module, args, output: places.append(where(handle)))
+    assert equal(step(model), plain)
+    assert places[0][-1] == {"resident"}
+    assert all(places[0][i] == {"on host"} for i in range(4))  # x among it, though the product holds it too
+
+
+# -- training loops of all kinds --------------------------------------------------------------------------------------
+
+
+def test_several_models_in_one_process(enable: Enable) -> None:
+    actor, critic = Net(4), Net(6)
+    plain = [step(actor), step(critic, seed=1)]
+    handles = [enable(actor), enable(critic, True)]
+    torch.manual_seed(0)
+    first = actor(data(0))
+    torch.manual_seed(1)
+    second = critic(data(1))
+    first.backward()
+    with torch.no_grad():
+        actor(data(2))
+    second.backward()
+    for loss, model, expected in ((first, actor, plain[0]), (second, critic, plain[1])):
+        assert equal([loss.detach(), *(p.grad for p in model.parameters())], expected)
+    assert [handle.stats.num_offloaded_groups for handle in handles] == [3, 5]
+
+
+def test_two_forwards_before_one_backward_and_gradient_accumulation(enable: Enable) -> None:
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        loss = model(data(0)) + model(data(1))
+        loss.backward()
+        model(data(2)).backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    handle = enable(model := Net())
+    assert equal(run(model), run(Net()))
+    assert handle.stats.num_groups == 4 and handle.stats.num_storages_left == 0
+
+
+def test_a_graph_that_is_kept_and_one_that_is_dropped(enable: Enable) -> None:
+    handle = enable(model := Net().eval())
+    weights = list(model.parameters())
+    loss = model(data())
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    second = torch.autograd.grad(loss, weights)
+    assert equal(list(first), list(second)) and equal([loss.detach(), *first], step(Net().eval()))
+    del loss
+    model(data())
+    assert not handle.engine.has_saved
+    assert equal(step(model), step(Net().eval()))
+
+
+def test_evaluation_and_generation_leave_the_engine_alone(enable: Enable) -> None:
+    pytest.importorskip("transformers")
+    from tests.decoders import SMALL, loss_of, make_decoder
+
+    model: Any = make_decoder("llama")
+    handle = enable(model, config=SMALL)
+    tokens, settings = torch.arange(1, 9)[None], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    loss = loss_of(model, tokens)
+    saved = len(handle.engine._store.live)
+    generated = model.eval().generate(tokens, **settings)
+    assert len(handle.engine._store.live) == saved
+    plain: Any = make_decoder("llama")
+    assert torch.equal(generated, plain.eval().generate(tokens, **settings))
+    loss.backward()
+    assert handle.stats.num_storages_left == 0
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_after_an_exception_in_a_layer_the_next_step_is_right(
+    error: type[BaseException], enable_ckpt: bool, enable: Enable
+) -> None:
+    def fail(module: nn.Module, args: Any) -> None:
+        raise error("in a layer")
+
+    model = Net()
+    plain = step(model)
+    handle = enable(model, enable_ckpt)
+    hook = model.layers[2].linear.register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(data())
+    hook.remove()
+    assert equal(step(model), plain)
+    assert handle.stats.num_groups == 4
+
+
+def test_a_model_that_catches_the_exception_of_a_layer(enable: Enable) -> None:
+    def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return layer(x[:, :3])
+        except RuntimeError:  # shapes do not fit
+            return layer(x)
+
+    plain = step(Net())
+    handle = enable(model := Net(run=run))
+    assert equal(step(model), plain)
+    assert handle.stats.num_offloaded_groups == 3
+
+
+def test_a_step_leaves_nothing_behind(
+    enable: Enable, no_tensor_left: Callable[[], AbstractContextManager[None]]
+) -> None:
+    model = Net()
+    handle = enable(model, True)
+    step(model)
+    with no_tensor_left():
+        step(model)
+    assert not handle.engine.has_saved and not handle.engine.is_in_iteration
+
+
+def test_memory_goes_down() -> None:
+    before, after = ResidencyMeter(), ResidencyMeter()
+    with SavedTensorTracker(before, list(Net(8).parameters())):
+        step(Net(8))
+    model = Net(8)
+    handle = enable_activation_offloading(model, "none", config=ALL, meter=after)
+    step(model)
+    assert after.peak_bytes < 0.4 * before.peak_bytes
+    handle.remove()
+
+
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_compiled_layers(enable_ckpt: bool) -> None:
+    """`Module.compile`, which compiles hooks as well, leaves these alone."""
+    model, plain = Net().eval(), Net().eval()
+    for layer in (*model.layers, *plain.layers):
+        layer.compile(backend="aot_eager")
+    handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
+    for seed in range(2):
+        assert equal(step(model, seed), step(plain, seed))
+        assert handle.stats.num_offloaded_groups == 3
+    handle.remove()
+
+
+# -- on and off -------------------------------------------------------------------------------------------------------
+
+
+def test_remove_gives_everything_back() -> None:
+    model = Net()
+    forwards = [layer.forward for layer in model.layers]
+    model.layers[1].forward = own = lambda x: Layer.forward(model.layers[1], x)  # type: ignore[method-assign]
+    plain = step(model)
+    handle = enable_activation_offloading(model, "none", True, config=ALL)
+    assert model.layers[0].forward != forwards[0]
+    assert handle.layers == ("layers.0", "layers.1", "layers.2", "layers.3")
+    handle.remove()
+    handle.remove()
+    assert model.layers[1].forward is own
+    assert [layer.forward for i, layer in enumerate(model.layers) if i != 1] == [
+        f for i, f in enumerate(forwards) if i != 1
+    ]
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._forward_hooks_always_called for m in model.modules())
+    assert equal(step(model), plain) and not handle.engine.is_in_iteration
+    enable_activation_offloading(model, "none", config=ALL).remove()
+
+
+def test_a_second_call_on_one_model_is_an_error(enable: Enable) -> None:
+    model = Net()
+    enable(model)
+    with pytest.raises(OffloadError, match=r"Net is offloaded already: call remove\(\)"):
+        enable(model)
+    with pytest.raises(OffloadError, match="offloaded already"):
+        enable(nn.Sequential(model), layers=[model.layers[3]])
+
+
+def test_the_checkpointing_of_the_model_is_switched_off_and_on_again(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    from tests.decoders import SMALL, make_decoder
+
+    model: Any = make_decoder("llama")
+    model.gradient_checkpointing_enable()
+    with caplog.at_level(logging.INFO, "offload_engine"):
+        handle = enable_activation_offloading(model, "none", config=SMALL)
+        assert model.is_gradient_checkpointing and "switched off" not in caplog.text
+        handle.remove()
+        handle = enable_activation_offloading(model, "none", True, config=SMALL)
+    assert not model.is_gradient_checkpointing
+    assert "own gradient checkpointing is switched off in 5 modules" in caplog.text
+    assert "4 of 4 layers are checkpointed without reentrance" in caplog.text
+    assert "4 layers, model.layers.0 to model.layers.3, of which the last stays" in caplog.text
+    handle.remove()
+    assert model.is_gradient_checkpointing
+
+
+def test_a_cache_of_keys_is_not_filled_twice(enable: Enable) -> None:
+    """Hugging Face models make one in training, unless told not to; recomputation would append to it again."""
+    pytest.importorskip("transformers")
+    from tests.decoders import SMALL, make_decoder
+
+    tokens = torch.arange(8)[None]
+    losses = []
+    for enable_ckpt in (False, True):
+        model: Any = make_decoder("llama")
+        handle = enable(model, enable_ckpt, config=SMALL)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=True).loss
+        loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
+        assert handle.stats.num_offloaded_groups == 3
+    assert equal(*losses)
+
+
+# -- what is asked for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("FSDP", "unknown strategy 'FSDP'; expected one of 'fsdp', 'fsdp2', 'ddp', 'none'"),
+        ("fsdp", "wrapped in FullyShardedDataParallel, but this Net is not distributed: pass strategy='none'"),
+        ("fsdp2", "sharded with fully_shard, but this Net is not distributed"),
+        ("ddp", "wrapped in DistributedDataParallel, but this Net is not distributed"),
+    ],
+)
+def test_a_strategy_that_does_not_fit(strategy: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        enable_activation_offloading(Net(), strategy)
+
+
+def test_layers_are_the_largest_list_of_equal_modules(enable: Enable) -> None:
+    class Mixture(nn.Module):
+        """More experts than layers; each layer holds its experts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixed = nn.ModuleList([nn.Linear(64, 64), nn.Embedding(999, 9)])
+            self.decoder = nn.Module()
+            self.decoder.layers = nn.ModuleList(Mixture() for _ in range(3))
+
+    assert enable(Model()).layers == ("decoder.layers.0", "decoder.layers.1", "decoder.layers.2")
+
+
+def test_layers_that_are_given(enable: Enable) -> None:
+    model = Net()
+    handle = enable(model, layers=model.layers[1:3])
+    plain = step(Net())
+    assert handle.layers == ("layers.1", "layers.2")
+    assert equal(step(model), plain) and handle.stats.num_groups == 2
+
+
+def test_layers_that_are_not_there() -> None:
+    model = Net()
+    with pytest.raises(
+        ValueError, match=r"Linear has neither layers wrapped by FSDP nor a ModuleList .* layers=\[...\]"
+    ):
+        enable_activation_offloading(nn.Linear(2, 2), "none")
+    with pytest.raises(ValueError, match=r"layers\[1\] is a Linear that is not a module inside this Net"):
+        enable_activation_offloading(model, "none", layers=[model.layers[0], nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match=r"layers\[1\] is a Layer that .* given twice"):
+        enable_activation_offloading(model, "none", layers=[model.layers[0], model.layers[0]])
+    with pytest.raises(ValueError, match=r"layers\[0\] is a Net that is not"):
+        enable_activation_offloading(model, "none", layers=[model])
+    with pytest.raises(ValueError, match="names no layer"):
+        enable_activation_offloading(model, "none", layers=[])
+
+
+def test_a_body_called_without_its_head_is_offloaded(enable: Enable) -> None:
+    pytest.importorskip("transformers")
+    from tests.decoders import SMALL, make_decoder
+
+    model: Any = make_decoder("llama")
+    handle = enable(model, config=SMALL)
+    model.model(input_ids=torch.arange(8)[None]).last_hidden_state.sum().backward()
+    assert handle.stats.num_offloaded_groups == 3
