@@ -7,7 +7,8 @@ Only one forward is under way at a time: every forward node belongs to the plan 
 Each node keeps its inputs until its own backward, as detached leaves, and reads only their gradients then. So the
 engine is told when they have been read for the last time:
 
-- the input of attention, and that of a dense MLP, when that node has run; the communication stream may have made it;
+- the input of attention, and that of a dense MLP, when that node has run. The communication stream may have made it: it
+  adds up the experts' outputs, and receives what the stage before has sent;
 - what the residual connection around the experts adds (the input of the norm before them), when the computation goes on
   behind that connection: at the next layer, or at the next plan. Any sooner and computation would wait for the
   communication that it is there to hide.
@@ -65,12 +66,16 @@ class PlanNodes:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
-        self._communication: Any = None  # the stream of dispatch and combine, as the engine's device names it
+        self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
         self._residual: Callable[[], torch.Tensor | None] = _none
 
     def start_plan(self) -> None:
         """A new plan begins: the computation stream is behind all nodes of the one before."""
+        from megatron.core.pipeline_parallel import utils
+
+        with utils.torch.cuda.stream(utils.get_comm_stream()):  # without a GPU its torch is a stand-in
+            self._communication = self._engine.device.current_stream()
         self._tell_residual()
 
     def run(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
@@ -82,17 +87,15 @@ class PlanNodes:
             self._tell_residual()  # in front of it this stream waits for the node before it
         residual = node.layer_state.residual if node.name == "moe_combine" else None
         is_computation = node.name in (*_ATTENTION, "mlp")
-        if is_computation and self._communication is not None:
+        if is_computation:
             self._engine.note_home(inputs[0], self._communication)
         with chunk.rest_hooks():
             outputs = forward(*inputs)
-        if is_computation and not node.is_mtp:  # whose inputs are parts of one tensor
+        if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
             self._engine.held_elsewhere(inputs[0], num_copies=1)
         elif node.name == "moe_combine":
             self._residual = weakref.ref(residual)
-        elif node.name == "moe_dispatch":
-            self._communication = self._engine.device.current_stream()
         return outputs
 
     def clear(self) -> None:

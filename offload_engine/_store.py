@@ -26,6 +26,7 @@ from offload_engine._transfers import (
     note_last_read,
     settle,
 )
+from offload_engine.config import OffloadConfig
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import ChunkKey
@@ -77,7 +78,7 @@ class ActivationStore:
     """
 
     def __init__(
-        self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, min_tensor_bytes: int
+        self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, config: OffloadConfig
     ) -> None:
         self.stats: IterationStats = IterationStats()
         self.live: dict[SavedStorage, None] = {}
@@ -88,7 +89,8 @@ class ActivationStore:
         self._torch_device = context.device.torch_device
         self._pool = pool
         self._meter = meter
-        self._min_tensor_bytes = min_tensor_bytes
+        self._min_tensor_bytes = config.min_tensor_bytes
+        self._is_room_required = config.host_policy == "error"
         self._empties: dict[torch.dtype, torch.Tensor] = {}
         self._by_key: dict[int, SavedStorage] = {}
         self._weights: frozenset[int] = frozenset()
@@ -198,7 +200,7 @@ class ActivationStore:
             return None
         lease = self._lend(storages)
         if lease is None:
-            self.stats.num_host_limit_groups += 1
+            self._note_no_room(group, sum(saved.nbytes for saved in storages))
             return None
         copied_out = copy_out(storages, lease.lease, self._context)
         for saved in storages:
@@ -289,7 +291,7 @@ class ActivationStore:
         saved = self._by_key.get(key)
         if saved is None or saved.version != tensor._version:
             saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
-            if key in self._homes:
+            if key in self._homes and self._homes[key][1] != saved.stream:
                 saved.home = self._homes[key][1]
             self.live[saved] = None
             if self._meter is not None:
@@ -439,6 +441,15 @@ class ActivationStore:
             saved.lease, saved.region = group_lease, HostRegion(lease.region.slab, offset, saved.nbytes)
             offset += size
         return group_lease
+
+    def _note_no_room(self, group: TensorGroup, nbytes: int) -> None:
+        self.stats.num_host_limit_groups += 1
+        if self._is_room_required:
+            raise OffloadError(
+                f"{group} needs {nbytes:,} bytes of host memory, and at most {self._pool.room_bytes:,} can be lent at "
+                f"once (the pool holds {self._pool.slab_bytes_total:,}, of which {self._pool.lent_bytes:,} are lent). "
+                "Raise host_limit_bytes, offload less, or set host_policy='keep' to leave such groups on the device."
+            )
 
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.

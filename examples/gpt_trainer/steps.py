@@ -53,7 +53,8 @@ class Steps:
         tracker: counts saved tensors during each forward step; None: nothing is counted.
 
     Attributes:
-        spans: when chunks ran forward and backward, while it is asked to record them.
+        spans: when chunks ran forward and backward, while it is asked to record them; none under the all-to-all
+            overlap, where they run together.
     """
 
     def __init__(
@@ -111,15 +112,18 @@ class Steps:
             microbatches(self._args, dataset, first_sample, num_microbatches, self._device) for _ in self._chunks
         ]
         is_single = len(self._chunks) == 1
-        return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=streams[0] if is_single else streams,
-            model=self._chunks[0] if is_single else self._chunks,
-            num_microbatches=num_microbatches,
-            seq_length=self._args.seq_length,
-            micro_batch_size=self._args.micro_batch_size,
-            forward_only=forward_only,
-        )
+        # Under the all-to-all overlap the schedule runs forwards in pieces: all of the step is counted then.
+        is_planned = self._args.overlap_moe_expert_parallel_comm and not forward_only
+        with (self._tracker if is_planned else None) or contextlib.nullcontext():
+            return get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=streams[0] if is_single else streams,
+                model=self._chunks[0] if is_single else self._chunks,
+                num_microbatches=num_microbatches,
+                seq_length=self._args.seq_length,
+                micro_batch_size=self._args.micro_batch_size,
+                forward_only=forward_only,
+            )
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False):
         """What the schedule calls for each microbatch of each chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch  # noqa: E402
 
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.parity import EXPERTS, Case, check_all, run_with, run_without  # noqa: E402
+from tests.dist.streams import adversarial_device  # noqa: E402
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 6, 2], 4: [2, 8, 4]}  # by number of stages in all
@@ -78,6 +80,24 @@ def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
         _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], **early),
     ]
     run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
+    run_ranks(_check_order, _microbatches(shape)[:2], pipeline=shape)
+
+
+def _check_order(microbatches: list[int]) -> None:
+    gc.disable()
+    names = ["layer_input", "qkv_linear", "core_attn", "mlp_norm", *DENSE, "shared_fc2", "router", *EXPERTS]
+    case = _case("mixed", names, delay_wgrad_compute=True)
+    expected = run_without(case, microbatches)
+    for seed in (None, 1, 2):
+        with adversarial_device(seed) as device:
+            counters = run_with(case, microbatches, expected)
+            assert device.hazards == []
+            assert device.num_copies["out"] and device.num_copies["in"]
+            assert all(stats.num_emptied_storages for stats in counters)
 
 
 def _case(kind: str, names: list[str], **more: Any) -> Case:

@@ -20,6 +20,7 @@ OFFLOAD = ("--offload-activation", "--offload-min-tensor-bytes", "1", "--offload
 MOE = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
+OVERLAP = "--bf16 --overlap-moe-expert-parallel-comm"
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +96,18 @@ def _environment() -> dict[str, str]:
         ),
         pytest.param(2, f"{PP2} --pipeline-model-parallel-layout E|tt|tt|L", "core_attn", id="loss-only stage"),
         pytest.param(2, f"--expert-model-parallel-size 2 {MOE}", "core_attn router_fc1", id="ep2"),
+        pytest.param(
+            2,
+            f"--expert-model-parallel-size 2 {MOE} {OVERLAP} --eval-interval 2 --eval-iters 1",
+            "core_attn router_fc1 mlp_norm",
+            id="ep2 all-to-all overlap",
+        ),
+        pytest.param(
+            4,
+            f"--expert-model-parallel-size 2 {VPP2} {MOE} {OVERLAP} --use-distributed-optimizer",
+            "layer_input core_attn router_fc1 moe_act",
+            id="vpp2 ep2 all-to-all overlap",
+        ),
     ],
 )
 def test_offload_changes_no_bit_and_moves_bytes(directory: Path, num_ranks: int, flags: str, modules: str) -> None:
@@ -198,7 +211,10 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
         ("--num-layers 3 --pipeline-model-parallel-size 2", "must be a multiple of the 2"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
         ("--offload-modules core_attn", "without --offload-activation"),
-        ("--offload-activation --offload-modules no_such_module", "'no_such_module' in offload_modules; this model has: "),
+        (
+            "--offload-activation --offload-modules no_such_module",
+            "'no_such_module' in offload_modules; this model has: ",
+        ),
         ("--offload-activation --num-experts 4", "add --disable-bias-linear"),
         ("--metrics-json no_such_directory/metrics.json", "there is no directory no_such_directory"),
         ("--offload-activation --offload-modules router_fc1", "router_fc1"),
