@@ -40,8 +40,7 @@ class OffloadCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Log the counters."""
-        if trainer.logger is not None:
-            pl_module.log_dict({name: float(value) for name, value in self._offload.metrics().items()})
+        pl_module.log_dict({name: float(value) for name, value in self._offload.metrics().items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the model back as it was."""
