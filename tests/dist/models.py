@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state as ps
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -33,6 +38,28 @@ HYBRID: dict[str, Any] = dict(is_hybrid_model=True)
 _SUBLAYERS = "*-*E"
 
 
+class GroupedLinear(torch.nn.Module):
+    """All experts' projections in one call, as TransformerEngine's class of this name, which needs a GPU."""
+
+    def __init__(self, num_experts: int, size_in: int, size_out: int, **options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(num_experts, size_out, size_in))
+        options["init_method"](self.weight)
+        self.weight.allreduce = False  # each rank has experts of its own
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
+        parts = zip(tokens.split(counts), self.weight, strict=True)
+        return torch.cat([part @ weight.t() for part, weight in parts]), None
+
+
+def _grouped_experts(provider: Any, use_grouped_gemm: bool, *legacy: bool) -> Any:
+    """Instead of `LocalSpecProvider.grouped_mlp_modules`."""
+    if legacy:  # 0.16
+        return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    submodules = experts.GroupedMLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+    return functools.partial(experts.TEGroupedMLP, submodules=submodules)
+
+
 class LatentCoreAttention(DotProductAttention):
     """Megatron-core's own core attention, which with latents it replaces by TransformerEngine's."""
 
@@ -42,6 +69,9 @@ class LatentCoreAttention(DotProductAttention):
 
 def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
     """The model chunk of virtual stage `stage`."""
+    if config.moe_grouped_gemm:
+        with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", _grouped_experts):
+            return _gpt(config, stage, **common)
     return _hybrid(config, stage, **common) if config.is_hybrid_model else _gpt(config, stage, **common)
 
 

@@ -53,6 +53,12 @@ def test_dispatchers(dispatcher: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_grouped_experts(shape: Pipeline) -> None:
+    settings = {**_expert_parallel(shape), "moe_grouped_gemm": True}
+    _run(shape, "moe", [*([name] for name in EXPERTS[1:]), EXPERTS, _leaves(EXPERTS)], settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_latent_attention(shape: Pipeline) -> None:
     names = [*ATTENTION, *LATENTS]
     settings = {**_expert_parallel(shape), **LATENT}

@@ -1,0 +1,107 @@
+"""Each way to recompute, together with every name that it leaves something to move for: the same bits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_patches._modules import MODULES, _can_have  # noqa: E402
+from megatron_patches._validate import check_recomputation  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import HYBRID, LATENT  # noqa: E402
+from tests.dist.parity import Case, check_all  # noqa: E402
+
+SHAPES = [Pipeline(), Pipeline(2, 2, expert=2)]
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+GROUPED = {"moe_grouped_gemm": True}
+
+# Module of `recompute_modules` -> model in which it is recomputed.
+SELECTIVE: dict[str, tuple[str, dict[str, Any]]] = {
+    "core_attn": ("mixed", {}),
+    "layernorm": ("mixed", SHARED),
+    "mlp": ("mixed", SHARED),
+    "moe": ("mixed", SHARED),
+    "shared_experts": ("moe", SHARED),
+    "moe_act": ("moe", {**GROUPED, **SHARED}),
+    "mla_up_proj": ("mixed", LATENT),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("module", SELECTIVE)
+def test_selective(module: str, shape: Pipeline) -> None:
+    kind, model = SELECTIVE[module]
+    recompute = {"recompute_granularity": "selective", "recompute_modules": [module]}
+    settings = {**model, **recompute, "expert_model_parallel_size": shape.expert}
+    names = _left_to_move(kind, settings)
+    assert len(names) > 4
+    leaves = [row.name for row in MODULES if row.name in names and not row.parts]
+    _run(shape, [Case(kind, names, settings=settings), Case(kind, leaves, settings=settings)])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_selective_modes_at_once(shape: Pipeline) -> None:
+    modules = ["core_attn", "layernorm", "shared_experts", "moe_act"]
+    recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
+    settings = {**GROUPED, **SHARED, **recompute, "expert_model_parallel_size": shape.expert}
+    _run(shape, [Case("moe", _left_to_move("moe", settings), settings=settings)])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_full(shape: Pipeline) -> None:
+    """The input of a recomputed layer, or of a block of layers, is all that is saved."""
+    common = {"recompute_granularity": "full", "expert_model_parallel_size": shape.expert}
+    uniform = {**common, "recompute_method": "uniform", "recompute_num_layers": 1}
+    cases = [
+        Case("mixed", ["layer_input"], settings=uniform),
+        Case("moe", ["layer_input"], settings={**uniform, **GROUPED}),
+        Case("moe", ["layer_input"], settings={**uniform, "mtp_num_layers": 1}),
+    ]
+    if shape.virtual is None:  # otherwise one layer in each stage is all there are
+        block = {**common, "recompute_method": "block", "recompute_num_layers": 2}
+        cases.append(Case("mixed", ["layer_input", "core_attn", "router_fc1"], settings=block))
+        if find_spec("megatron.core.recompute"):  # before 0.19 such a model recomputes nothing
+            cases.append(Case("mixed", ["layer_input"], settings={**uniform, **HYBRID}))
+    _run(shape, cases)
+
+
+def test_two_layers_in_each_checkpoint() -> None:
+    settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+    run_ranks(check_all, [Case("mixed", ["layer_input", "layer_input"], settings=settings)], [3], pipeline=Pipeline())
+
+
+def _run(shape: Pipeline, cases: list[Case]) -> None:
+    run_ranks(check_all, cases, [2] if shape.size == 1 else [4], pipeline=shape, timeout_s=240.0)
+
+
+def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
+    """Names that such a model has and that do not conflict with its recomputation."""
+    defaults = {
+        "multi_latent_attention": False,
+        "mtp_num_layers": None,
+        "moe_shared_expert_intermediate_size": None,
+        "num_moe_experts": 4,
+        "moe_layer_freq": 1 if kind == "moe" else [0, 1],
+    }
+    config = SimpleNamespace(**{**defaults, **settings})
+    names = []
+    for row in MODULES:
+        has = _can_have(config, row) and not row.name.startswith("mamba_")
+        if row.name == "qk_norm":
+            has = config.multi_latent_attention
+        if has and not _conflicts(config, row.name):
+            names.append(row.name)
+    return names
+
+
+def _conflicts(config: Any, name: str) -> bool:
+    try:
+        check_recomputation(config, [name])
+    except ValueError:
+        return True
+    return False
