@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 from megatron_patches._modules import canonical_names, known_names
 from megatron_patches._registry import Patch
 from offload_engine import OffloadConfig
+from offload_engine.config import HOST_POLICIES
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
@@ -30,13 +31,16 @@ class _Setting(NamedTuple):
     default: Any
     help: str
     parse: Callable[[str], Any] | None = None  # None: a switch
+    choices: tuple[str, ...] | None = None
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
     def argparse_kwargs(self) -> dict[str, Any]:
-        how = {"action": "store_true"} if self.parse is None else {"type": self.parse}
+        how: dict[str, Any] = {"action": "store_true"} if self.parse is None else {"type": self.parse}
+        if self.choices is not None:
+            how["choices"] = self.choices
         return {"dest": self.name, "default": self.default, "help": self.help, **how}
 
     def definition(self) -> tuple[str, Any, Any]:
@@ -57,7 +61,7 @@ def _size(text: str) -> int:
 
 # Sizes default to None here, which stands for what `apply(config=...)` was given, else for OffloadConfig's default.
 _SIZE = Optional[int]  # noqa: UP045
-_PATH = Optional[str]  # noqa: UP045
+_TEXT = Optional[str]  # noqa: UP045
 _SETTINGS = (
     _Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
     _Setting(
@@ -67,8 +71,16 @@ _SETTINGS = (
         "offload_host_limit_bytes",
         _SIZE,
         None,
-        "Upper bound on host memory of each process; what finds no room stays on the device. Default: none.",
+        "Upper bound on host memory of each process. Default: four fifths of what is free.",
         _size,
+    ),
+    _Setting(
+        "offload_host_policy",
+        _TEXT,
+        None,
+        "What finds no room below that bound is kept on the device, or is an error. Default: keep.",
+        str,
+        HOST_POLICIES,
     ),
     _Setting(
         "offload_horizon_bytes",
@@ -86,7 +98,7 @@ _SETTINGS = (
     ),
     _Setting(
         "offload_dir",
-        _PATH,
+        _TEXT,
         None,
         "Without a GPU: directory of the host tier's file, 'none' for plain memory. Default: a temporary directory.",
         str,
@@ -197,10 +209,14 @@ def check_fields(config: Any) -> None:
 
     Raises:
         ValueError: for an unknown module name, a size that is negative or no integer, `offload_modules` without
-            `offload_activation`, or megatron-core's own offloading switched on as well.
+            `offload_activation`, an unknown policy, or megatron-core's own offloading switched on as well.
     """
     for name in _SIZES:
         _check_size(name, getattr(config, name, None))
+    if config.offload_host_policy not in (None, *HOST_POLICIES):
+        raise ValueError(
+            f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
+        )
     if config.offload_activation:
         _check_others_are_off(config)
         canonical_names(config.offload_modules or (), config)

@@ -20,6 +20,11 @@ _GROWTH_DIVISOR = 16
 """A new slab is at least this fraction of what the pool has: large against the storages in it, so that little is lost
 at its end, and small enough that the last one overshoots the peak by little."""
 
+DEFAULT_SHARE = 0.8
+"""Without a limit the pool holds at most this share of what it holds and what its host tier has free, whenever it
+grows. So processes of one machine that grow side by side leave each other room, what others take meanwhile is theirs,
+and a machine that shows more memory the more of it is used can be used up to its end."""
+
 _WASTE_TOLERATED = 1.08
 """Slab bytes, as a multiple of the peak ever lent, from which on the slabs are worth being replaced by one."""
 
@@ -63,8 +68,8 @@ class HostPool:
 
     Args:
         device: where slabs come from.
-        limit_bytes: the pool never holds more slab bytes than this; None: no limit but the host tier's own.
-        slab_bytes: smallest slab to ask for, where the limit allows it.
+        limit_bytes: the pool never holds more slab bytes than this; None: `DEFAULT_SHARE` of what is free.
+        slab_bytes: smallest slab to ask for at first, where the limit allows it.
 
     Raises:
         ValueError: for a negative limit or a slab size that is not positive.
@@ -90,6 +95,14 @@ class HostPool:
         self.peak_lent_bytes = 0
         self.slab_bytes_total = 0
         self.num_leases = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """The most bytes that one lease could get now."""
+        self._settle()
+        with self._lock:
+            largest = max((extent.nbytes for extent in self._free), default=0)
+            return max(largest, self._room())
 
     def lend(self, nbytes: int) -> HostLease | None:
         """Lend `nbytes` bytes.
@@ -207,8 +220,10 @@ class HostPool:
         """Add a slab with room for `need` bytes; False where limit and host tier do not allow it."""
         if not self._make_room(need):
             return False
-        wanted = self._round_up(max(need, self._slab_bytes, self.slab_bytes_total // _GROWTH_DIVISOR))
-        wanted = min(wanted, self._room(wanted))
+        # Little is missing, if anything, once a step is over or slabs were replaced.
+        smallest = 0 if self._peak_ever or self._peak_at_consolidation else self._slab_bytes
+        wanted = self._round_up(max(need, smallest, self.slab_bytes_total // _GROWTH_DIVISOR))
+        wanted = min(wanted, self._room())
         if self._add_slab(wanted) or (wanted > need and self._add_slab(need)):
             return True
         closed = [self._close_slab(extent) for extent in self._idle_slabs()]  # the tier is full, perhaps of these
@@ -231,24 +246,25 @@ class HostPool:
             self._close_slab(extent)
         self._peak_at_consolidation = peak
         wanted = self._round_up(int(peak * (1 + _CONSOLIDATION_HEADROOM)))
-        self._add_slab(min(wanted, self._room(wanted)))  # where that fails, the pool grows step by step again
+        self._add_slab(min(wanted, self._room()))  # where that fails, the pool grows step by step again
 
-    def _room(self, wanted: int) -> int:
-        """How many more slab bytes the limit allows, `wanted` where there is no limit."""
-        if self._limit_bytes is None:
-            return wanted
-        return (self._limit_bytes - self.slab_bytes_total) & -self._device.host_alignment
+    def _room(self) -> int:
+        """How many more slab bytes the limit allows."""
+        limit = self._limit_bytes
+        if limit is None:
+            limit = int(DEFAULT_SHARE * (self.slab_bytes_total + self._device.free_host_bytes()))
+        return max(0, limit - self.slab_bytes_total) & -self._device.host_alignment
 
     def _make_room(self, need: int) -> bool:
         """Close as few idle slabs (all too small, or they would have been lent) as the limit asks for."""
-        short = need - self._room(need)
+        short = need - self._room()
         if short <= 0:
             return True
         idle = self._idle_slabs()
         if sum(extent.nbytes for extent in idle) < short:
             return False
         for extent in idle:
-            if self._room(need) < need:
+            if self._room() < need:
                 self._close_slab(extent)
         return True
 

@@ -6,11 +6,12 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from offload_engine._smp import config_fields
 
 MIB = 1 << 20
+HOST_POLICIES: tuple[str, ...] = ("keep", "error")
 HORIZONS = ("horizon_bytes", "horizon_groups", "prefetch_layers")
 
 
@@ -27,8 +28,12 @@ class OffloadConfig:
     """Storages smaller than this stay on the device: a small copy wastes the link (64 KiB reach a tenth of it)."""
 
     host_limit_bytes: int | None = None
-    """Upper bound on host-tier bytes of this process; a group that finds no room stays resident and is counted.
-    None: as much as the host tier has free."""
+    """Upper bound on host-tier bytes of this process. None: four fifths of what the machine, the control group or the
+    directory has free, seen when the host tier grows."""
+
+    host_policy: Literal["keep", "error"] = "keep"
+    """What happens to a group that finds no room below that bound: it stays resident and is counted, or the step ends
+    with an error that names it."""
 
     horizon_bytes: int | None = None
     """How many bytes of copy-in may be issued ahead of their use. None: twice the largest group seen so far, unless one
@@ -60,6 +65,8 @@ class OffloadConfig:
             self._check_size(field)
         for field in ("horizon_groups", "prefetch_layers"):
             self._check_count(field)
+        if self.host_policy not in HOST_POLICIES:
+            raise ValueError(f"host_policy must be one of {', '.join(HOST_POLICIES)}, got {self.host_policy!r}")
         horizons = [f for f in HORIZONS if getattr(self, f) is not None]
         if len(horizons) > 1:
             raise ValueError(f"{' and '.join(horizons)} bound the same thing: set one of them")

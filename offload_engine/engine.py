@@ -52,7 +52,7 @@ class OffloadEngine:
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes)
         self.current_chunk: ChunkOffloadHandler | None = None
         context = TransferContext(self.device)
-        self._store = ActivationStore(context, self.pool, self.meter, self.config.min_tensor_bytes)
+        self._store = ActivationStore(context, self.pool, self.meter, self.config)
         releases = ReleaseQueue(
             self._store, self.device, self.config.max_inflight_bytes, self.config.max_inflight_groups
         )
@@ -184,6 +184,17 @@ class OffloadEngine:
             stream: as `engine.device.current_stream()` names it.
         """
         self._store.note_home(tensor, stream)
+
+    def trim_host_memory(self) -> int:
+        """Give host memory that nothing uses, and no copy reads any more, back to the system.
+
+        Whole slabs only. Between two steps that is nearly all; the next step obtains what it needs anew, which is slow
+        where it is pinned. `close()` gives back everything.
+
+        Returns:
+            Number of bytes given back.
+        """
+        return self.pool.trim()
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.

@@ -133,6 +133,9 @@ class Device(Protocol):
         Nothing to do on real devices; the adversarial device poisons the bytes here.
         """
 
+    def free_host_bytes(self) -> int:
+        """How many bytes the host tier, as far as this process may use it, has free at the moment."""
+
     def new_slab(self, nbytes: int) -> HostSlab:
         """Obtain host-tier bytes (`nbytes` is a multiple of `host_alignment`).
 

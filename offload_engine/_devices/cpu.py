@@ -15,7 +15,8 @@ import torch
 
 from .base import Event, HostRead, HostRegion, HostSlab, PlainRead, Stream
 from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
-from .file_slab import FileSlab, check_directory
+from .file_slab import FileSlab, check_directory, free_bytes
+from .host_memory import available_host_bytes
 from .memory_slab import MemorySlab
 from .regions import check_copy, check_slab_size, whole
 
@@ -111,6 +112,9 @@ class CpuDevice:
 
     def on_release(self, buffer: torch.Tensor) -> None:
         pass
+
+    def free_host_bytes(self) -> int:
+        return available_host_bytes() if self.directory is None else free_bytes(self.directory)
 
     def new_slab(self, nbytes: int) -> HostSlab:
         check_slab_size(nbytes, self.host_alignment)

@@ -17,6 +17,7 @@ import torch
 
 from .base import CopyError, Event, HostRead, HostRegion, HostSlab, Stream
 from .cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime
+from .host_memory import available_host_bytes
 from .host_read import MappedReader
 from .pinned import PinnedSlab, numa_node_of
 from .regions import check_copy, check_slab_size, whole
@@ -125,6 +126,9 @@ class CudaDevice:
         if stream == torch._C._cuda_getCurrentRawStream(self._index):
             return nullcontext()  # nearly always, and it takes a tenth of the time
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
+
+    def free_host_bytes(self) -> int:
+        return available_host_bytes()
 
     def new_slab(self, nbytes: int) -> HostSlab:
         check_slab_size(nbytes, self.host_alignment)

@@ -5,19 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 HOST_RESERVE_BYTES = 512 << 20
 """Left free by the memory-backed host tiers, so that the rest of the process does not meet the out-of-memory killer."""
 
 
+_NO_LIMIT_BYTES = 1 << 60
+"""Version 1 control groups write a number of this order where there is no limit."""
+
+
+class _Group(NamedTuple):
+    """Memory of one control group."""
+
+    limit: int
+    free: int
+
+
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes of memory that can still be taken: the smaller of `MemAvailable` and each control group's remainder.
+
+    Some virtual machines show more memory the more of it is used. Where a control group is allowed more than the
+    machine shows in all, the machine is taken for such a one, and the groups alone count.
 
     Args:
         root: where `/proc` and `/sys` are found; another folder only in tests.
     """
-    remainders = [_machine_available(root), *_control_group_remainders(root)]
-    return max(0, min(remainders))
+    groups = list(_control_groups(root))
+    free = [group.free for group in groups]
+    if not groups or min(group.limit for group in groups) <= _machine_total(root):
+        free.append(_machine_available(root))
+    return max(0, min(free))
 
 
 def check_memory(nbytes: int, purpose: str) -> None:
@@ -34,6 +52,10 @@ def check_memory(nbytes: int, purpose: str) -> None:
         )
 
 
+def _machine_total(root: Path) -> int:
+    return _key_values(root / "proc/meminfo").get("MemTotal:", _NO_LIMIT_BYTES) * 1024
+
+
 def _machine_available(root: Path) -> int:
     fields = _key_values(root / "proc/meminfo")
     if "MemAvailable:" in fields:
@@ -41,25 +63,25 @@ def _machine_available(root: Path) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no /proc: not Linux
 
 
-def _control_group_remainders(root: Path) -> Iterator[int]:
-    """Limit minus use of every control group above this process that has a limit, versions 1 and 2."""
+def _control_groups(root: Path) -> Iterator[_Group]:
+    """Every control group above this process that has a limit, versions 1 and 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _remainders_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
+            yield from _groups_upwards(root / "sys/fs/cgroup", path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             mount = root / "sys/fs/cgroup/memory"
-            yield from _remainders_upwards(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _groups_upwards(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def _remainders_upwards(mount: Path, path: str, limit_file: str, usage_file: str) -> Iterator[int]:
+def _groups_upwards(mount: Path, path: str, limit_file: str, usage_file: str) -> Iterator[_Group]:
     # Inside a container the path may be the host's and not exist here: the walk then ends at the mount itself,
     # which is the container's own group.
     group = mount / path.lstrip("/")
     while True:
         limit, usage = _number(group / limit_file), _number(group / usage_file)
-        if limit is not None and usage is not None:
-            yield limit - usage + _reclaimable(group / "memory.stat")
+        if limit is not None and usage is not None and limit < _NO_LIMIT_BYTES:
+            yield _Group(limit, limit - usage + _reclaimable(group / "memory.stat"))
         if group == mount or mount not in group.parents:
             return
         group = group.parent

@@ -24,6 +24,7 @@ FIELDS = {
     "offload_activation",
     "offload_min_tensor_bytes",
     "offload_host_limit_bytes",
+    "offload_host_policy",
     "offload_horizon_bytes",
     "offload_max_inflight_bytes",
     "offload_dir",
@@ -97,6 +98,10 @@ def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
         ({"offload_activation": True, "offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
         ({"offload_activation": True, "offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
         ({"offload_activation": True, "offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
+        (
+            {"offload_activation": True, "offload_host_policy": "spill"},
+            "offload_host_policy must be one of keep, error",
+        ),
         ({"offload_max_inflight_bytes": "1"}, "offload_max_inflight_bytes must be a whole number"),
         (
             {"offload_activation": True, "offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11},
@@ -154,11 +159,12 @@ def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:
 def test_flags() -> None:
     parser = add_offload_arguments(argparse.ArgumentParser())
     words = (
-        "--offload-activation --offload-modules core_attn router_fc1 --offload-min-tensor-bytes 4 --offload-dir none"
+        "--offload-activation --offload-modules core_attn router_fc1 --offload-min-tensor-bytes 4 --offload-dir none "
+        "--offload-host-policy error"
     )
     args = parser.parse_args(words.split())
     assert args.offload_modules == ["core_attn", "router_fc1"] and args.offload_activation
-    assert offload_config_from_args(args) == OffloadConfig(min_tensor_bytes=4, directory="none")
+    assert offload_config_from_args(args) == OffloadConfig(min_tensor_bytes=4, directory="none", host_policy="error")
     assert offload_config_from_args(parser.parse_args([])) == OffloadConfig()
 
 

@@ -40,6 +40,11 @@ def test_non_integer_size_is_refused(name: str, value: object) -> None:
         OffloadConfig(**{name: value})
 
 
+def test_unknown_host_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="host_policy must be one of keep, error, got 'spill'"):
+        OffloadConfig(host_policy="spill")  # type: ignore[arg-type]
+
+
 def test_threshold_cannot_be_none() -> None:
     with pytest.raises(TypeError, match="min_tensor_bytes"):
         OffloadConfig(min_tensor_bytes=None)  # type: ignore[arg-type]

@@ -61,6 +61,22 @@ def test_version_1_with_a_path_of_the_host(root: Path) -> None:
     assert host_memory.available_host_bytes(root) == GIB
 
 
+def test_a_machine_that_grows_with_its_use_is_known_by_a_group_that_may_have_more(root: Path) -> None:
+    group = dict(sys__fs__cgroup__memorydotmax=f"{64 * GIB}\n", sys__fs__cgroup__memorydotcurrent=f"{4 * GIB}\n")
+    write(root, proc__self__cgroup="0::/\n", **group)
+    assert host_memory.available_host_bytes(root) == 60 * GIB  # of a machine that shows 32 in all, 16 of them free
+
+
+def test_version_1_without_a_limit(root: Path) -> None:
+    write(
+        root,
+        proc__self__cgroup="4:memory:/\n",
+        sys__fs__cgroup__memory__memorydotlimit_in_bytes="9223372036854771712\n",
+        sys__fs__cgroup__memory__memorydotusage_in_bytes=f"{3 * GIB}\n",
+    )
+    assert host_memory.available_host_bytes(root) == 16 * GIB
+
+
 def test_never_negative(root: Path) -> None:
     write(
         root,
