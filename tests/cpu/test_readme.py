@@ -40,7 +40,8 @@ FOREIGN = {
     "checkpoint_wrapper", "context_fn", "debug", "determinism_check", "device_type", "early_stop", "fully_shard",
     "generate", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "megatron.core",
     "MLATransformerConfig", "nn.Module", "no_grad", "none", "preserve_rng_state", "record_stream", "save_on_cpu",
-    "torch", "torch.cuda", "torch.distributed.pipelining", "torch.utils.checkpoint.checkpoint", "TransformerConfig",
+    "torch", "torch.cuda", "torch.distributed.pipelining", "torch.compile", "torch.utils.checkpoint.checkpoint",
+    "TransformerConfig",
     # TransformerEngine
     "AsyncDoubleBufferGroupOffloadHandler", "manual_synchronization", "model_layers", "num_layers", "offload_stream",
     "retain_pinned_cpu_buffers",
