@@ -30,11 +30,10 @@ class LayerCheckpoints:
     Args:
         model: whose own checkpointing is switched off as long as this lasts.
         layers: to be checkpointed; one that `apply_activation_checkpointing` wrapped is left as it is.
-        groups: a layer is checkpointed where its group is open.
+        groups: of those layers; one is checkpointed where its group is open.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
-        self._groups = groups
         # Of the modules themselves: the wrapper of FSDP1 has every attribute of what it wraps.
         self._switched_off = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing") is True]
         self._layers = [layer for layer in layers if not is_checkpointed(layer)]
@@ -43,7 +42,7 @@ class LayerCheckpoints:
         # What the instances had of their own before; mostly nothing, `forward` is a method of their class.
         self._originals = [(layer.inner, layer.inner.__dict__.get("forward")) for layer in self._layers]
         for layer in self._layers:
-            layer.inner.__dict__["forward"] = self._checkpointed(layer.module, layer.inner.forward)
+            layer.inner.__dict__["forward"] = _CheckpointedForward(layer.inner.forward, layer.module, groups)
         self._log(type(model).__name__, len(layers))
 
     def remove(self) -> None:
@@ -55,22 +54,6 @@ class LayerCheckpoints:
         for module in self._switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
         self._originals, self._switched_off = [], []
-
-    def _checkpointed(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            if self._groups.open_layer is not layer:  # evaluation, recomputation
-                return forward(*args, **kwargs)
-            kwargs = _without_cache(kwargs)
-            names, num_args = tuple(kwargs), len(args)
-
-            def run(*values: Any) -> Any:
-                return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
-
-            # All by position: what is passed by keyword a checkpoint holds by itself, past the hooks of any offload.
-            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
-
-        return checkpointed
 
     def _log(self, model: str, num_layers: int) -> None:
         logger.info(
@@ -92,6 +75,31 @@ class LayerCheckpoints:
                 model,
                 num_layers - len(self._layers),
             )
+
+
+class _CheckpointedForward:
+    """Stands in for the forward of a layer, and in a copy of that layer for the forward of the copy."""
+
+    def __init__(self, forward: Callable[..., Any], layer: nn.Module, groups: LayerGroups) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward = forward
+        self._layer = layer
+        self._groups: LayerGroups | None = groups
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._groups is None or self._groups.open_layer is not self._layer:  # a copy, evaluation, recomputation
+            return self._forward(*args, **kwargs)
+        kwargs = _without_cache(kwargs)
+        names, num_args = tuple(kwargs), len(args)
+
+        def run(*values: Any) -> Any:
+            return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+        # All by position: what is passed by keyword a checkpoint holds by itself, past the hooks of any offload.
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_groups": None}
 
 
 def is_checkpointed(layer: Layer) -> bool:

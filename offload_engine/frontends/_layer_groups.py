@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,9 +13,24 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.frontends._compiling import untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
 from offload_engine.frontends._session import Session, is_in_backward
 from offload_engine.frontends._weights import with_storage
+
+
+class GroupHook:
+    """A hook of `LayerGroups` on a module; on a copy of that module, or one loaded from a file, it does nothing."""
+
+    def __init__(self, function: Callable[..., None] | None) -> None:
+        self.function: Callable[..., None] | None = function and untraced(function)
+
+    def __call__(self, *args: Any) -> None:
+        if self.function is not None:
+            self.function(*args)
+
+    def __reduce__(self) -> Any:
+        return GroupHook, (None,)
 
 
 class _Forward:
@@ -61,17 +76,18 @@ class LayerGroups:
         self._is_in_context = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[RemovableHandle] = [
-            body.register_forward_pre_hook(self._before_body, prepend=True),
-            body.register_forward_hook(self._after_body, always_call=True),
+            body.register_forward_pre_hook(GroupHook(self._before_body), prepend=True),
+            body.register_forward_hook(GroupHook(self._after_body), always_call=True),
         ]
         for layer in layers:
-            enter = partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])
+            enter = GroupHook(partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1]))
             self._handles += [
                 # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
                 layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                layer.module.register_forward_hook(self._leave_layer, always_call=True),
+                layer.module.register_forward_hook(GroupHook(self._leave_layer), always_call=True),
             ]
-            self._handles += [unit.register_forward_pre_hook(self._keep_weights) for unit in units_inside(layer)]
+            for unit in units_inside(layer):
+                self._handles.append(unit.register_forward_pre_hook(GroupHook(self._keep_weights)))
 
     @property
     def open_layer(self) -> nn.Module | None:

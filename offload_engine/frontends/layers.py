@@ -18,7 +18,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._find_layers import Layer, body_of, check_strategy, find_layers
 from offload_engine.frontends._layer_checkpoint import LayerCheckpoints
-from offload_engine.frontends._layer_groups import LayerGroups
+from offload_engine.frontends._layer_groups import GroupHook, LayerGroups
 from offload_engine.frontends._session import Session
 from offload_engine.meter import ResidencyMeter
 
@@ -116,8 +116,7 @@ def enable_activation_offloading(
 
 
 def _has_groups(layer: Layer) -> bool:
-    hooks = layer.module._forward_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), LayerGroups) for hook in hooks)
+    return any(isinstance(hook, GroupHook) and hook.function for hook in layer.module._forward_hooks.values())
 
 
 def _device_for(model: nn.Module, config: OffloadConfig) -> Device | None:

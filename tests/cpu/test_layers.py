@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -409,17 +411,20 @@ def test_memory_goes_down() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_compiled_layers(enable_ckpt: bool) -> None:
-    """`Module.compile`, which compiles hooks as well, leaves these alone."""
+def test_compiled_layers_and_models(is_whole: bool, enable_ckpt: bool) -> None:
+    """`Module.compile` compiles hooks of the module as well, but for these."""
     model, plain = Net().eval(), Net().eval()
-    for layer in (*model.layers, *plain.layers):
-        layer.compile(backend="aot_eager")
+    for net in (model, plain):
+        for module in [net] if is_whole else net.layers:
+            module.compile(backend="aot_eager")
     handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
     for seed in range(2):
         assert equal(step(model, seed), step(plain, seed))
-        assert handle.stats.num_offloaded_groups == 3
+        assert handle.stats.num_offloaded_groups == 3 and handle.stats.prefetch_misses == 0
     handle.remove()
+    assert equal(step(model), step(plain))
 
 
 # -- on and off -------------------------------------------------------------------------------------------------------
@@ -442,6 +447,23 @@ def test_remove_gives_everything_back() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._forward_hooks_always_called for m in model.modules())
     assert equal(step(model), plain) and not handle.engine.is_in_iteration
     enable_activation_offloading(model, "none", config=ALL).remove()
+
+
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_a_copy_of_the_model_is_a_plain_one(enable_ckpt: bool, enable: Enable) -> None:
+    handle = enable(model := Net(run=Layer.__call__), enable_ckpt)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2)  # were its layers those of the model, this would have no effect
+        expected = Net()
+        expected.load_state_dict(other.state_dict())
+        assert equal(step(other), step(expected))
+        assert handle.stats.num_groups == 0
+        enable(other, enable_ckpt)
 
 
 def test_a_second_call_on_one_model_is_an_error(enable: Enable) -> None:
