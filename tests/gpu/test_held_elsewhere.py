@@ -1,0 +1,98 @@
+"""Storages that somebody keeps, on a real GPU: their memory comes back to the process, and their bytes to the holder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from offload_engine import OffloadConfig, OffloadEngine
+from offload_engine._devices.cuda import CudaDevice
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU and a CUDA build of torch: run `pytest -m gpu tests` on such a machine",
+    ),
+]
+
+MIB = 1 << 20
+LATE_CYCLES = 200_000_000  # about 0.1 s: long enough that a missing wait is seen every time
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    torch.cuda.empty_cache()  # tests compare addresses
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 40, horizon_bytes=0))
+    yield engine
+    engine.close()
+
+
+def square(engine: OffloadEngine, x: torch.Tensor) -> torch.Tensor:
+    chunk = engine.start_chunk()
+    chunk.open_group("square")
+    with chunk.saved_tensors_hooks():
+        out = x.square()
+    chunk.close_group()
+    return out
+
+
+def delay(stream: int) -> None:
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        torch.cuda._sleep(LATE_CYCLES)
+
+
+def test_memory_falls_although_it_is_held_and_bytes_come_back(engine: OffloadEngine) -> None:
+    x = torch.randn(16 * MIB, device="cuda", requires_grad=True)
+    expected, nbytes = x.detach().cpu(), 64 * MIB
+    with engine.iteration():
+        out = square(engine, x)
+        before = torch.cuda.memory_allocated()
+        engine.held_elsewhere(x)
+        engine._mover.releases.drain()
+        assert torch.cuda.memory_allocated() == before - nbytes and x.untyped_storage().nbytes() == 0
+        out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.detach().cpu(), expected) and torch.equal(x.grad.cpu(), 2 * expected)
+
+
+def test_a_late_copy_out_is_not_overtaken_by_what_takes_the_bytes(engine: OffloadEngine) -> None:
+    x = torch.ones(MIB, device="cuda", requires_grad=True)
+    address = x.data_ptr()
+    with engine.iteration():
+        torch.cuda.synchronize()
+        delay(engine._store._context.copy_out_stream)
+        out = square(engine, x)
+        engine.held_elsewhere(x)
+        engine._mover.releases.drain()
+        taken = torch.full((MIB,), 5.0, device="cuda")
+        assert taken.data_ptr() == address  # else this test shows nothing
+        out.sum().backward()
+    assert x.grad is not None and x.eq(1).all() and x.grad.eq(2).all() and taken.eq(5).all()
+
+
+def test_a_late_copy_in_is_not_overtaken_by_its_reader(engine: OffloadEngine) -> None:
+    x = torch.ones(MIB, device="cuda", requires_grad=True)
+    with engine.iteration():
+        out = square(engine, x)
+        engine.held_elsewhere(x)
+        engine._mover.releases.drain()
+        torch.cuda.synchronize()
+        delay(engine._store._context.copy_in_stream)
+        out.sum().backward()
+    assert x.grad is not None and x.grad.eq(2).all() and x.eq(1).all()
+
+
+def test_bytes_are_restored_from_the_pool_of_the_compute_stream() -> None:
+    torch.cuda.empty_cache()
+    device = CudaDevice()
+    compute, other = device.current_stream(), torch.cuda.Stream()
+    x = torch.ones(MIB, device="cuda")
+    storage, address = x.untyped_storage(), x.data_ptr()
+    device.empty(storage)
+    with torch.cuda.stream(other):
+        buffer = device.restore(storage, 4 * MIB, compute)
+    assert buffer.data_ptr() == x.data_ptr() == address and buffer.nbytes == 4 * MIB
+    device.close()
