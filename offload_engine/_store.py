@@ -273,12 +273,12 @@ class ActivationStore:
     @_undisturbed
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
-        self._synchronize()
+        self._wait_for_copies()
         # What must be restored last: the memory for it is there when all else has gone.
         for saved in sorted(self.live, key=SavedStorage.is_still_held):
             saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
             self._retire(saved)
-        self._synchronize()
+        self._wait_for_copies()
         self.prefetched_bytes = 0
         self._excluded.clear()
         self._homes.clear()
@@ -363,7 +363,7 @@ class ActivationStore:
         except torch.OutOfMemoryError as error:  # as after the one that has ended the step, say
             logger.warning("no memory to restore a tensor that is held elsewhere, of %s: %s", saved.group, error)
 
-    def _synchronize(self) -> None:
+    def _wait_for_copies(self) -> None:
         device = self._context.device
         for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -49,9 +51,10 @@ def make_input() -> torch.Tensor:
 
 
 @pytest.fixture(params=["cpu", "adversarial"])
-def bench(request: pytest.FixtureRequest) -> Bench:
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     device = AdversarialDevice(host_capacity=1 << 16) if request.param == "adversarial" else None
-    return Bench(device, max_inflight_bytes=1 << 30)
+    yield Bench(device, max_inflight_bytes=1 << 30)
+    assert device is None or device.hazards == []
 
 
 @pytest.mark.parametrize("is_told_first", [True, False], ids=["told before the release", "told after it"])

@@ -1,4 +1,4 @@
-"""Storages that somebody keeps, on a real GPU: their memory comes back to the process, and their bytes to the holder."""
+"""Storages that somebody keeps, on a real GPU: the process gets their memory back, and the holder the bytes."""
 
 from __future__ import annotations
 
