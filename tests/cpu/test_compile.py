@@ -1,0 +1,176 @@
+"""torch.compile inside and around offloaded regions: the same bits as compiled without offload, or a clear refusal."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from offload_engine import ManagedActivations, OffloadConfig, OffloadEngine, OffloadError, manage_activations
+from tests.adversarial import AdversarialDevice
+
+WIDTH, ROWS, DEPTH = 32, 16, 4
+TENSOR_BYTES = WIDTH * ROWS * 4
+
+Region = Callable[[], AbstractContextManager[Any]]
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler on the path"
+)
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> Iterator[None]:
+    """Nothing compiled before, and nothing left over."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def device() -> Iterator[AdversarialDevice]:
+    device = AdversarialDevice()
+    yield device
+    assert not device.hazards
+
+
+@pytest.fixture
+def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), device)
+    activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)
+    yield activations
+    activations.close()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(DEPTH)]
+    return nn.Sequential(*layers)
+
+
+def train(model: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], region: Region) -> list[torch.Tensor]:
+    losses = []
+    for step in range(3):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+        with region():
+            loss = call(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+def compiled_layers(region: Region, backend: str) -> list[torch.Tensor]:
+    model = make_model()
+    for layer in model:
+        layer.compile(backend=backend)
+    return train(model, model, region)
+
+
+def compiled_model(region: Region, backend: str) -> list[torch.Tensor]:
+    model = make_model()
+    return train(model, torch.compile(model, backend=backend), region)
+
+
+def compiled_part(region: Region, backend: str) -> list[torch.Tensor]:
+    """A compiled function between eager ones, called twice."""
+    model = make_model()
+    middle = torch.compile(lambda x: model[2](model[1](x)).sin(), backend=backend)
+    return train(model, lambda x: model[3](middle(middle(model[0](x))).exp()), region)
+
+
+@pytest.mark.parametrize(
+    "scenario, backend",
+    [
+        (compiled_layers, "eager"),
+        (compiled_layers, "aot_eager"),
+        (compiled_model, "aot_eager"),
+        (compiled_part, "aot_eager"),
+        pytest.param(compiled_part, "inductor", marks=[needs_compiler, pytest.mark.slow]),  # a minute of g++
+    ],
+)
+def test_parity_without_a_graph_break(
+    scenario: Callable[[Region, str], list[torch.Tensor]],
+    backend: str,
+    device: AdversarialDevice,
+    activations: ManagedActivations,
+) -> None:
+    expected = scenario(nullcontext, backend)
+    torch._dynamo.reset()
+    found = scenario(lambda: activations, backend)
+    assert len(expected) == len(found) > DEPTH
+    assert all(map(torch.equal, expected, found))
+    assert device.num_copies["out"] and device.num_copies["in"] and not activations.engine.has_saved
+    assert not counters["graph_break"]
+
+
+def test_compiled_layers_come_back_ahead_of_their_use(activations: ManagedActivations) -> None:
+    compiled_layers(lambda: activations, "aot_eager")
+    assert activations.stats.prefetch_misses == 0
+    assert activations.stats.peak_resident_bytes < activations.stats.managed_bytes / 2
+
+
+def test_a_compiled_model_needs_everything_at_once_and_is_warned_about(
+    activations: ManagedActivations, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled_model(lambda: activations, "aot_eager")
+    assert activations.stats.prefetch_misses > DEPTH
+    for compiled in (torch.compile(make_model()), make_model()):
+        compiled.compile()
+        caplog.clear()
+        manage_activations(compiled)
+        assert "is compiled as a whole" in caplog.text
+    caplog.clear()
+    manage_activations(make_model())
+    assert not caplog.text
+
+
+def test_entering_inside_compiled_code_is_refused(activations: ManagedActivations) -> None:
+    model = make_model()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with activations:
+            return model(x)
+
+    compiled = torch.compile(call, backend="eager")
+    with pytest.raises(OffloadError, match="inside a function that torch.compile compiles. Put it around the call"):
+        compiled(torch.ones(ROWS, WIDTH))
+    with activations:  # what the message says to do
+        loss = torch.compile(model, backend="eager")(torch.ones(ROWS, WIDTH)).sum()
+    loss.backward()
+
+
+def test_a_function_that_is_not_compiled_may_enter_inside_compiled_code(activations: ManagedActivations) -> None:
+    model = make_model()
+
+    @torch.compiler.disable
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        with activations:
+            return model(x)
+
+    compiled = torch.compile(lambda x: middle(x.sin()).cos(), backend="aot_eager")
+    loss = compiled(torch.ones(ROWS, WIDTH)).sum()
+    assert activations.stats.managed_bytes > 0
+    loss.backward()
+
+
+def test_compiled_autograd(activations: ManagedActivations) -> None:
+    """The backward is traced and compiled: it takes every saved tensor first."""
+    from torch._dynamo import compiled_autograd
+
+    def run(region: Region) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+            model = make_model()
+            return train(model, model, region)
+
+    expected = run(nullcontext)
+    found = run(lambda: activations)
+    assert all(map(torch.equal, expected, found))
+    assert activations.stats.copied_in_bytes > 0 and not activations.engine.has_saved
