@@ -31,6 +31,7 @@ from tests.checkpointed import (
     Block,
     Stack,
     all_equal,
+    first_recomputation,  # noqa: F401 (a fixture)
     make_language_model,
     random_tokens,
     train,
@@ -74,8 +75,8 @@ def run(function: Checkpoint, is_reentrant: bool = False, num_steps: int = 2, **
 def test_bound_to_an_engine(offload: CheckpointOffload, device: AdversarialDevice, is_reentrant: bool) -> None:
     """With dropout in every block, so the random state is that of PyTorch's checkpoint."""
     with device.observe_compute():
-        found = run(offload.checkpoint, is_reentrant, num_steps=1)
-    assert all_equal(found, run(torch_checkpoint, is_reentrant, num_steps=1))
+        found = run(offload.checkpoint, is_reentrant)
+    assert all_equal(found, run(torch_checkpoint, is_reentrant))
     stats = offload.stats
     assert stats.copied_out_bytes == DEPTH * INPUT_BYTES and stats.num_groups == DEPTH
     assert stats.peak_resident_bytes == 2 * INPUT_BYTES and stats.prefetch_misses == 0

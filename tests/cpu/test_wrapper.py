@@ -25,6 +25,7 @@ from tests.checkpointed import (
     Block,
     Stack,
     all_equal,
+    first_recomputation,  # noqa: F401 (a fixture)
     make_language_model,
     make_stack,
     random_tokens,

@@ -1,0 +1,92 @@
+"""`offload_wrapper` and `checkpoint` on a real GPU: parity to the last bit, and memory as the allocator sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine import CheckpointOffload, OffloadConfig, offload_wrapper
+from tests.checkpointed import FAMILIES, WAYS, all_equal, make_language_model
+
+LENGTH, HIDDEN, DEPTH, VOCABULARY = 4096, 1024, 12, 512
+INPUT_BYTES = LENGTH * HIDDEN * 2
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCABULARY,
+}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(family: str, way: str | None) -> Any:
+    # Without dropout attention is a fused kernel. Its backward is deterministic in the math and efficient kernels.
+    return make_language_model(family, way, attention_dropout=0.0, **SIZES).to("cuda", torch.bfloat16)
+
+
+def train(model: Any, num_steps: int = 3) -> list[torch.Tensor]:
+    """Losses and all gradients; the GPU is far behind the host all the time."""
+    seen: list[torch.Tensor] = []
+    for step in range(num_steps):
+        tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        model.zero_grad()
+    return seen
+
+
+def peak_of_step(model: Any) -> int:
+    """The most bytes allocated in a step, above what is there before it: all gradients, from the step before."""
+    tokens = torch.ones(1, LENGTH, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model.model(tokens).last_hidden_state.sum().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_gradient_to_the_last_bit(family: str, way: str) -> None:
+    model = offload_wrapper(make(family, way))
+    found = train(model)
+    stats = model.activation_offload.stats
+    model.activation_offload.remove()
+    assert all_equal(found, train(make(family, way)))
+    assert stats.copied_out_bytes == DEPTH * INPUT_BYTES and stats.peak_resident_bytes <= 2 * INPUT_BYTES
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_inputs_are_off_the_device(way: str) -> None:
+    """At the turn-around plain checkpointing holds all inputs; with offload two of them, and the embeddings."""
+    plain = peak_of_step(make("llama", way))
+    model = offload_wrapper(make("llama", way))
+    offloaded = peak_of_step(model)
+    model.activation_offload.remove()
+    assert plain - offloaded >= (DEPTH - 4) * INPUT_BYTES
+
+
+def test_checkpoint_as_the_function_of_transformers() -> None:
+    import offload_engine
+
+    model = make("qwen2", None)
+    model._set_gradient_checkpointing(True, offload_engine.checkpoint)
+    with CheckpointOffload(OffloadConfig(horizon_groups=2)) as offload:
+        found = train(model)
+    assert offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
+    offload.close()
+    assert all_equal(found, train(make("qwen2", "transformers")))
