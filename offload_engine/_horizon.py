@@ -1,4 +1,4 @@
-"""How far ahead of the backward copy-ins may be issued: three ways to bound it."""
+"""How far ahead of the backward copy-ins may be issued: four ways to bound it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from offload_engine.config import OffloadConfig
 class Horizon:
     """Decides whether the copy-in of one more group may be issued. This one, the base of the others, always agrees."""
 
-    def has_room(self, nbytes: int) -> bool:
-        """True if another group may stay or come back ahead of its backward, `nbytes` in all."""
+    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
+        """True if another group may come back, or stay before its release, ahead of its backward."""
         return True
 
     def admit_late(self, group: TensorGroup) -> bool:
@@ -47,8 +47,9 @@ class HorizonBytes(Horizon):
         self._largest_bytes = 0
         self._staying: list[TensorGroup] = []  # recalled before their release, not reached yet
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
         """See `Horizon`."""
+        nbytes = arriving_bytes + staying_bytes
         limit = 2 * self._largest_bytes if self._limit is None else self._limit
         ahead = self._store.prefetched_bytes + sum(map(_staying_bytes, self._staying))
         return limit > 0 and (ahead == 0 or nbytes == 0 or ahead + nbytes <= limit)
@@ -70,52 +71,39 @@ class HorizonBytes(Horizon):
         self._staying = []
 
 
-class HorizonGroups(Horizon):
-    """At most so many groups with bytes on the device for the backward, the one it is in included."""
+class ResidentHorizon(Horizon):
+    """As far as `ActivationStore.resident_limit_bytes` has room, but always one group."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._groups: list[TensorGroup] = []
-        self._reached: TensorGroup | None = None  # has its place before its copy-in is issued
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
         """See `Horizon`."""
-        self._groups = [g for g in self._groups if _is_on_device(g) or (g is self._reached and g.storages)]
-        return len(self._groups) < self._limit
+        is_first = arriving_bytes == 0 or self._store.prefetched_bytes == 0
+        return is_first or self._store.has_resident_room(arriving_bytes)
+
+
+class HorizonGroups(Horizon):
+    """At most so many groups with bytes on the device for a backward to come, besides the group whose backward runs.
+
+    What the backward has left behind does not count: only a retained graph keeps it, and waiting would not free it.
+    """
+
+    def __init__(self, num_ahead: int) -> None:
+        self._num_ahead = num_ahead
+        self._ahead: list[TensorGroup] = []  # issued, or not released, and not reached yet
+
+    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
+        """See `Horizon`."""
+        self._ahead = [group for group in self._ahead if _is_on_device(group)]
+        return len(self._ahead) < self._num_ahead
 
     def admit_late(self, group: TensorGroup) -> bool:
         """See `Horizon`."""
-        if not self.has_room(0):
+        if not self.has_room(0, 0):
             return False
         self.note_issued(group)
         return True
-
-    def note_issued(self, group: TensorGroup) -> None:
-        """See `Horizon`."""
-        if group not in self._groups:
-            self._groups.append(group)
-
-    def note_reached(self, group: TensorGroup) -> None:
-        """See `Horizon`."""
-        self._reached = group
-        self.note_issued(group)
-
-    def clear(self) -> None:
-        """See `Horizon`."""
-        self._groups, self._reached = [], None
-
-
-class PrefetchLayers(Horizon):
-    """At most so many groups ahead of the one whose backward runs; how many of those behind it stay is no matter."""
-
-    def __init__(self, distance: int) -> None:
-        self._distance = distance
-        self._ahead: list[TensorGroup] = []
-
-    def has_room(self, nbytes: int) -> bool:
-        """See `Horizon`."""
-        self._ahead = [group for group in self._ahead if group.storages]  # the others have lost their graph
-        return len(self._ahead) < self._distance
 
     def note_issued(self, group: TensorGroup) -> None:
         """See `Horizon`."""
@@ -133,9 +121,11 @@ class PrefetchLayers(Horizon):
 def make_horizon(config: OffloadConfig, store: ActivationStore) -> Horizon:
     """The one that `config` asks for."""
     if config.horizon_groups is not None:
-        return HorizonGroups(config.horizon_groups)
+        return HorizonGroups(config.horizon_groups - 1)  # one place is that of the group in use
     if config.prefetch_layers is not None:
-        return PrefetchLayers(config.prefetch_layers)
+        return HorizonGroups(config.prefetch_layers)
+    if config.resident_bytes is not None:
+        return ResidentHorizon(store)
     return HorizonBytes(store, config.horizon_bytes)
 
 

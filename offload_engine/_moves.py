@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload_engine._horizon import ResidentHorizon
 from offload_engine._prefetch import ChunkGroups, Prefetcher, on_host_storages
 from offload_engine._release import ReleaseQueue
 from offload_engine._saved import TensorGroup
@@ -17,6 +18,12 @@ class Mover:
         self.prefetcher: Prefetcher = prefetcher
         self._dry_run = dry_run
 
+    def limit_resident(self, nbytes: int) -> None:
+        """Bound what is resident, and by that alone what is in flight and how far ahead copy-ins are issued."""
+        if self.store.resident_limit_bytes is None:
+            self.prefetcher.use_horizon(ResidentHorizon(self.store))
+        self.store.resident_limit_bytes = nbytes
+
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
         self.prefetcher.start_chunk(chunk)
@@ -26,8 +33,7 @@ class Mover:
         """The forward of `group` is over."""
         if group.is_kept:
             self.keep(group)
-            # The chunk turns around here, at its peak: what was copied out before this group is off the device by then.
-            self.releases.drain()
+            self.releases.before_kept()
         else:
             self._note(group)
             if not self._dry_run:

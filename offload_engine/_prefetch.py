@@ -62,6 +62,10 @@ class Prefetcher:
         self._backward_chunk = None
         self._window = self._upcoming(self._positions.get(Action("F", chunk.key), len(self._actions)) + 1)
 
+    def use_horizon(self, horizon: Horizon) -> None:
+        """From now on `horizon` bounds what is issued ahead."""
+        self._horizon = horizon
+
     def note_group(self, group: TensorGroup) -> None:
         """A group has committed: learn how large groups are."""
         self._horizon.note_committed(group)
@@ -94,7 +98,7 @@ class Prefetcher:
             return True
         group = chunk.groups[chunk.next_index]
         on_host = on_host_storages(group)
-        if not self._horizon.has_room(sum(saved.nbytes for saved in (*on_host, *leaving_storages(group)))):
+        if not self._horizon.has_room(total_bytes(on_host), total_bytes(leaving_storages(group))):
             return False
         chunk.next_index -= 1
         self._horizon.note_issued(group)
@@ -129,6 +133,11 @@ class Prefetcher:
                 break
             chunks.append(chunk)
         return chunks
+
+
+def total_bytes(storages: Sequence[SavedStorage]) -> int:
+    """Bytes of all of them."""
+    return sum(saved.nbytes for saved in storages)
 
 
 def leaving_storages(group: TensorGroup) -> list[SavedStorage]:

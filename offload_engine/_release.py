@@ -16,6 +16,9 @@ class ReleaseQueue:
     `max_inflight_groups`, of unreleased copies the compute stream is made to wait for the oldest: that is the
     back-pressure, and it never blocks a host that runs ahead of its device. Where a backward begins, and with it the
     peak, half as many bytes may be left by other chunks.
+
+    Where resident bytes have a limit of their own (`ActivationStore.resident_limit_bytes`), that alone decides: nothing
+    is released before it has to be, for what is still there when the backward begins need not come back.
     """
 
     def __init__(
@@ -37,6 +40,10 @@ class ReleaseQueue:
 
     def advance(self) -> None:
         """Release what has been copied out, and as many more as the limit on copies in flight asks for."""
+        if self._store.resident_limit_bytes is not None:
+            while self._queue and not self._store.has_resident_room(self._largest_bytes):
+                self._release_oldest()
+            return
         while self._queue and (self._is_over_limit() or self._device.is_complete(self._queue[0].copied_out)):
             self._release_oldest()
 
@@ -46,8 +53,15 @@ class ReleaseQueue:
         Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
         copy may just have been issued, and compute would wait for all of it.
         """
+        if self._store.resident_limit_bytes is not None:
+            return
         while self._queue and 2 * self._inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
             self._release_oldest()
+
+    def before_kept(self) -> None:
+        """A chunk turns around, at its peak: what was copied out before is off the device by then."""
+        if self._store.resident_limit_bytes is None:
+            self.drain()
 
     def drain(self) -> None:
         """Release everything."""

@@ -73,6 +73,7 @@ class ActivationStore:
         live: storages with a handle left.
         resident_bytes: bytes of `live`, but for what no group saved, that are on the device, or have a buffer there for
             a copy-in.
+        resident_limit_bytes: how many of those there may be; None: nobody asked.
         prefetched_bytes: bytes of copy-in that are issued and not used yet.
         has_failed: a copy has failed since the iteration began.
     """
@@ -83,6 +84,7 @@ class ActivationStore:
         self.stats: IterationStats = IterationStats()
         self.live: dict[SavedStorage, None] = {}
         self.resident_bytes: int = 0
+        self.resident_limit_bytes: int | None = config.resident_bytes
         self.prefetched_bytes: int = 0
         self.has_failed: bool = False
         self._context = context
@@ -116,6 +118,10 @@ class ActivationStore:
         self.stats.host_bytes = self._pool.slab_bytes_total
         self.stats.num_storages_left = len(self.live)
         return self.stats
+
+    def has_resident_room(self, nbytes: int) -> bool:
+        """True if `nbytes` more would not exceed the limit of resident bytes."""
+        return self.resident_limit_bytes is None or self.resident_bytes + nbytes <= self.resident_limit_bytes
 
     def exclude(self, tensor: torch.Tensor) -> None:
         """Never copy the storage of `tensor` in this iteration."""

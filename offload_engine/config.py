@@ -12,7 +12,7 @@ from offload_engine._smp import config_fields
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
-HORIZONS = ("horizon_bytes", "horizon_groups", "prefetch_layers")
+HORIZONS = ("horizon_bytes", "horizon_groups", "prefetch_layers", "resident_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class OffloadConfig:
 
     horizon_bytes: int | None = None
     """How many bytes of copy-in may be issued ahead of their use. None: twice the largest group seen so far, unless one
-    of the next two bounds the same thing in another unit: one of the three at most."""
+    of the next three bounds the same thing in another way: one of the four at most."""
 
     horizon_groups: int | None = None
     """How many groups may be on the device at once: in forward those being copied out, one of them still in use, in
@@ -47,6 +47,11 @@ class OffloadConfig:
     prefetch_layers: int | None = None
     """How early to load: while the backward of a group runs, copy-ins of up to this many groups after it are issued.
     The `activation_loading_horizon` of SMP v1."""
+
+    resident_bytes: int | None = None
+    """How many bytes of saved tensors groups may have on the device at once, the group that runs included: a budget.
+    Compute waits for a copy-out only where it would be exceeded. What fits when the backward begins stays, and copy-ins
+    run as far ahead as there is room. None: everything leaves as soon as it can, for the lowest peak."""
 
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
@@ -61,10 +66,12 @@ class OffloadConfig:
     """Mark groups and account for their bytes, but move nothing: shows what offloading would have to work with."""
 
     def __post_init__(self) -> None:
-        for field in ("min_tensor_bytes", "host_limit_bytes", "horizon_bytes", "max_inflight_bytes"):
+        for field in ("min_tensor_bytes", "host_limit_bytes", "horizon_bytes", "resident_bytes", "max_inflight_bytes"):
             self._check_size(field)
         for field in ("horizon_groups", "prefetch_layers"):
             self._check_count(field)
+        if self.resident_bytes is not None and self.max_inflight_bytes is not None:
+            raise ValueError("resident_bytes bounds the copies in flight too: leave max_inflight_bytes out")
         if self.host_policy not in HOST_POLICIES:
             raise ValueError(f"host_policy must be one of {', '.join(HOST_POLICIES)}, got {self.host_policy!r}")
         horizons = [f for f in HORIZONS if getattr(self, f) is not None]

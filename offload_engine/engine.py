@@ -185,6 +185,14 @@ class OffloadEngine:
         """
         self._store.note_home(tensor, stream)
 
+    def limit_resident(self, nbytes: int) -> None:
+        """From now on keep at most `nbytes` of saved tensors on the device.
+
+        As `OffloadConfig.resident_bytes`, for callers who learn it only when something has been saved. Takes the place
+        of the bounds on copies in flight and on the horizon.
+        """
+        self._mover.limit_resident(nbytes)
+
     def trim_host_memory(self) -> int:
         """Give host memory that nothing uses, and no copy reads any more, back to the system.
 

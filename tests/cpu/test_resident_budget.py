@@ -1,0 +1,89 @@
+"""`OffloadConfig.resident_bytes`: at most so many saved bytes on the device, and as few copies as that allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from tests.adversarial import AdversarialDevice
+
+GROUP_BYTES = 256
+NUM_GROUPS = 8
+
+
+class Bench:
+    """One chunk of equal groups; nothing is copied before somebody waits for it."""
+
+    def __init__(self, **settings: int) -> None:
+        self.device = AdversarialDevice(host_capacity=1 << 16)
+        self.meter = ResidencyMeter()
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device, self.meter)
+        self.engine.begin_iteration()
+
+    def forward(self) -> tuple[ChunkOffloadHandler, list[object]]:
+        chunk = self.engine.start_chunk()
+        return chunk, [self._save(chunk, value) for value in range(NUM_GROUPS)]
+
+    def backward(self, chunk: ChunkOffloadHandler, handles: list[object]) -> None:
+        for index in reversed(range(NUM_GROUPS)):
+            chunk.on_group_commit_backward(chunk.chunk_groups.groups[index])
+            assert torch.equal(chunk.tensor_pop(handles.pop()), torch.full((GROUP_BYTES,), index, dtype=torch.uint8))
+
+    def step(self) -> None:
+        self.backward(*self.forward())
+        self.engine.end_iteration()
+        assert self.device.hazards == []
+
+    @staticmethod
+    def _save(chunk: ChunkOffloadHandler, value: int) -> object:
+        chunk.open_group("group")
+        handle = chunk.tensor_push(torch.full((GROUP_BYTES,), value, dtype=torch.uint8))
+        chunk.close_group()
+        return handle
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 5])
+def test_the_budget_holds_in_forward_and_in_backward(num_groups: int) -> None:
+    bench = Bench(resident_bytes=num_groups * GROUP_BYTES)
+    bench.step()
+    assert bench.meter.peak_bytes == num_groups * GROUP_BYTES
+
+
+def test_what_fits_when_the_backward_begins_need_not_come_back() -> None:
+    bench = Bench(resident_bytes=5 * GROUP_BYTES)
+    bench.step()
+    stats = bench.engine.stats
+    assert stats.copied_out_bytes == NUM_GROUPS * GROUP_BYTES
+    assert stats.copied_in_bytes == (NUM_GROUPS - 4) * GROUP_BYTES  # the fifth place was free for a next group
+    assert stats.prefetch_misses == 0
+
+
+def test_a_completed_copy_is_released_only_where_its_room_is_needed() -> None:
+    bench = Bench(resident_bytes=NUM_GROUPS * GROUP_BYTES)
+    chunk, handles = bench.forward()
+    bench.device.synchronize_all()
+    chunk.open_group("empty")
+    chunk.close_group()
+    assert bench.meter.current_bytes == (NUM_GROUPS - 1) * GROUP_BYTES
+    handles.clear()
+
+
+def test_the_budget_may_be_learned_while_the_model_runs() -> None:
+    bench = Bench()
+    bench.engine.limit_resident(5 * GROUP_BYTES)
+    bench.step()
+    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
+    assert bench.engine.stats.copied_in_bytes == (NUM_GROUPS - 4) * GROUP_BYTES
+
+
+def test_a_budget_below_one_group_still_runs() -> None:
+    bench = Bench(resident_bytes=1)
+    bench.step()
+    assert bench.engine.stats.copied_in_bytes == NUM_GROUPS * GROUP_BYTES
+
+
+@pytest.mark.parametrize("other", ["horizon_bytes", "horizon_groups", "prefetch_layers", "max_inflight_bytes"])
+def test_a_budget_and_another_bound_contradict_each_other(other: str) -> None:
+    with pytest.raises(ValueError, match=f"resident_bytes.*{other}|{other}.*resident_bytes"):
+        OffloadConfig(resident_bytes=1 << 20, **{other: 2})
