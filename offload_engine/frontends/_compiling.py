@@ -28,9 +28,14 @@ def refuse_when_compiled(what: str) -> None:
     Raises:
         OffloadError: there. The tracer takes it for a reason to run the caller as it is; then it reaches the user.
     """
-    # No public function tells whether the caller of the caller is being compiled once the tracer has given it up.
-    if torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+    if is_compiled():
         raise OffloadError(
             f"{what} is inside a function that torch.compile compiles. Put it around the call of the compiled "
             "function, or compile the layers inside it, or mark the function around it with torch.compiler.disable."
         )
+
+
+def is_compiled() -> bool:
+    """True in code that torch.compile traces, or has given up tracing but for the functions called there."""
+    # No public function tells the latter.
+    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())

@@ -1,4 +1,4 @@
-"""`LayerGroups`: hooks on a model that make each call of a layer a group."""
+"""`LayerGroups`: hooks on a model that make each call of a layer a group, or several where it saves much."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine.chunk import ChunkOffloadHandler
-from offload_engine.frontends._compiling import untraced
+from offload_engine.errors import OffloadError
+from offload_engine.frontends._compiling import is_compiled, untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
 from offload_engine.frontends._session import Session, is_in_backward
 from offload_engine.frontends._weights import with_storage
@@ -23,7 +24,7 @@ class GroupHook:
     """A hook of `LayerGroups` on a module; on a copy of that module, or one loaded from a file, it does nothing."""
 
     def __init__(self, function: Callable[..., None] | None) -> None:
-        self.function: Callable[..., None] | None = function and untraced(function)
+        self.function: Callable[..., None] | None = function
 
     def __call__(self, *args: Any) -> None:
         if self.function is not None:
@@ -39,6 +40,7 @@ class _Forward:
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self.chunk: ChunkOffloadHandler = chunk
         self.layer: nn.Module | None = None  # whose group is open
+        self.layer_bytes: int = 0  # of its groups before that
         self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
         self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
 
@@ -54,6 +56,9 @@ class _Saved(NamedTuple):
 class LayerGroups:
     """Opens a group when a layer is called and closes it, with its copy-out, when the layer returns.
 
+    A group that has saved `group_bytes` is closed before that, and another one opened: its copy need not wait for the
+    end of a large layer, nor the backward of that layer for all of its bytes.
+
     Saved tensors come in through one pair of hooks around the forward of the body, the module that runs the layers.
     What is saved in a layer belongs to its group. What is saved between layers moves with a group that saves it too.
 
@@ -68,10 +73,24 @@ class LayerGroups:
         body: runs all `layers`.
         layers: in order; the last one stays on the device.
         session: of the model.
+        group_bytes: see above; None: one group a layer.
+        num_resident_layers: of how many layers, the largest so far, the bytes may be on the device at once; None: the
+            configuration of the engine has a bound.
     """
 
-    def __init__(self, body: nn.Module, layers: Sequence[Layer], session: Session) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        layers: Sequence[Layer],
+        session: Session,
+        *,
+        group_bytes: int | None = None,
+        num_resident_layers: int | None = None,
+    ) -> None:
         self.session: Session = session
+        self._group_bytes = group_bytes
+        self._num_resident_layers = num_resident_layers
+        self._largest_layer_bytes = 0
         self._forward: _Forward | None = None
         self._is_in_context = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -80,14 +99,14 @@ class LayerGroups:
             body.register_forward_hook(GroupHook(self._after_body), always_call=True),
         ]
         for layer in layers:
-            enter = GroupHook(partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1]))
+            enter = GroupHook(untraced(partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])))
             self._handles += [
                 # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
                 layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                layer.module.register_forward_hook(GroupHook(self._leave_layer), always_call=True),
+                layer.module.register_forward_hook(GroupHook(untraced(self._leave_layer)), always_call=True),
             ]
             for unit in units_inside(layer):
-                self._handles.append(unit.register_forward_pre_hook(GroupHook(self._keep_weights)))
+                self._handles.append(unit.register_forward_pre_hook(GroupHook(untraced(self._keep_weights))))
 
     @property
     def open_layer(self) -> nn.Module | None:
@@ -117,6 +136,11 @@ class LayerGroups:
     # -- hooks on modules --------------------------------------------------------------------------------------------
 
     def _before_body(self, body: nn.Module, args: Any) -> None:
+        if is_compiled() and torch.is_grad_enabled():
+            raise OffloadError(
+                f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would cut its "
+                "graph in pieces. Compile the layers instead: for layer in layers: layer.compile()"
+            )
         self._enter_body()
 
     def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
@@ -160,12 +184,14 @@ class LayerGroups:
         self._keep_shared_inputs(args, kwargs)
         if torch.is_grad_enabled() and self._is_on_top():
             forward.layer = layer
+            forward.layer_bytes = 0
             return
         source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         forward.input_groups.add(group)
         # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
+        self._note_layer(group.nbytes)
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._forward
@@ -175,7 +201,19 @@ class LayerGroups:
         if output is None:  # it raised
             forward.chunk.abandon_group()
         else:
-            forward.chunk.close_group()
+            last = forward.chunk.close_group()
+            self._note_layer(forward.layer_bytes + last.nbytes)
+
+    def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
+        forward.layer_bytes += group.nbytes
+        forward.chunk.close_group()
+        forward.chunk.open_group(group.name).is_kept = group.is_kept
+
+    def _note_layer(self, nbytes: int) -> None:
+        """A layer has saved so many bytes."""
+        if self._num_resident_layers is not None and nbytes > self._largest_layer_bytes:
+            self._largest_layer_bytes = nbytes
+            self.session.engine.limit_resident(self._num_resident_layers * nbytes)
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.
@@ -212,6 +250,8 @@ class LayerGroups:
         group = forward.chunk.innermost_group
         packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
         if isinstance(packed, PackedTensor):
+            if group is not None and self._group_bytes is not None and group.nbytes >= self._group_bytes:
+                self._split_group(forward, group)
             return _Saved(packed, group, forward)
         return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)
 

@@ -411,20 +411,35 @@ def test_memory_goes_down() -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_compiled_layers_and_models(is_whole: bool, enable_ckpt: bool) -> None:
+def test_compiled_layers(enable_ckpt: bool) -> None:
     """`Module.compile` compiles hooks of the module as well, but for these."""
     model, plain = Net().eval(), Net().eval()
-    for net in (model, plain):
-        for module in [net] if is_whole else net.layers:
-            module.compile(backend="aot_eager")
+    for layer in (*model.layers, *plain.layers):
+        layer.compile(backend="aot_eager")
     handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
     for seed in range(2):
         assert equal(step(model, seed), step(plain, seed))
         assert handle.stats.num_offloaded_groups == 3 and handle.stats.prefetch_misses == 0
     handle.remove()
-    assert equal(step(model), step(plain))
+
+
+@pytest.mark.parametrize("how", ["Module.compile", "torch.compile"])
+def test_a_model_compiled_as_a_whole_is_refused(how: str) -> None:
+    model: Any = Net().eval()
+    plain = step(model)
+    handle = enable_activation_offloading(model, "none", config=ALL)
+    if how == "Module.compile":
+        compiled = model
+        model.compile(backend="aot_eager")
+    else:
+        compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(OffloadError, match="the Net that runs the offloaded layers is compiled as a whole"):
+        compiled(data())
+    with torch.no_grad():
+        assert torch.equal(compiled(data()), plain[0])
+    handle.remove()
+    assert torch.allclose(step(compiled)[0], plain[0])
 
 
 # -- on and off -------------------------------------------------------------------------------------------------------
