@@ -138,8 +138,8 @@ class LayerGroups:
     def _before_body(self, body: nn.Module, args: Any) -> None:
         if is_compiled() and torch.is_grad_enabled():
             raise OffloadError(
-                f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would cut its "
-                "graph in pieces. Compile the layers instead: for layer in layers: layer.compile()"
+                f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would cut "
+                "its graph in pieces. Compile the layers instead: for layer in layers: layer.compile()"
             )
         self._enter_body()
 
