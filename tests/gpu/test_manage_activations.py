@@ -1,0 +1,168 @@
+"""`manage_activations` on a GPU: the same bits, less memory, on any stream, and with compiled layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload_engine import ManagedActivations, OffloadConfig, manage_activations
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU and a CUDA build of torch: run `pytest -m gpu tests` on such a machine",
+    ),
+]
+
+MIB = 1 << 20
+WIDTH, ROWS, DEPTH = 1024, 4096, 12
+TENSOR_BYTES = WIDTH * ROWS * 2
+
+Region = Callable[[], AbstractContextManager[Any]]
+Call = Callable[[nn.Sequential, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(4, ROWS // 4, 3, 16, WIDTH // 16).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(ROWS, WIDTH)
+        x = x + F.dropout(attended, 0.1)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Gradients of attention are summed in any order otherwise, with offload and without."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.cuda.empty_cache()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def activations() -> Iterator[ManagedActivations]:
+    activations = manage_activations(group_bytes=2 * TENSOR_BYTES)
+    yield activations
+    activations.close()
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(*[Block() for _ in range(DEPTH)]).to("cuda", torch.bfloat16)
+
+
+def train(region: Region, call: Call, model: nn.Sequential | None = None) -> list[torch.Tensor]:
+    model = model or make_model()
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        with region():
+            loss = call(model, x).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+def plain(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def not_reentrant(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x
+
+
+def reentrant(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    x = x.requires_grad_() * 1
+    for layer in model:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return x
+
+
+def on_two_streams(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    for layer in model:
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            x = layer(x)
+        main.wait_stream(side)
+        x = x.sin()
+    return x
+
+
+def under_autocast(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.float16):
+        return model(x)
+
+
+@pytest.mark.parametrize("call", [plain, not_reentrant, reentrant, on_two_streams, under_autocast])
+def test_parity(call: Call, activations: ManagedActivations) -> None:
+    expected, found = train(nullcontext, call), train(lambda: activations, call)
+    assert all(map(torch.equal, expected, found))
+    assert activations.stats.copied_out_bytes > 0 and not activations.engine.has_saved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_parity_of_compiled_layers(mode: str, activations: ManagedActivations) -> None:
+    pytest.importorskip("triton", reason="inductor needs triton on a GPU: pip install triton")
+
+    def compiled(region: Region) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = make_model()
+        for layer in model:
+            layer.compile(mode=mode)
+        return train(region, plain, model)
+
+    expected, found = compiled(nullcontext), compiled(lambda: activations)
+    assert all(map(torch.equal, expected, found))
+    assert activations.stats.copied_out_bytes > 0
+
+
+def test_memory_falls(activations: ManagedActivations) -> None:
+    """The peak falls by nearly all of what was copied out; at most five groups of it are on the device at once."""
+
+    def peak_bytes(region: Region) -> int:
+        model = make_model()
+        train(region, plain, model)  # gradients are there from now on
+        torch.cuda.reset_peak_memory_stats()
+        train(region, plain, model)
+        return torch.cuda.max_memory_allocated()
+
+    without, with_offload = peak_bytes(nullcontext), peak_bytes(lambda: activations)
+    stats = activations.stats
+    assert stats.copied_out_bytes > 0.8 * stats.managed_bytes and stats.prefetch_misses == 0
+    assert without - with_offload > 0.7 * stats.managed_bytes
+
+
+def test_pinned_memory_is_kept(activations: ManagedActivations) -> None:
+    obtained = set()
+    for _ in range(3):
+        train(lambda: activations, plain)
+        obtained.add(activations.stats.host_bytes)
+    assert len(obtained) == 1
+
+
+def test_a_model_on_the_cpu_is_offloaded_from_there() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+    config = OffloadConfig(min_tensor_bytes=0, directory="none")
+    with manage_activations(model, config, group_bytes=4096) as activations:
+        loss = model(torch.ones(64, 64)).sum()
+    loss.backward()
+    assert activations.engine.device.torch_device.type == "cpu" and activations.stats.copied_out_bytes > 0
+    activations.close()
