@@ -51,7 +51,7 @@ def main() -> None:
     if not args.no_offload:
         stats = activations.stats
         print(
-            f"saved per step: {stats.managed_bytes >> 20} MiB, at most {stats.peak_resident_bytes >> 20} MiB resident"
+            f"saved per step: {stats.managed_bytes >> 20} MiB, {stats.peak_resident_bytes >> 20} MiB resident at most"
         )
         print(f"host memory: {stats.host_bytes >> 20} MiB, copy-ins that came late: {stats.prefetch_misses}")
 
