@@ -28,7 +28,8 @@ class IterationStats:
     num_emptied_storages: int = 0
     """Storages that were emptied in place, because tensors outside autograd held them (`held_elsewhere()`)."""
     num_viewed_storages: int = 0
-    """Storages that were to be emptied, but stayed resident: more tensors share them than were told."""
+    """Storages that were to be emptied, but stayed resident: more tensors share them than were told, or they cannot be
+    resized."""
     managed_bytes: int = 0
     """Bytes of all storages the engine took charge of, each counted once."""
     peak_resident_bytes: int = 0

@@ -103,6 +103,33 @@ def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: i
         assert stats.copied_in_bytes == stats.copied_out_bytes > 0
 
 
+def test_after_an_exception_what_is_still_held_can_be_read() -> None:
+    run_ranks(_check_exception)
+
+
+def _check_exception() -> None:
+    gc.disable()
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
+        held.append((kwargs["hidden_states"], kwargs["hidden_states"].detach().clone()))
+
+    def enter_loss(module: Any, args: Any) -> None:
+        assert held[-1][0].untyped_storage().nbytes() == 0
+        raise KeyError("in forward")
+
+    with _applied() as handle:
+        (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"])))
+        chunk.decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True)
+        hook = chunk.output_layer.register_forward_pre_hook(enter_loss)
+        with pytest.raises(KeyError, match="in forward"):
+            run([chunk], 1)
+        assert all(torch.equal(tensor.detach(), before) for tensor, before in held)
+        hook.remove()
+        run([chunk], 2)
+        assert _stats(handle).num_emptied_storages == 2
+
+
 def test_what_is_recomputed_from() -> None:
     """`CheckpointWithoutOutput` saves detached leaves, which the graph keeps; the numbers are those without offload."""
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
