@@ -44,7 +44,7 @@ class Mover:
         """`group` stays resident, and so does what has been copied out and is not released yet: backward comes now."""
         self._note(group)
         self.store.stats.num_kept_groups += 1
-        self.store.stats.kept_bytes += group.nbytes
+        self.store.stats.kept_bytes += group.own_bytes
 
     def copy_out(self, group: TensorGroup) -> None:
         """Issue the copy-out of what `group` saved first."""

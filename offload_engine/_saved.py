@@ -133,7 +133,7 @@ class GroupLease:
 class TensorGroup:
     """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`)."""
 
-    __slots__ = ("chunk", "index", "name", "is_kept", "is_rest", "storages", "nbytes")
+    __slots__ = ("chunk", "index", "name", "is_kept", "is_rest", "storages", "nbytes", "own_bytes")
 
     def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_rest: bool = False) -> None:
         self.chunk = chunk
@@ -143,12 +143,15 @@ class TensorGroup:
         self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
         self.nbytes = 0
+        self.own_bytes = 0  # of what no group saved before
 
     def add(self, storage: SavedStorage) -> None:
         """Note that this group saved `storage`. Idempotent."""
         if storage not in self.storages:
             self.storages[storage] = None
             self.nbytes += storage.nbytes
+            if storage.group is self:
+                self.own_bytes += storage.nbytes
 
     def __repr__(self) -> str:
         stage, microbatch = self.chunk

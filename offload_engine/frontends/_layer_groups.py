@@ -191,7 +191,7 @@ class LayerGroups:
         # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
-        self._note_layer(group.nbytes)
+        self._note_layer(group.own_bytes)
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._forward
@@ -202,10 +202,10 @@ class LayerGroups:
             forward.chunk.abandon_group()
         else:
             last = forward.chunk.close_group()
-            self._note_layer(forward.layer_bytes + last.nbytes)
+            self._note_layer(forward.layer_bytes + last.own_bytes)
 
     def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
-        forward.layer_bytes += group.nbytes
+        forward.layer_bytes += group.own_bytes
         forward.chunk.close_group()
         forward.chunk.open_group(group.name).is_kept = group.is_kept
 
@@ -250,7 +250,7 @@ class LayerGroups:
         group = forward.chunk.innermost_group
         packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
         if isinstance(packed, PackedTensor):
-            if group is not None and self._group_bytes is not None and group.nbytes >= self._group_bytes:
+            if group is not None and self._group_bytes is not None and group.own_bytes >= self._group_bytes:
                 self._split_group(forward, group)
             return _Saved(packed, group, forward)
         return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)

@@ -14,19 +14,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine._stats import IterationStats
-from offload_engine.config import MIB, OffloadConfig
+from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import refuse_when_compiled
 from offload_engine.frontends._device import device_for
-from offload_engine.frontends._groups import AutomaticGroups
+from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._session import Session
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force
 
 logger = logging.getLogger(__name__)
-
-GROUP_BYTES = 32 * MIB
-"""Copied in 0.6 ms at 55 GB/s: many times what the host spends on a group, and little beside a model's activations."""
 
 
 def manage_activations(

@@ -13,10 +13,11 @@ from torch import nn
 from offload_engine._devices import CpuDevice
 from offload_engine._devices.base import Device
 from offload_engine._stats import IterationStats
-from offload_engine.config import OffloadConfig
+from offload_engine.config import HORIZONS, OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._find_layers import Layer, body_of, check_strategy, find_layers
+from offload_engine.frontends._groups import GROUP_BYTES
 from offload_engine.frontends._layer_checkpoint import LayerCheckpoints
 from offload_engine.frontends._layer_groups import GroupHook, LayerGroups
 from offload_engine.frontends._session import Session
@@ -37,7 +38,14 @@ class LayerOffload:
         self.layers: tuple[str, ...] = tuple(layer.name for layer in layers)
         self.engine: OffloadEngine = engine
         self._session = Session(engine, lambda: chain(model.parameters(), model.buffers()))
-        self._groups = LayerGroups(body_of(model, layers), layers, self._session)
+        is_bounded = any(getattr(engine.config, name) is not None for name in (*HORIZONS, "max_inflight_bytes"))
+        self._groups = LayerGroups(
+            body_of(model, layers),
+            layers,
+            self._session,
+            group_bytes=None if engine.config.horizon_groups or engine.config.prefetch_layers else GROUP_BYTES,
+            num_resident_layers=None if is_bounded else 2,
+        )
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
 
     @property
@@ -85,7 +93,8 @@ def enable_activation_offloading(
         enable_ckpt: checkpoint each layer as well, so that its input is all that is kept, and offloaded. The model's
             own checkpointing is then switched off. Without it, a model whose own checkpointing is on stays as it is;
             the inputs of its layers are offloaded.
-        config: bounds and thresholds. Where it names no horizon, `horizon_groups` is 2.
+        config: bounds and thresholds. Where it bounds neither horizon nor resident bytes, the bytes of two layers, the
+            largest so far, are the bound.
         layers: the modules to group by, in the order in which they run; None: they are found.
         meter: counts resident bytes as well.
 
@@ -101,8 +110,6 @@ def enable_activation_offloading(
             "enable_activation_offloading() gave the first time"
         )
     config = config or OffloadConfig()
-    if config.horizon_bytes is None and config.horizon_groups is None and config.prefetch_layers is None:
-        config = config.replace(horizon_groups=2)
     engine = OffloadEngine(config, _device_for(model, config), meter)
     handle = LayerOffload(model, found, engine, enable_ckpt)
     logger.info(

@@ -238,7 +238,21 @@ def test_at_most_two_layers_are_on_the_device(enable_ckpt: bool, enable: Enable)
     assert stats.managed_bytes == 8 * layer_bytes
     assert stats.peak_resident_bytes == 2 * layer_bytes
     assert stats.prefetch_misses == 0
-    assert handle.engine.config.horizon_groups == 2
+
+
+def test_a_large_layer_leaves_in_pieces_and_what_fits_stays(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES)
+    model = Net(8)
+    plain = step(model)
+    handle = enable(model)
+    assert equal(step(model), plain)
+    stats = handle.stats
+    layer_bytes = stats.kept_bytes
+    assert stats.num_offloaded_groups == 7 * 4
+    assert stats.peak_resident_bytes <= 2 * layer_bytes
+    # Of the two layers that may stay one is the last; of the other, all but room for a piece need not come back.
+    assert stats.copied_in_bytes == 6 * layer_bytes + BYTES
+    assert stats.prefetch_misses == 0
 
 
 def test_a_horizon_of_the_user_stays(enable: Enable) -> None:
