@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,9 +13,14 @@ pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
 
+from megatron_patches import apply  # noqa: E402
+from megatron_patches._schedules import unwrap  # noqa: E402
+from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.parity import EXPERTS, Case, check_all, run_with, run_without  # noqa: E402
 from tests.dist.streams import adversarial_device  # noqa: E402
+from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 6, 2], 4: [2, 8, 4]}  # by number of stages in all
@@ -80,6 +87,57 @@ def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
         _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], **early),
     ]
     run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
+
+
+def test_multi_token_prediction() -> None:
+    """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
+    names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
+    run_ranks(check_all, [_case("moe", names, mtp_num_layers=1)], [2, 4], pipeline=SHAPES[1])
+
+
+@pytest.mark.skipif(
+    is_in_range(installed_version(), "<0.17"),
+    reason="0.16.1 frees the input of an only local expert that its backward needs, with or without offload: "
+    "runs with 0.19.2",
+)
+def test_the_only_expert_of_a_rank_saves_what_the_dispatcher_has_received() -> None:
+    run_ranks(check_all, [_case("moe", ["router_fc1"], num_moe_experts=2)], [3, 1], pipeline=SHAPES[0])
+
+
+def test_the_step_after_one_that_raised() -> None:
+    """Without a pipeline: in one, what was sent to the stage that raised is still under way."""
+    run_ranks(_check_exception, 3, pipeline=SHAPES[0])
+
+
+def _check_exception(num_microbatches: int) -> None:
+    """In a forward node, between the nodes of another microbatch's backward."""
+    case = _case("moe", ["layer_input", "core_attn", "mlp_norm", "router_fc1", "moe_act"])
+    (expected,) = run_without(case, [num_microbatches])
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=case.names) as handle:
+        chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
+        layer = unwrap(chunks[-1]).decoder.layers[-1]
+        for module in (layer.self_attention.linear_proj, layer.mlp.router):
+            with _raising_in_second_call(module), pytest.raises(ArithmeticError):
+                run(chunks, num_microbatches)
+            torch.distributed.barrier()
+            assert handle.engine is not None and handle.engine.pool.num_leases == 0
+            assert fingerprint(chunks, run(chunks, num_microbatches)) == expected
+
+
+@contextmanager
+def _raising_in_second_call(module: torch.nn.Module) -> Iterator[None]:
+    calls = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("by the test")
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
