@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--no-offload", action="store_true", help="to compare: the losses are equal to the last bit")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the layers, and offload their inputs")
     args = parser.parse_args()
-    shape = dict(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=8)
+    shape = dict(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=6)
     heads = dict(num_attention_heads=4, num_key_value_heads=2)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=256, use_cache=False, **shape, **heads))

@@ -41,6 +41,9 @@ def offload_schedule(
     The inputs and outputs of a stage stay on the device: the stage itself holds them until the backward. So does what
     the loss function saves, which runs outside the stages. `schedule.eval()` moves nothing.
 
+    Call `schedule.step(..., return_outputs=False)` if you can: outputs of the last stage that it is to return may hold
+    their graph, and what that saved, until the next step.
+
     Args:
         schedule: of `torch.distributed.pipelining`, on this rank.
         config: bounds and thresholds.

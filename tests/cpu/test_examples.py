@@ -1,0 +1,51 @@
+"""Each example of an integration is short, trains, and ends with the losses of the run without offload."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+LOSS = re.compile(r"loss'?:? '?(\d+\.\d+)")
+
+NEEDS = {
+    "with_transformers.py": ["transformers", "accelerate"],
+    "with_lightning.py": ["lightning"],
+    "with_accelerate.py": ["accelerate", "transformers"],
+    "with_pipelining.py": [],
+}
+
+
+def losses(name: str, *options: str, num_ranks: int = 2) -> list[str]:
+    """As the example prints them, in two steps."""
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install -e '.[integrations]' makes this run")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    arguments = [*(launcher if name == "with_pipelining.py" else []), str(EXAMPLES / name), "--steps", "2", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = LOSS.findall(run.stdout)
+    assert len(found) >= 2, run.stdout + run.stderr
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_losses_are_those_without_offload(name: str) -> None:
+    with_offload = losses(name)
+    assert with_offload == losses(name, "--no-offload")
+    assert float(with_offload[-1]) < float(with_offload[0])
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_under_sixty_lines(name: str) -> None:
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 60
