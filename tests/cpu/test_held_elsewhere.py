@@ -179,6 +179,17 @@ def test_whoever_still_holds_it_reads_it_after_a_step_without_backward(bench: Be
         bench.finish()
 
 
+def test_a_reset_waits_for_what_it_restores(bench: Bench) -> None:
+    x = make_input()
+    out = bench.square(x)
+    bench.engine.held_elsewhere(x)
+    bench.release()
+    bench.engine.reset_iteration()
+    assert bench.engine.trim_host_memory() > 0  # its slab is closed, and nobody reads it any more
+    del out
+    bench.engine.close()
+
+
 def test_nothing_is_restored_for_nobody(bench: Bench) -> None:
     x = make_input() * 1  # a leaf would be held by the graph
     out = bench.square(x)
