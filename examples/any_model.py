@@ -50,9 +50,7 @@ def main() -> None:
     print("losses", *(f"{loss:.6f}" for loss in losses))
     if not args.no_offload:
         stats = activations.stats
-        print(
-            f"saved per step: {stats.managed_bytes >> 20} MiB, {stats.peak_resident_bytes >> 20} MiB resident at most"
-        )
+        print(f"saved per step: {stats.managed_bytes >> 20} MiB, resident: {stats.peak_resident_bytes >> 20} at most")
         print(f"host memory: {stats.host_bytes >> 20} MiB, copy-ins that came late: {stats.prefetch_misses}")
 
 
