@@ -10,6 +10,7 @@ import torch
 
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._registry import Patch
+from megatron_patches._versions import SUPPORTED
 from offload_engine import OffloadEngine
 
 
@@ -36,12 +37,25 @@ def recompute_rows(runner: Runner) -> list[Patch]:
             why="its outputs are discarded on purpose and computed again: copying them would copy nothing. And it "
             "keeps detached copies of its inputs, which nobody reads",
         ),
-        Patch(
-            target="megatron.core.tensor_parallel:checkpoint",
-            wrapper=functools.partial(_bracketing_input, runner=runner),
-            why="under full recomputation the input of each layer is all that is saved, and no submodule saves it",
+        *(
+            Patch(
+                target=f"megatron.core.{target}",
+                wrapper=functools.partial(_bracketing_input, runner=runner),
+                why="under full recomputation the input of each layer is all that is saved, and no submodule saves it",
+                versions=versions,
+            )
+            for target, versions in _CHECKPOINTS
         ),
     ]
+
+
+# With weights in FP8 a layer is recomputed by TransformerEngine's function, which most modules import by its name.
+_CHECKPOINTS = (
+    ("tensor_parallel:checkpoint", SUPPORTED),
+    ("extensions.transformer_engine:te_checkpoint", SUPPORTED),
+    ("transformer.transformer_block:te_checkpoint", SUPPORTED),
+    ("recompute:te_checkpoint", ">=0.19"),
+)
 
 
 def _excluding_outputs(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
@@ -59,15 +73,18 @@ def _excluding_outputs(original: Callable[..., Any], *, runner: Runner) -> Calla
     return checkpoint
 
 
-def _bracketing_input(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _bracketing_input(original: Callable[..., Any] | None, *, runner: Runner) -> Callable[..., Any] | None:
+    if original is None:  # no TransformerEngine
+        return None
+
     @functools.wraps(original)
-    def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
         bracket = runner.checkpoint_bracket()
         if bracket is None or not bracket.enter():
-            return original(function, distribute_saved_activations, *args)
+            return original(*args, **kwargs)
         output = None
         try:
-            output = original(function, distribute_saved_activations, *args)
+            output = original(*args, **kwargs)
         finally:
             output = bracket.leave_with(output)
         return output
