@@ -131,10 +131,11 @@ class Handle:
         actions = step.order(step.config)
         # of the chunks inside the wrappers: DistributedDataParallel keeps something else under the name `buffers`
         weights = [tensor for chunk in step.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-        attachment.begin_iteration(actions, is_combined=overlaps_expert_comm(step.config))
+        is_combined = overlaps_expert_comm(step.config)
+        attachment.begin_iteration(actions, is_combined=is_combined)
         self._running = attachment
         try:
-            with attachment.engine.iteration(actions, weights):
+            with attachment.engine.iteration(actions, weights, is_combined=is_combined):
                 yield
         except BaseException:
             attachment.abandon_iteration()

@@ -36,14 +36,16 @@ class Prefetcher:
         self._store = store
         self._horizon = horizon
         self._actions: Sequence[Action] = ()
+        self._is_combined = False
         self._positions: dict[Action, int] = {}
         self._chunks: dict[ChunkKey, ChunkGroups] = {}
         self._backward_chunk: ChunkGroups | None = None  # the one whose backward was reached last
         self._window: list[ChunkGroups] = []  # chunks that may be prefetched now, soonest first
 
-    def begin(self, actions: Sequence[Action] | None) -> None:
+    def begin(self, actions: Sequence[Action] | None, is_combined: bool) -> None:
         """Start an iteration that will run `actions`; None: the backward takes chunks in reverse order of forward."""
         self.clear()
+        self._is_combined = is_combined
         self._actions = actions or ()
         self._positions = {action: i for i, action in enumerate(self._actions)}
 
@@ -125,10 +127,17 @@ class Prefetcher:
         self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
     def _upcoming(self, position: int) -> list[ChunkGroups]:
-        """Chunks whose backward comes at `position` or later and before any other forward, soonest first."""
+        """Chunks whose backward comes at `position` or later and before any other forward, soonest first.
+
+        A forward that runs together with the backward behind it does not come before that one.
+        """
         chunks: list[ChunkGroups] = []
+        num_forwards_to_pass = int(self._is_combined)
         for action in self._actions[position:]:
             chunk = self._chunks.get(action.chunk)
+            if action.kind == "F" and num_forwards_to_pass:
+                num_forwards_to_pass -= 1
+                continue
             if action.kind == "F" or chunk is None or not chunk.is_forward_done:
                 break
             chunks.append(chunk)

@@ -87,13 +87,21 @@ class OffloadEngine:
         """Counters of the running iteration, or of the last one."""
         return self._store.stats
 
-    def begin_iteration(self, actions: Sequence[Action] | None = None, weights: Iterable[torch.Tensor] = ()) -> None:
+    def begin_iteration(
+        self,
+        actions: Sequence[Action] | None = None,
+        weights: Iterable[torch.Tensor] = (),
+        *,
+        is_combined: bool = False,
+    ) -> None:
         """Start a training step.
 
         Args:
             actions: the order in which this rank will run forwards and backwards of chunks, for prefetch; None: the
                 backward takes chunks in the reverse order of their forwards.
             weights: parameters and buffers; their storages, and views of them, never move.
+            is_combined: each forward runs together with the backward behind it in `actions`, as in the all-to-all
+                overlap: the prefetch for that one does not wait for the forward to begin.
 
         Raises:
             OffloadError: if an iteration is running, or the engine is closed.
@@ -106,7 +114,7 @@ class OffloadEngine:
                 "reset_iteration() if it raised"
             )
         self._store.begin(weights)
-        self._mover.prefetcher.begin(actions)
+        self._mover.prefetcher.begin(actions, is_combined)
         self._num_chunks = 0
         self._is_in_iteration = True
 
@@ -252,10 +260,14 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def iteration(
-        self, actions: Sequence[Action] | None = None, weights: Iterable[torch.Tensor] = ()
+        self,
+        actions: Sequence[Action] | None = None,
+        weights: Iterable[torch.Tensor] = (),
+        *,
+        is_combined: bool = False,
     ) -> Iterator[OffloadEngine]:
         """`begin_iteration` and `end_iteration`, with `reset_iteration` where the body raises."""
-        self.begin_iteration(actions, weights)
+        self.begin_iteration(actions, weights, is_combined=is_combined)
         try:
             yield self
             self.end_iteration()
