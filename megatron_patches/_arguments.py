@@ -90,6 +90,14 @@ _SETTINGS = (
         _size,
     ),
     _Setting(
+        "offload_resident_bytes",
+        _SIZE,
+        None,
+        "A budget: how many saved bytes of the modules may be on the device at once; what fits stays. In place of the "
+        "horizon and of the bytes under way. Without it everything leaves as soon as it can. Default: none.",
+        _size,
+    ),
+    _Setting(
         "offload_max_inflight_bytes",
         _SIZE,
         None,
@@ -209,7 +217,8 @@ def check_fields(config: Any) -> None:
 
     Raises:
         ValueError: for an unknown module name, a size that is negative or no integer, `offload_modules` without
-            `offload_activation`, an unknown policy, or megatron-core's own offloading switched on as well.
+            `offload_activation`, an unknown policy, a budget beside what it bounds, or megatron-core's own offloading
+            switched on as well.
     """
     for name in _SIZES:
         _check_size(name, getattr(config, name, None))
@@ -221,6 +230,7 @@ def check_fields(config: Any) -> None:
         _check_others_are_off(config)
         canonical_names(config.offload_modules or (), config)
         _check_limit(config)
+        _check_bounds(config)
     elif config.offload_modules and not config.fine_grained_activation_offloading:
         raise ValueError(
             f"offload_modules={config.offload_modules} without offload_activation=True moves nothing: set "
@@ -241,6 +251,14 @@ def _check_limit(config: Any) -> None:
     # Where the threshold is left open, `apply()` may have lowered it: the first step checks the two together.
     if None not in (config.offload_host_limit_bytes, config.offload_min_tensor_bytes):
         _engine_config(config, OffloadConfig())
+
+
+def _check_bounds(config: Any) -> None:
+    if config.offload_resident_bytes is None:
+        return
+    for other in ("offload_horizon_bytes", "offload_max_inflight_bytes"):
+        if getattr(config, other) is not None:
+            raise ValueError(f"offload_resident_bytes bounds what {other} does, and more: leave one of the two out")
 
 
 def _check_others_are_off(config: Any) -> None:

@@ -26,6 +26,7 @@ FIELDS = {
     "offload_host_limit_bytes",
     "offload_host_policy",
     "offload_horizon_bytes",
+    "offload_resident_bytes",
     "offload_max_inflight_bytes",
     "offload_dir",
     "offload_dry_run",
@@ -174,6 +175,14 @@ def test_flags_reject_bad_sizes(value: str, message: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         parser.parse_args([f"--offload-host-limit-bytes={value}"])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("other", ["offload_horizon_bytes", "offload_max_inflight_bytes"])
+def test_a_budget_beside_what_it_bounds_is_rejected(other: str, applied: Handle) -> None:
+    budget = {"offload_activation": True, "offload_resident_bytes": 1 << 30}
+    assert resolve(make(**budget), NO_DEFAULTS).engine == OffloadConfig(resident_bytes=1 << 30)
+    with pytest.raises(ValueError, match=f"offload_resident_bytes bounds what {other} does"):
+        make(**budget, **{other: 1})
 
 
 def test_flags_that_are_there_already_are_reused() -> None:
