@@ -84,7 +84,7 @@ def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: i
     def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
         storages.append(kwargs["hidden_states"].untyped_storage())
 
-    def enter_loss(module: Any, args: Any) -> None:
+    def note_size(module: Any, args: Any) -> None:
         sizes.append(storages[-1].nbytes())
 
     def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
@@ -93,12 +93,13 @@ def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: i
     with _applied() as handle:
         (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"])))
         chunk.decoder.register_forward_pre_hook(enter_decoder, with_kwargs=True)
-        chunk.output_layer.register_forward_pre_hook(enter_loss)
+        chunk.decoder.layers[1].register_forward_pre_hook(note_size)
+        chunk.output_layer.register_forward_pre_hook(note_size)
         chunk.config.config_logger_dir = settings.get("config_logger_dir", "")
         chunk.output_layer.register_forward_hook(lambda *_: setattr(chunk.config, "config_logger_dir", ""))
         run([chunk], 1, forward_step=step)
         stats = _stats(handle)
-        assert (sizes == [0]) == is_emptied and stats.num_viewed_storages == 0
+        assert (sizes == [0, 0]) == is_emptied and stats.num_viewed_storages == 0
         assert stats.num_emptied_storages == int(is_emptied)
         assert stats.copied_in_bytes == stats.copied_out_bytes > 0
 
