@@ -58,6 +58,7 @@ _ASKS_FOR_CUDA = {
     "pipeline_parallel.utils": "the all-to-all overlap runs its nodes on GPU streams",
     "models.common.model_chunk_schedule_plan": "the all-to-all overlap orders its nodes with GPU events and streams",
     "models.gpt.fine_grained_callables": "the all-to-all overlap labels its nodes with nvtx ranges",
+    "tensor_parallel.layers": "gradients of sequence parallelism are scattered into buffers on the GPU",
     "tensor_parallel.mappings": "gather buffers are created on the GPU",
     "tensor_parallel.random": "the states of the RNG tracker are those of the GPU's generator",
     "distributed.param_and_grad_buffer": "gradient and parameter buffers are created on the GPU",

@@ -38,6 +38,13 @@ HYBRID: dict[str, Any] = dict(is_hybrid_model=True)
 _SUBLAYERS = "*-*E"
 
 
+class Norm(torch.nn.LayerNorm):
+    """torch's, which megatron-core wraps in a class that refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+
+
 class GroupedLinear(torch.nn.Module):
     """All experts' projections in one call, as TransformerEngine's class of this name, which needs a GPU."""
 
@@ -80,6 +87,10 @@ def _gpt(config: TransformerConfig, stage: int | None, **common: Any) -> torch.n
     if config.multi_latent_attention:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    if config.sequence_parallel:
+        spec.layer_norm = Norm
+        for layer in spec.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.mtp_num_layers:
         layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, None, None)
         ahead = gpt_layer_specs.get_gpt_mtp_block_spec(
