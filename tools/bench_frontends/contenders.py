@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu
 from offload_engine import OffloadConfig, enable_activation_offloading, manage_activations, offload_wrapper
 
 from . import rivals
+from .link_bound import saved_bytes_per_token
 from .rivals import Missing
 from .settings import NEED_GPU
 from .workload import Attached, Workload
@@ -164,13 +165,21 @@ def _layers_checkpointed(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 
 @contextmanager
-def _any_model(workload: Workload, ours: Ours) -> Iterator[Attached]:
+def _any_model(workload: Workload, ours: Ours, **changes: Any) -> Iterator[Attached]:
     options = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
-    manager = manage_activations(workload.model, ours.config, **options)
+    manager = manage_activations(workload.model, ours.config.replace(**changes), **options)
     try:
         yield Attached(around_step=lambda: manager, stats=lambda: manager.stats)
     finally:
         manager.close()
+
+
+@contextmanager
+def _any_model_of_two_layers(workload: Workload, ours: Ours) -> Iterator[Attached]:
+    """With as many bytes on the device as `enable_activation_offloading` allows itself."""
+    two_layers = 2 * saved_bytes_per_token(workload.shape) * workload.num_tokens
+    with _any_model(workload, ours, resident_bytes=two_layers) as attached:
+        yield attached
 
 
 @contextmanager
@@ -187,5 +196,6 @@ _OURS: dict[str, Callable[[Workload, Ours], AbstractContextManager[Attached]]] =
     "layers": _layers,
     "layers_ckpt": _layers_checkpointed,
     "any_model": _any_model,
+    "any_model_2": _any_model_of_two_layers,
     "wrapper": _wrapper,
 }

@@ -18,6 +18,7 @@ CONTENDERS = {
     "none": "no offload",
     "layers": "enable_activation_offloading",
     "any_model": "manage_activations",
+    "any_model_2": "manage_activations, resident_bytes of two layers",
     "ckpt": "checkpointing",
     "layers_ckpt": "enable_activation_offloading, enable_ckpt=True",
     "wrapper": "checkpointing, offload_wrapper",
@@ -32,7 +33,7 @@ CONTENDERS = {
     "torchtune": "torchtune OffloadActivations",
     "trl": "TRL OffloadActivations",
 }
-OURS = frozenset({"layers", "any_model", "layers_ckpt", "wrapper"})
+OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper"})
 CHECKPOINTED = frozenset({"ckpt", "layers_ckpt", "wrapper", "verl_ckpt", "ckpt_torch", "ckpt_save"})
 NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
 """They make CUDA streams."""

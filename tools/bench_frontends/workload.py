@@ -69,6 +69,11 @@ class Workload:
         """The ModuleList of transformer layers."""
         return self.model.get_decoder().layers if self.has_head else self.model.layers
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the sequence."""
+        return self.tokens.numel()
+
     def set_length(self, seq: int) -> None:
         """Other random tokens, [1, seq]."""
         generator = torch.Generator(device=self.device).manual_seed(SEED)
@@ -78,8 +83,12 @@ class Workload:
         self._weights = [torch.randn(n, generator=generator, device=self.device, dtype=dtype).div_(n) for n in sizes]
 
     def step(self, attached: Attached, on_forward: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Forward and backward; gradients of the step before are dropped first. Returns the loss."""
-        self.model.zero_grad(set_to_none=True)
+        """Forward and backward. Returns the loss.
+
+        Gradients stay allocated, as they do where several microbatches add to them: else the memory of a step would
+        have its peak where they are all there, at the end of the backward, when no activations are left.
+        """
+        self.model.zero_grad(set_to_none=False)
         with attached.around_step():
             with attached.around_forward():
                 loss = self._loss()
