@@ -7,20 +7,25 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
+from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches.__main__ import module_table  # noqa: E402
 from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
 from megatron_patches._modules import MODULES, canonical_names, drop_parts, known_names, row_of  # noqa: E402
-from megatron_patches._sites import Site, find_sites, merge_surveys, survey  # noqa: E402
+from megatron_patches._sites import Site, count_layers, find_sites, merge_surveys, survey  # noqa: E402
 from megatron_patches._validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 
 USER_NAMES = "core_attn core_attention qkv_linear attn_linear router_fc1 router_fc2 shared_fc1 shared_fc2 self_attn"
 MEGATRON_NAMES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
-OWN_NAMES = "mlp_fc1 mlp_act mlp_fc2 router layer_input"
+OWN_NAMES = (
+    "mlp_fc1 mlp_act mlp_fc2 router layer_input dispatched_tokens experts fused_group_mlp mla_down_proj mla_up_proj "
+    "qk_norm mtp_norm mtp_proj mamba_mixer mamba_in_proj mamba_out_proj expert_fc2 shared_experts"
+)
 
 
 class _Layer(TransformerLayer):
@@ -32,6 +37,15 @@ class _Layer(TransformerLayer):
             _put(self, path, torch.nn.Linear(1, 1))
         for path in identities:
             _put(self, path, IdentityOp())
+
+
+def _other(kind: type[torch.nn.Module], *paths: str) -> torch.nn.Module:
+    """A layer of another kind, made the same way."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    for path in paths:
+        _put(layer, path, torch.nn.Linear(1, 1))
+    return layer
 
 
 def _put(owner: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
@@ -110,6 +124,48 @@ def test_grouped_experts_are_one_site() -> None:
         Site("router_fc1", "layer.mlp.experts.linear_fc1", None),
         Site("moe_act", "layer.mlp.experts.linear_fc1", "layer.mlp.experts.linear_fc2"),
     ]
+
+
+def test_dispatched_tokens_reach_from_the_router_to_the_experts_and_into_them() -> None:
+    assert find_sites(_Holder(_Layer("mlp.router", "mlp.experts", *GROUPED)), ("dispatched_tokens",)) == [
+        Site("dispatched_tokens", "layer.mlp.router", "layer.mlp.experts"),
+        Site("dispatched_tokens", "layer.mlp.experts.linear_fc1", None),
+    ]
+
+
+def test_latent_projections_have_names_of_their_own_and_a_common_one() -> None:
+    paths = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+    fused = ("linear_qkv_down_proj",)
+    layer = _Layer(*(f"self_attention.{path}" for path in (*paths, *fused, "q_layernorm", "kv_layernorm")))
+    counts = survey([layer]).sites
+    assert (counts["qkv_linear"], counts["mla_down_proj"], counts["mla_up_proj"], counts["qk_norm"]) == (5, 3, 2, 2)
+    assert drop_parts(canonical_names(["qkv_linear", "mla_up_proj"])) == (("qkv_linear",), ("mla_up_proj",))
+
+
+def test_mamba_layers() -> None:
+    layer = _other(MambaLayer, "norm", "mixer", "mixer.in_proj", "mixer.out_proj")
+    counts = survey([torch.nn.Sequential(layer)]).sites
+    assert {name: count for name, count in counts.items() if count} == dict.fromkeys(
+        ("mamba_mixer", "mamba_in_proj", "mamba_out_proj"), 1
+    )
+    assert count_layers(torch.nn.Sequential(layer, _Layer(*DENSE))) == 2
+
+
+@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
+def test_a_layer_that_predicts_a_token_more_and_the_layer_inside_it(inner: str) -> None:
+    ahead = _other(MultiTokenPredictionLayer, "enorm", "hnorm", "eh_proj", "final_layernorm")
+    ahead.add_module(inner, _Layer(*DENSE))
+    chunk = torch.nn.Sequential(_Layer(*DENSE), ahead)
+    found = find_sites(chunk, ("mtp_norm", "mtp_proj", "core_attn"))
+    assert [site.path for site in found] == [
+        "0.self_attention.core_attention",
+        "1.enorm",
+        "1.hnorm",
+        "1.final_layernorm",
+        "1.eh_proj",
+        f"1.{inner}.self_attention.core_attention",
+    ]
+    assert count_layers(chunk) == 2, "recomputation runs the two together"
 
 
 def test_dense_names_do_not_match_experts_nor_the_reverse() -> None:
