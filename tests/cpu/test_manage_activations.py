@@ -506,6 +506,29 @@ def test_buffers_stay_where_the_model_is_given(device: AdversarialDevice, kind: 
     known.close()
 
 
+def test_recomputation_saves_nothing_that_moves(activations: ManagedActivations) -> None:
+    model = make_model()
+    with activations:
+        loss = checkpoint(model, batch().requires_grad_() * 1, use_reentrant=True).sum()
+        managed = activations.stats.managed_bytes
+        loss.backward()
+    assert activations.stats.managed_bytes == managed == TENSOR_BYTES
+
+
+@pytest.mark.parametrize("has_raised", [False, True])
+def test_the_next_region_is_another_forward(activations: ManagedActivations, has_raised: bool) -> None:
+    """Two tensors would make a group, if they were of one forward."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with pytest.raises(ArithmeticError) if has_raised else nullcontext(), activations:
+        first = (x * 1).exp()
+        if has_raised:
+            raise ArithmeticError("not today")
+    with activations:
+        second = (x * 1).exp()
+    assert activations.stats.copied_out_bytes == (0 if has_raised else TENSOR_BYTES)
+    (first + second).sum().backward()
+
+
 def test_modified_in_place_is_the_error_that_autograd_raises(activations: ManagedActivations) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     for modify_late in (False, True):

@@ -105,18 +105,31 @@ def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Call
     assert not session.engine.is_in_iteration
 
 
-def test_a_backward_that_raises_does_not_end_it(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
+def test_a_backward_that_raises_does_not_end_it(session: Session, groups: AutomaticGroups) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with groups.hooks():
+        middle = x.exp()
+        loss = middle.exp().sum()
 
     def fail(grad: torch.Tensor) -> None:
         raise ArithmeticError("not today")
 
-    handle = loss.register_hook(fail)
+    handle = middle.register_hook(fail)  # the last exponential has been unpacked by then
     with pytest.raises(ArithmeticError):
-        loss.backward()
+        loss.backward(retain_graph=True)
     handle.remove()
+    assert session.engine.is_in_iteration
     loss.backward()
     assert not session.engine.is_in_iteration
+
+
+def test_a_backward_inside_a_forward_does_not_end_it(session: Session) -> None:
+    x = torch.ones(2, requires_grad=True)
+    with session.forward():
+        y = x * 2
+        y.register_hook(lambda grad: session.note_backward())
+        y.sum().backward()
+        assert session.engine.is_in_iteration
 
 
 def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(session: Session) -> None:
