@@ -122,6 +122,8 @@ def test_two_forwards_before_a_backward(wrap: Callable[..., Any], way: str, is_f
     assert all_equal(run(model), run(make_stack(way)))
     assert not model.activation_offload.engine.is_in_iteration
     assert model.activation_offload.stats.copied_out_bytes == 2 * DEPTH * INPUT_BYTES
+    # Each forward is a chunk, so that another order than the reverse one costs one wait, for the input it begins with.
+    assert model.activation_offload.stats.prefetch_misses == (1 if is_first_first else 0)
 
 
 @pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
@@ -221,6 +223,15 @@ def test_inputs_come_back_ahead_of_time(wrap: Callable[..., Any], device: Advers
     # The last input never left: it was being copied out, and its bytes were still there.
     assert issued == [*range(1, DEPTH), DEPTH - 1]
     assert model.activation_offload.stats.prefetch_misses == 0
+
+
+def test_the_last_input_stays_where_it_is(wrap: Callable[..., Any], device: AdversarialDevice) -> None:
+    """Its copy-out has completed when the backward begins, but its bytes are still there: they are not copied in."""
+    model = wrap(make_stack())
+    loss = model(torch.randn(2, LENGTH, HIDDEN))
+    device.synchronize_all()
+    loss.backward()
+    assert device.num_copies["in"] == DEPTH - 1 and model.activation_offload.stats.prefetch_misses == 0
 
 
 @pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
