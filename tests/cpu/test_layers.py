@@ -182,6 +182,16 @@ def test_a_checkpoint_by_hand_around_each_layer_keeps_working(
     assert handle.stats.copied_out_bytes == 3 * BYTES  # inputs of layers, nothing else
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inputs_of_checkpointed_layers_come_back_ahead(use_reentrant: bool, enable: Enable) -> None:
+    handle = enable(
+        model := Net(6, run=lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)),
+        config=ALL.replace(horizon_groups=2),
+    )
+    step(model)
+    assert handle.stats.prefetch_misses == 0 and handle.stats.peak_resident_bytes == 2 * BYTES
+
+
 @pytest.mark.parametrize("impl", ["REENTRANT", "NO_REENTRANT"])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
 def test_checkpoint_wrappers_keep_working(
@@ -533,9 +543,10 @@ def test_a_cache_of_keys_is_not_filled_twice(enable: Enable) -> None:
     for enable_ckpt in (False, True):
         model: Any = make_decoder("llama")
         handle = enable(model, enable_ckpt, config=SMALL)
-        loss = model(input_ids=tokens, labels=tokens, use_cache=True).loss
-        loss.backward()
-        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
+        output = model(input_ids=tokens, labels=tokens, use_cache=True)
+        output.loss.backward()
+        assert output.past_key_values.get_seq_length() == (0 if enable_ckpt else 8)
+        losses.append([output.loss.detach(), *(p.grad for p in model.parameters())])
         assert handle.stats.num_offloaded_groups == 3
     assert equal(*losses)
 
