@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from offload_engine import OffloadConfig
 from offload_engine.frontends.integrations.pipelining import offload_schedule, read_actions, stages_of
-from offload_engine.schedule import Action, ChunkKey, validate_actions
+from offload_engine.schedule import Action, ChunkKey, parse_actions, validate_actions
 from tests.dist.launch import run_ranks
 
 RANKS, WIDTH, SAMPLES = 2, 32, 8  # SAMPLES in each microbatch
@@ -49,6 +49,16 @@ def test_less_is_resident_and_the_backward_does_not_wait(name: str) -> None:
 
 def test_the_order_is_the_one_that_runs(name: str) -> None:
     run_ranks(_check_order, name, world_size=RANKS)
+
+
+def test_a_split_backward_of_the_first_stage_begins_with_the_weights() -> None:
+    run_ranks(_check_first_stage, world_size=1)
+
+
+def test_inputs_of_stages_stay() -> None:
+    """The first stage's as well, which need no gradient: so both of two equal stages have the same to move."""
+    first, second = run_ranks(_managed_bytes, world_size=RANKS)
+    assert first == second > 0
 
 
 def test_a_step_that_raises_leaves_nothing_behind() -> None:
@@ -167,7 +177,8 @@ def _check_exception() -> None:
             _call(schedule, schedule.step, 0)
         hook.remove()
         schedule._internal_losses.clear()  # which torch's schedule keeps (2.13)
-        assert not offload.stats.num_storages_left
+        assert stages_of(schedule)[0].fwd_cache  # whose graphs torch keeps until the next step
+        assert not offload._session.engine.has_saved
         module.zero_grad()
         got = _train(schedule)
     assert all(map(torch.equal, expected.losses, got.losses))
@@ -204,6 +215,24 @@ def _check_order(name: str) -> None:
     validate_actions(expected)
     _call(schedule, schedule.step, 0)
     assert ran == expected
+
+
+def _check_first_stage() -> None:
+    (stage,) = stages_of(_make("ScheduleGPipe", 2))
+    schedule = schedules._PipelineScheduleRuntime([stage], 2, loss_fn=nn.functional.mse_loss)
+    order = [schedules._Action.from_str(text) for text in "0F0 0F1 0I0 0I1 0W1 0W0".split()]
+    schedule._prepare_schedule_with_comms({0: order})
+    ran: list[Action] = []
+    _record(stage, ran)
+    _call(schedule, schedule.step, 0)
+    assert ran == read_actions(schedule) == parse_actions("F0.0 F0.1 B0.1 B0.0")
+
+
+def _managed_bytes() -> int:
+    schedule = _make("ScheduleGPipe", 4)
+    with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
+        _call(schedule, schedule.step, 0)
+    return offload.stats.managed_bytes
 
 
 def _record(stage: Any, ran: list[Action]) -> None:

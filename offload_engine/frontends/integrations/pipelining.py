@@ -15,11 +15,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
-from offload_engine._devices import CpuDevice
-from offload_engine._devices.base import Device
 from offload_engine._stats import IterationStats
 from offload_engine.config import MIB, OffloadConfig
 from offload_engine.engine import OffloadEngine
+from offload_engine.frontends._device import device_for
 from offload_engine.frontends._groups import AutomaticGroups
 from offload_engine.frontends._session import Session
 from offload_engine.frontends._weights import with_storage
@@ -71,7 +70,8 @@ class ScheduleOffload:
         self._stages: list[Any] = stages_of(schedule)
         if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in self._stages):
             raise ValueError(f"{type(schedule).__name__} is offloaded already: call remove() on its handle first")
-        self._session = _StepSession(OffloadEngine(config, _device_of(self._stages, config), meter))
+        config = config or OffloadConfig()
+        self._session = _StepSession(OffloadEngine(config, device_for(self._weights(), config), meter))
         self._groups = AutomaticGroups(self._session, group_bytes)
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
         self._inputs_hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -148,8 +148,12 @@ class ScheduleOffload:
         actions = read_actions(self._schedule)
         pairs = zip(actions, actions[1:], strict=False)
         self._comes_back_at_once = frozenset(a.chunk for a, b in pairs if a.chunk == b.chunk)
-        weights = (w for stage in self._stages for w in (*stage.submod.parameters(), *stage.submod.buffers()))
-        self._session.engine.begin_iteration(actions, with_storage(weights))
+        self._session.engine.begin_iteration(actions, with_storage(self._weights()))
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        for stage in self._stages:
+            yield from stage.submod.parameters()
+            yield from stage.submod.buffers()
 
     def _keep_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The stage holds these until the backward, whatever the graph does: a copy would free nothing."""
@@ -157,13 +161,6 @@ class ScheduleOffload:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor):
                     self._session.engine.exclude(value)
-
-
-def _device_of(stages: Sequence[Any], config: OffloadConfig | None) -> Device | None:
-    """Stages on the CPU of a machine with a GPU have their activations on the CPU; else None, the engine's choice."""
-    is_on_cpu = all(torch.device(stage.device).type == "cpu" for stage in stages)
-    directory = config.directory if config is not None else None
-    return CpuDevice(directory) if is_on_cpu and torch.cuda.is_available() else None
 
 
 class _StepSession(Session):
