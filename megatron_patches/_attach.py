@@ -58,8 +58,9 @@ class Attachment:
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
         for stage, chunk in enumerate(chunks):
             sites = find_sites(chunk, names)
-            last_groups = last_of_each_name(sites) or last_checkpoint(count_layers(chunk), layers_per_checkpoint)
-            self._last_groups.append(last_groups)
+            is_in_checkpoints = not sites  # every layer is recomputed, and saves its input only
+            last_groups = last_checkpoint(count_layers(chunk), layers_per_checkpoint) if is_in_checkpoints else ()
+            self._last_groups.append(frozenset(last_groups))
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
             self._handles += self.held.attach(chunk)  # last: their hooks run behind those that commit
@@ -112,9 +113,13 @@ class Attachment:
         self.abandon_iteration()
         self.engine.close()
 
-    def bracket(self, name: str) -> GroupBracket:
-        """A new bracket that opens groups of this name."""
-        bracket = GroupBracket(self.engine, name, self.num_groups)
+    def bracket(self, name: str, is_last: bool = False) -> GroupBracket:
+        """A new bracket that opens groups of this name; those of the last place stay where the backward comes at once.
+
+        By place, not by number: the order in which a layer runs its modules is not always that of the table.
+        """
+        keeps = (lambda key: key in self._comes_back_at_once) if is_last else (lambda key: False)
+        bracket = GroupBracket(self.engine, name, self.num_groups, keeps)
         self._brackets.append(bracket)
         return bracket
 
@@ -140,12 +145,13 @@ class Attachment:
         # Hooks run in the order of registration. On one submodule a stretch that ends there ends first, then comes
         # the submodule's own bracket, and a stretch that begins there begins last.
         modules = dict(chunk.named_modules())
-        stretches = [(site, self.bracket(site.name)) for site in sites if site.until]
+        last = {sites[ordinal] for ordinal in last_of_each_name(sites)}
+        stretches = [(site, self.bracket(site.name, site in last)) for site in sites if site.until]
         for site, bracket in stretches:
             self._leave_before(modules[str(site.until)], bracket)
         for site in sites:
             if site.until is None:
-                self._enclose(modules[site.path], self.bracket(site.name))
+                self._enclose(modules[site.path], self.bracket(site.name, site in last))
         for site, bracket in stretches:
             owner = modules[site.path.rpartition(".")[0]]
             self._enter_after(modules[site.path], owner, bracket)
@@ -178,7 +184,7 @@ class Attachment:
 
 
 def last_of_each_name(sites: Sequence[Site]) -> frozenset[int]:
-    """Ordinals, within the chunk, of the last group of every name."""
+    """Ordinals, among the places of a chunk, of the last one of every name."""
     return frozenset({site.name: ordinal for ordinal, site in enumerate(sites)}.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadEngine, group_commit
+from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadEngine, group_commit
 
 _Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -27,10 +27,17 @@ class GroupBracket:
     While the engine is passive (evaluation, recomputation) nothing is opened, and leaving changes nothing.
     """
 
-    def __init__(self, engine: OffloadEngine, name: str, counter: Counter[str]) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        name: str,
+        counter: Counter[str],
+        keeps: Callable[[ChunkKey], bool] = lambda chunk: False,
+    ) -> None:
         self._engine = engine
         self._name = name
         self._counter = counter
+        self._keeps = keeps  # the chunks whose groups of this place stay resident
         self._open: _Open | None = None
 
     def enter(self) -> bool:
@@ -43,7 +50,8 @@ class GroupBracket:
         if chunk is None:
             return False
         self.leave()  # open still where the place is entered again before its end was reached
-        chunk.open_group(self._name)
+        group = chunk.open_group(self._name)
+        group.is_kept = group.is_kept or self._keeps(chunk.key)
         hooks = chunk.saved_tensors_hooks()
         hooks.__enter__()
         self._open = _Open(chunk, hooks)

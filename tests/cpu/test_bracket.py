@@ -72,7 +72,7 @@ def step(attachment: Attachment, chunk: Callable[..., Any], *args: Any, **kwargs
     """Forward, backward; returns the gradient of the input."""
     x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
     actions = no_pipelining(1)
-    attachment.begin_iteration(actions)
+    attachment.begin_iteration(())  # so that nothing is kept for a backward that comes at once
     with attachment.engine.iteration(actions):
         chunk(x * 1, *args, **kwargs).sum().backward()
     assert x.grad is not None
@@ -158,7 +158,7 @@ def test_what_the_rest_of_a_chunk_saves_too_leaves_with_the_group() -> None:
     expected = without(chunk)
     attachment = attach(engine, chunk, Site("part", "part", None))
     x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
-    attachment.begin_iteration(no_pipelining(1))
+    attachment.begin_iteration(())
     with engine.iteration(no_pipelining(1)):
         total = chunk(x * 1).sum()
         assert chunk.shared is not None and chunk.shared.expired()
