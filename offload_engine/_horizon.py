@@ -72,15 +72,14 @@ class HorizonBytes(Horizon):
 
 
 class ResidentHorizon(Horizon):
-    """As far as `ActivationStore.resident_limit_bytes` has room, but always one group."""
+    """As far as `ActivationStore.resident_limit_bytes` has room."""
 
     def __init__(self, store: ActivationStore) -> None:
         self._store = store
 
     def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
         """See `Horizon`."""
-        is_first = arriving_bytes == 0 or self._store.prefetched_bytes == 0
-        return is_first or self._store.has_resident_room(arriving_bytes)
+        return arriving_bytes == 0 or self._store.has_resident_room(arriving_bytes)
 
 
 class HorizonGroups(Horizon):

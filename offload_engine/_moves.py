@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload_engine._budget import Budget
 from offload_engine._horizon import ResidentHorizon
 from offload_engine._prefetch import ChunkGroups, Prefetcher, on_host_storages
 from offload_engine._release import ReleaseQueue
@@ -16,6 +17,7 @@ class Mover:
         self.store: ActivationStore = store
         self.releases: ReleaseQueue = releases
         self.prefetcher: Prefetcher = prefetcher
+        self.budget: Budget = Budget(store)
         self._dry_run = dry_run
 
     def limit_resident(self, nbytes: int) -> None:
@@ -26,6 +28,7 @@ class Mover:
 
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
+        self.budget.note_forward()
         self.prefetcher.start_chunk(chunk)
         self._advance()
 
@@ -36,9 +39,10 @@ class Mover:
             self.releases.before_kept()
         else:
             self._note(group)
-            if not self._dry_run:
+            if not self._dry_run and not self._may_stay(group):
                 self.copy_out(group)
         self._advance()
+        self._make_room()
 
     def keep(self, group: TensorGroup) -> None:
         """`group` stays resident, and so does what has been copied out and is not released yet: backward comes now."""
@@ -60,6 +64,7 @@ class Mover:
         """The backward of group `index` of `chunk` begins."""
         self.store.raise_failure()
         self.releases.advance()
+        self.budget.note_backward()
         if not self.prefetcher.is_in_backward(chunk):
             self.releases.turn_around(chunk.key)
         self.prefetcher.reach(chunk, index)
@@ -76,6 +81,16 @@ class Mover:
         self.store.raise_failure()
         self.releases.drain()
         self.prefetcher.clear()
+        self.budget.clear()
+
+    def _may_stay(self, group: TensorGroup) -> bool:
+        return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes)
+
+    def _make_room(self) -> None:
+        """More was saved than the budget expected: what was to stay leaves after all."""
+        while not self.releases.has_resident_room and (group := self.budget.pop_oldest()) is not None:
+            self.copy_out(group)
+            self.releases.advance()
 
     def _note(self, group: TensorGroup) -> None:
         self.store.stats.num_groups += 1

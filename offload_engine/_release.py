@@ -28,20 +28,20 @@ class ReleaseQueue:
         self._device = device
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
-        self._largest_bytes = 0
+        self.largest_bytes: int = 0
+        self.inflight_bytes: int = 0
         self._queue: deque[CopyOut] = deque()
-        self._inflight_bytes = 0
 
     def push(self, issued: CopyOut) -> None:
         """Queue a copy-out that was just issued."""
         self._queue.append(issued)
-        self._inflight_bytes += issued.nbytes
-        self._largest_bytes = max(self._largest_bytes, issued.nbytes)
+        self.inflight_bytes += issued.nbytes
+        self.largest_bytes = max(self.largest_bytes, issued.nbytes)
 
     def advance(self) -> None:
         """Release what has been copied out, and as many more as the limit on copies in flight asks for."""
         if self._store.resident_limit_bytes is not None:
-            while self._queue and not self._store.has_resident_room(self._largest_bytes):
+            while self._queue and not self.has_resident_room:
                 self._release_oldest()
             return
         while self._queue and (self._is_over_limit() or self._device.is_complete(self._queue[0].copied_out)):
@@ -55,7 +55,7 @@ class ReleaseQueue:
         """
         if self._store.resident_limit_bytes is not None:
             return
-        while self._queue and 2 * self._inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
+        while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
             self._release_oldest()
 
     def before_kept(self) -> None:
@@ -71,18 +71,23 @@ class ReleaseQueue:
     def clear(self) -> None:
         """Forget everything, after the store has abandoned it."""
         self._queue.clear()
-        self._inflight_bytes = 0
+        self.inflight_bytes = 0
+
+    @property
+    def has_resident_room(self) -> bool:
+        """True if another group, as large as the largest, fits within the limit of resident bytes."""
+        return self._store.has_resident_room(self.largest_bytes)
 
     @property
     def _limit_bytes(self) -> int:
-        return 2 * self._largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
+        return 2 * self.largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
 
     def _is_over_limit(self) -> bool:
-        if self._inflight_bytes > self._limit_bytes:
+        if self.inflight_bytes > self._limit_bytes:
             return True
         return self._max_inflight_groups is not None and len(self._queue) > self._max_inflight_groups
 
     def _release_oldest(self) -> None:
         oldest = self._queue.popleft()
-        self._inflight_bytes -= oldest.nbytes
+        self.inflight_bytes -= oldest.nbytes
         self._store.release(oldest.storages)

@@ -71,7 +71,8 @@ class ActivationStore:
 
     Attributes:
         live: storages with a handle left.
-        resident_bytes: bytes of `live`, but for what no group saved, that are on the device, or have a buffer there for
+        saved_bytes: bytes of `live`, but for what no group saved, wherever they are.
+        resident_bytes: those of them that are on the device, or have a buffer there for
             a copy-in.
         resident_limit_bytes: how many of those there may be; None: nobody asked.
         prefetched_bytes: bytes of copy-in that are issued and not used yet.
@@ -83,6 +84,7 @@ class ActivationStore:
     ) -> None:
         self.stats: IterationStats = IterationStats()
         self.live: dict[SavedStorage, None] = {}
+        self.saved_bytes: int = 0
         self.resident_bytes: int = 0
         self.resident_limit_bytes: int | None = config.resident_bytes
         self.prefetched_bytes: int = 0
@@ -337,6 +339,8 @@ class ActivationStore:
         if saved.lease is not None:
             self._give_back(saved, saved.copied_out)
         saved.residency = Residency.RETIRED
+        if not saved.group.is_rest:
+            self.saved_bytes -= saved.nbytes
         saved.group.storages.pop(saved, None)  # else the two keep each other, and the events of its copies, alive
         self.live.pop(saved, None)
         if self._by_key.get(saved.key) is saved:
@@ -471,6 +475,7 @@ class ActivationStore:
     def _manage(self, saved: SavedStorage) -> None:
         """A group has saved the storage: from now on it counts, and moves with that group."""
         self.stats.managed_bytes += saved.nbytes
+        self.saved_bytes += saved.nbytes
         self._arrive(saved.nbytes)
 
     def _arrive(self, nbytes: int) -> None:

@@ -253,6 +253,7 @@ class OffloadEngine:
         """
         self._mover.releases.clear()
         self._mover.prefetcher.clear()
+        self._mover.budget.clear()
         self._store.abandon_all()
         self.pool.forget_events()  # no copy is left; a failed one would never complete, and stop the next step
         self._is_in_iteration = False

@@ -25,7 +25,7 @@ LAYERS = (
     ("_quantized",),
     ("_transfers", "tracker"),
     ("_store",),
-    ("_release", "_horizon"),
+    ("_release", "_horizon", "_budget"),
     ("_prefetch",),
     ("_moves",),
     ("chunk",),

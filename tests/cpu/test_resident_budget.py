@@ -21,17 +21,19 @@ class Bench:
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device, self.meter)
         self.engine.begin_iteration()
 
-    def forward(self) -> tuple[ChunkOffloadHandler, list[object]]:
+    def forward(self, num_groups: int = NUM_GROUPS) -> tuple[ChunkOffloadHandler, list[object]]:
         chunk = self.engine.start_chunk()
-        return chunk, [self._save(chunk, value) for value in range(NUM_GROUPS)]
+        return chunk, [self._save(chunk, value) for value in range(num_groups)]
 
     def backward(self, chunk: ChunkOffloadHandler, handles: list[object]) -> None:
-        for index in reversed(range(NUM_GROUPS)):
+        for index in reversed(range(len(handles))):
             chunk.on_group_commit_backward(chunk.chunk_groups.groups[index])
             assert torch.equal(chunk.tensor_pop(handles.pop()), torch.full((GROUP_BYTES,), index, dtype=torch.uint8))
 
-    def step(self) -> None:
-        self.backward(*self.forward())
+    def step(self, num_groups: int = NUM_GROUPS) -> None:
+        if not self.engine.is_in_iteration:
+            self.engine.begin_iteration()
+        self.backward(*self.forward(num_groups))
         self.engine.end_iteration()
         assert self.device.hazards == []
 
@@ -57,6 +59,38 @@ def test_what_fits_when_the_backward_begins_need_not_come_back() -> None:
     assert stats.copied_out_bytes == NUM_GROUPS * GROUP_BYTES
     assert stats.copied_in_bytes == (NUM_GROUPS - 4) * GROUP_BYTES  # the fifth place was free for a next group
     assert stats.prefetch_misses == 0
+
+
+def test_from_the_second_forward_on_what_fits_does_not_leave_either() -> None:
+    bench = Bench(resident_bytes=5 * GROUP_BYTES)
+    bench.step()
+    bench.step()
+    stats = bench.engine.stats
+    assert stats.copied_out_bytes == stats.copied_in_bytes == (NUM_GROUPS - 4) * GROUP_BYTES
+    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
+
+
+@pytest.mark.parametrize("num_groups", [1, 6, 9, 2 * NUM_GROUPS])
+def test_the_budget_holds_where_more_or_less_is_saved_than_expected(num_groups: int) -> None:
+    bench = Bench(resident_bytes=5 * GROUP_BYTES)
+    bench.step()
+    bench.step(num_groups)
+    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
+    assert bench.engine.stats.copied_in_bytes == max(0, num_groups - 4) * GROUP_BYTES
+
+
+def test_two_forwards_before_their_backwards_share_the_budget() -> None:
+    bench = Bench(resident_bytes=5 * GROUP_BYTES)
+    for _ in range(2):
+        if not bench.engine.is_in_iteration:
+            bench.engine.begin_iteration()
+        first, second = bench.forward(), bench.forward()
+        bench.backward(*second)
+        bench.backward(*first)
+        bench.engine.end_iteration()
+    assert bench.device.hazards == []
+    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
+    assert bench.engine.stats.copied_out_bytes == (2 * NUM_GROUPS - 4) * GROUP_BYTES
 
 
 def test_a_completed_copy_is_released_only_where_its_room_is_needed() -> None:

@@ -1,0 +1,62 @@
+"""What a budget of resident bytes leaves on the device: the end of a forward, as far as there is room for it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from offload_engine._saved import TensorGroup
+from offload_engine._store import ActivationStore
+
+
+class Budget:
+    """Decides which groups need not leave, because they and all that is still to be saved fit.
+
+    How much is still to be saved is a guess: as much as had been saved when the last backward began. It decides what is
+    copied in vain, never what is right. Where more is saved than that, what was to stay leaves late.
+
+    To copy these groups as well would do more harm than load the link: a backward that has used such a tensor would
+    wait, before its memory can be used again, for a copy that stands behind all the others.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self._expected_bytes: int | None = None  # saved, wherever it was, when the last backward began
+        self._is_in_forward = False
+        self._staying: deque[TensorGroup] = deque()  # oldest first
+
+    def note_forward(self) -> None:
+        """A forward begins."""
+        self._is_in_forward = True
+
+    def note_backward(self) -> None:
+        """A backward begins: what has stayed is needed now. Idempotent."""
+        if self._is_in_forward:
+            self._expected_bytes = self._store.saved_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the groups, but not how much a forward saves."""
+        self._is_in_forward = False
+        self._staying.clear()
+
+    def may_stay(self, group: TensorGroup, leaving_bytes: int, reserve_bytes: int) -> bool:
+        """True if `group`, just saved, need not leave now. It may have to later: see `pop_oldest`.
+
+        Args:
+            group: has committed.
+            leaving_bytes: of what is resident, those with a copy-out issued.
+            reserve_bytes: to be left free.
+        """
+        limit = self._store.resident_limit_bytes
+        if limit is None or self._expected_bytes is None:
+            return False
+        to_come_bytes = max(0, self._expected_bytes - self._store.saved_bytes)
+        fits = self._store.resident_bytes - leaving_bytes + to_come_bytes + reserve_bytes <= limit
+        if not fits and not self._staying:  # else an older one leaves, which is needed later
+            return False
+        self._staying.append(group)
+        return True
+
+    def pop_oldest(self) -> TensorGroup | None:
+        """The first of the groups that were to stay, for there is no room left; None if there is none."""
+        return self._staying.popleft() if self._staying else None
