@@ -37,7 +37,7 @@ class AutomaticGroups:
     Args:
         session: whose forwards these are. The chunk of a forward starts with its first saved tensor, unless
             `Session.start_forward` was called before.
-        group_bytes: a group that has saved so many bytes, each storage once, is closed before the next saved tensor;
+        group_bytes: a group that has saved so many bytes, each storage once, is closed before the next storage is saved;
             None: by `close_group` only.
         start_chunk_options: for `OffloadEngine.start_chunk`, where the first saved tensor starts it.
     """
@@ -111,7 +111,7 @@ class AutomaticGroups:
             self.close_group()  # of the forward before: its backward does not come next
             chunk = self._chunk = chunk or self.session.start_saving(**self._options)
         group = chunk.innermost_group
-        if group is not None and self.group_bytes is not None and group.own_bytes >= self.group_bytes:
+        if group is not None and self._is_full(group) and _is_new(tensor, chunk):
             chunk.close_group()  # no earlier than now: this one is not the last, which may have to stay
             group = None
         if group is None:
@@ -121,9 +121,21 @@ class AutomaticGroups:
             return StayingTensor(packed)
         return SavedInGroup(packed, group, chunk)
 
+    def _is_full(self, group: TensorGroup) -> bool:
+        return self.group_bytes is not None and group.own_bytes >= self.group_bytes
+
     def _turn_around(self, chunk: ChunkOffloadHandler) -> None:
         """A backward begins, so the forward of `chunk` is over, whether or not we were told."""
         if chunk.innermost_group is not None:
             chunk.keep_group()
         self._chunk = None
         self.end_forward()
+
+
+def _is_new(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> bool:
+    """True if `tensor` would move and no group has saved its storage: else it makes no group worth having.
+
+    Without bytes of its own the last group would keep nothing on the device for the backward that comes at once.
+    """
+    packed = chunk.pack_rest(tensor)
+    return isinstance(packed, PackedTensor) and packed.storage.group.is_rest

@@ -28,8 +28,7 @@ def test_it_trains_with_the_same_losses_and_less_memory(device: str, tmp_path: P
     (losses,) = re.findall(r"losses (.*)", offloaded)
     assert f"losses {losses}" in plain and len(set(losses.split())) == 3
     saved, resident, host, late = map(int, re.findall(r"\d+", offloaded.split("saved per step")[1]))
-    # How many are late depends on how quick the disk is: of some 200 storages a step.
-    assert resident < saved / 4 and host >= saved / 2 and late < 10
+    assert resident < saved / 4 and host >= saved / 2 and late == 0
     assert not list(tmp_path.iterdir())
 
 

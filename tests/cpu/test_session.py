@@ -236,6 +236,21 @@ def test_a_storage_counts_once_for_the_size_of_a_group(session: Session, groups:
     torch.stack(products).sum().backward()
 
 
+@pytest.mark.parametrize("last", ["weight", "storage of the group", "view of it"])
+def test_a_full_group_stays_open_for_what_adds_nothing_to_a_next_one(
+    session: Session, groups: AutomaticGroups, last: str
+) -> None:
+    """Else the last group of the forward would have no bytes, and all that its backward needs would have left."""
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with groups.hooks():
+        y = (x * 1).exp().exp()  # the two results make a group
+        factor = {"weight": x, "storage of the group": y.detach(), "view of it": y.detach().view(-1).view(ROWS, WIDTH)}
+        loss = (torch.ones(ROWS, WIDTH, requires_grad=True) * factor[last]).sum() + y.sum()
+    assert session.stats.num_groups == 0
+    loss.backward()
+    assert session.stats.num_kept_groups == 1 and session.stats.copied_out_bytes == 0
+
+
 def test_groups_closed_by_the_caller_only(session: Session) -> None:
     groups = AutomaticGroups(session, None)
     groups.close_group()  # none is open
