@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from offload_engine._accounts import Accounts
 from offload_engine._saved import TensorGroup
-from offload_engine._store import ActivationStore
 
 
 class Budget:
@@ -18,8 +18,8 @@ class Budget:
     wait, before its memory can be used again, for a copy that stands behind all the others.
     """
 
-    def __init__(self, store: ActivationStore) -> None:
-        self._store = store
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
         self._expected_bytes: int | None = None  # saved, wherever it was, when the last backward began
         self._is_in_forward = False
         self._staying: deque[TensorGroup] = deque()  # oldest first
@@ -31,7 +31,7 @@ class Budget:
     def note_backward(self) -> None:
         """A backward begins: what has stayed is needed now. Idempotent."""
         if self._is_in_forward:
-            self._expected_bytes = self._store.saved_bytes
+            self._expected_bytes = self._accounts.saved_bytes
         self.clear()
 
     def clear(self) -> None:
@@ -47,11 +47,11 @@ class Budget:
             leaving_bytes: of what is resident, those with a copy-out issued.
             reserve_bytes: to be left free.
         """
-        limit = self._store.resident_limit_bytes
+        limit = self._accounts.resident_limit_bytes
         if limit is None or self._expected_bytes is None:
             return False
-        to_come_bytes = max(0, self._expected_bytes - self._store.saved_bytes)
-        fits = self._store.resident_bytes - leaving_bytes + to_come_bytes + reserve_bytes <= limit
+        to_come_bytes = max(0, self._expected_bytes - self._accounts.saved_bytes)
+        fits = self._accounts.resident_bytes - leaving_bytes + to_come_bytes + reserve_bytes <= limit
         if not fits and not self._staying:  # else an older one leaves, which is needed later
             return False
         self._staying.append(group)

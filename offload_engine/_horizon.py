@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from offload_engine._accounts import Accounts
 from offload_engine._saved import Residency, TensorGroup
-from offload_engine._store import ActivationStore
 from offload_engine.config import OffloadConfig
 
 
@@ -37,12 +37,12 @@ class HorizonBytes(Horizon):
     One group is always allowed.
 
     Args:
-        store: counts those bytes.
+        accounts: of those bytes.
         limit: the bytes; None: twice the largest group seen so far.
     """
 
-    def __init__(self, store: ActivationStore, limit: int | None) -> None:
-        self._store = store
+    def __init__(self, accounts: Accounts, limit: int | None) -> None:
+        self._accounts = accounts
         self._limit = limit
         self._largest_bytes = 0
         self._staying: list[TensorGroup] = []  # recalled before their release, not reached yet
@@ -51,7 +51,7 @@ class HorizonBytes(Horizon):
         """See `Horizon`."""
         nbytes = arriving_bytes + staying_bytes
         limit = 2 * self._largest_bytes if self._limit is None else self._limit
-        ahead = self._store.prefetched_bytes + sum(map(_staying_bytes, self._staying))
+        ahead = self._accounts.prefetched_bytes + sum(map(_staying_bytes, self._staying))
         return limit > 0 and (ahead == 0 or nbytes == 0 or ahead + nbytes <= limit)
 
     def note_committed(self, group: TensorGroup) -> None:
@@ -72,14 +72,14 @@ class HorizonBytes(Horizon):
 
 
 class ResidentHorizon(Horizon):
-    """As far as `ActivationStore.resident_limit_bytes` has room."""
+    """As far as `Accounts.resident_limit_bytes` has room."""
 
-    def __init__(self, store: ActivationStore) -> None:
-        self._store = store
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
 
     def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
         """See `Horizon`."""
-        return arriving_bytes == 0 or self._store.has_resident_room(arriving_bytes)
+        return arriving_bytes == 0 or self._accounts.has_resident_room(arriving_bytes)
 
 
 class HorizonGroups(Horizon):
@@ -117,15 +117,15 @@ class HorizonGroups(Horizon):
         self._ahead = []
 
 
-def make_horizon(config: OffloadConfig, store: ActivationStore) -> Horizon:
+def make_horizon(config: OffloadConfig, accounts: Accounts) -> Horizon:
     """The one that `config` asks for."""
     if config.horizon_groups is not None:
         return HorizonGroups(config.horizon_groups - 1)  # one place is that of the group in use
     if config.prefetch_layers is not None:
         return HorizonGroups(config.prefetch_layers)
     if config.resident_bytes is not None:
-        return ResidentHorizon(store)
-    return HorizonBytes(store, config.horizon_bytes)
+        return ResidentHorizon(accounts)
+    return HorizonBytes(accounts, config.horizon_bytes)
 
 
 def _staying_bytes(group: TensorGroup) -> int:

@@ -17,14 +17,14 @@ class Mover:
         self.store: ActivationStore = store
         self.releases: ReleaseQueue = releases
         self.prefetcher: Prefetcher = prefetcher
-        self.budget: Budget = Budget(store)
+        self.budget: Budget = Budget(store.accounts)
         self._dry_run = dry_run
 
     def limit_resident(self, nbytes: int) -> None:
         """Bound what is resident, and by that alone what is in flight and how far ahead copy-ins are issued."""
-        if self.store.resident_limit_bytes is None:
-            self.prefetcher.use_horizon(ResidentHorizon(self.store))
-        self.store.resident_limit_bytes = nbytes
+        if self.store.accounts.resident_limit_bytes is None:
+            self.prefetcher.use_horizon(ResidentHorizon(self.store.accounts))
+        self.store.accounts.resident_limit_bytes = nbytes
 
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
@@ -47,8 +47,8 @@ class Mover:
     def keep(self, group: TensorGroup) -> None:
         """`group` stays resident, and so does what has been copied out and is not released yet: backward comes now."""
         self._note(group)
-        self.store.stats.num_kept_groups += 1
-        self.store.stats.kept_bytes += group.own_bytes
+        self.store.accounts.stats.num_kept_groups += 1
+        self.store.accounts.stats.kept_bytes += group.own_bytes
 
     def copy_out(self, group: TensorGroup) -> None:
         """Issue the copy-out of what `group` saved first."""
@@ -93,7 +93,7 @@ class Mover:
             self.releases.advance()
 
     def _note(self, group: TensorGroup) -> None:
-        self.store.stats.num_groups += 1
+        self.store.accounts.stats.num_groups += 1
         self.prefetcher.note_group(group)
 
     def _advance(self) -> None:

@@ -116,7 +116,7 @@ class Prefetcher:
             on_host = on_host_storages(group)
             chunk.next_index -= 1
             if on_host and (group.index == index or self._horizon.admit_late(group)):
-                self._store.stats.prefetch_misses += len(on_host)
+                self._store.accounts.stats.prefetch_misses += len(on_host)
                 self._store.issue_copy_in(on_host)
 
     def _enter_backward(self, chunk: ChunkGroups) -> None:

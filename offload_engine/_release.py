@@ -17,7 +17,7 @@ class ReleaseQueue:
     back-pressure, and it never blocks a host that runs ahead of its device. Where a backward begins, and with it the
     peak, half as many bytes may be left by other chunks.
 
-    Where resident bytes have a limit of their own (`ActivationStore.resident_limit_bytes`), that alone decides: nothing
+    Where resident bytes have a limit of their own (`Accounts.resident_limit_bytes`), that alone decides: nothing
     is released before it has to be, for what is still there when the backward begins need not come back.
     """
 
@@ -25,6 +25,7 @@ class ReleaseQueue:
         self, store: ActivationStore, device: Device, max_inflight_bytes: int | None, max_inflight_groups: int | None
     ) -> None:
         self._store = store
+        self._accounts = store.accounts
         self._device = device
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_groups = max_inflight_groups
@@ -40,7 +41,7 @@ class ReleaseQueue:
 
     def advance(self) -> None:
         """Release what has been copied out, and as many more as the limit on copies in flight asks for."""
-        if self._store.resident_limit_bytes is not None:
+        if self._accounts.resident_limit_bytes is not None:
             while self._queue and not self.has_resident_room:
                 self._release_oldest()
             return
@@ -53,14 +54,14 @@ class ReleaseQueue:
         Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
         copy may just have been issued, and compute would wait for all of it.
         """
-        if self._store.resident_limit_bytes is not None:
+        if self._accounts.resident_limit_bytes is not None:
             return
         while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
             self._release_oldest()
 
     def before_kept(self) -> None:
         """A chunk turns around, at its peak: what was copied out before is off the device by then."""
-        if self._store.resident_limit_bytes is None:
+        if self._accounts.resident_limit_bytes is None:
             self.drain()
 
     def drain(self) -> None:
@@ -76,7 +77,7 @@ class ReleaseQueue:
     @property
     def has_resident_room(self) -> bool:
         """True if another group, as large as the largest, fits within the limit of resident bytes."""
-        return self._store.has_resident_room(self.largest_bytes)
+        return self._accounts.has_resident_room(self.largest_bytes)
 
     @property
     def _limit_bytes(self) -> int:

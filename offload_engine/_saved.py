@@ -12,7 +12,7 @@ from offload_engine.schedule import ChunkKey
 
 if TYPE_CHECKING:
     from offload_engine._devices.base import Event, HostRegion, Stream
-    from offload_engine._host_pool import HostLease
+    from offload_engine._leases import GroupLease
     from offload_engine._store import ActivationStore
 
 
@@ -110,24 +110,6 @@ class SavedStorage:
 def _num_tensors(storage: torch.UntypedStorage) -> int:
     """How many tensors there are over `storage`: aliases and views, in Python, C++ and graphs, each once."""
     return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]  # one is `storage`
-
-
-class GroupLease:
-    """One lease for all storages that a group copies out; it goes back when the last of them gives up its part."""
-
-    __slots__ = ("lease", "num_storages", "events")
-
-    def __init__(self, lease: HostLease, num_storages: int) -> None:
-        self.lease = lease
-        self.num_storages = num_storages
-        self.events: list[Event] = []  # last copy of each part that was given up
-
-    def give_up_part(self, last_copy: Event | None) -> bool:
-        """One storage needs its part no more once `last_copy` has completed; True if none is left."""
-        if last_copy is not None and last_copy not in self.events:
-            self.events.append(last_copy)
-        self.num_storages -= 1
-        return self.num_storages == 0
 
 
 class TensorGroup:

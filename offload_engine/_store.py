@@ -1,4 +1,4 @@
-"""The activation store: which saved tensors move, where their bytes are, and each step from one place to another."""
+"""The activation store: each step of a saved storage from one place to another."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine._devices.base import Event, HostRegion, Stream
+from offload_engine._accounts import Accounts
+from offload_engine._devices.base import Event, Stream
+from offload_engine._eligibility import Eligibility
 from offload_engine._host_pool import HostPool
-from offload_engine._saved import GroupLease, PackedTensor, Residency, SavedStorage, TensorGroup, without_graph
+from offload_engine._leases import give_up_region, lend
+from offload_engine._saved import PackedTensor, Residency, SavedStorage, TensorGroup
 from offload_engine._stats import IterationStats
 from offload_engine._transfers import (
     TransferContext,
@@ -70,35 +73,25 @@ class ActivationStore:
     and in any thread.
 
     Attributes:
+        accounts: how many bytes are where.
+        eligibility: which tensors may move.
         live: storages with a handle left.
-        saved_bytes: bytes of `live`, but for what no group saved, wherever they are.
-        resident_bytes: those of them that are on the device, or have a buffer there for
-            a copy-in.
-        resident_limit_bytes: how many of those there may be; None: nobody asked.
-        prefetched_bytes: bytes of copy-in that are issued and not used yet.
         has_failed: a copy has failed since the iteration began.
     """
 
     def __init__(
         self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, config: OffloadConfig
     ) -> None:
-        self.stats: IterationStats = IterationStats()
+        self.accounts: Accounts = Accounts(meter, config.resident_bytes)
+        self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes)
         self.live: dict[SavedStorage, None] = {}
-        self.saved_bytes: int = 0
-        self.resident_bytes: int = 0
-        self.resident_limit_bytes: int | None = config.resident_bytes
-        self.prefetched_bytes: int = 0
         self.has_failed: bool = False
         self._context = context
         self._torch_device = context.device.torch_device
         self._pool = pool
-        self._meter = meter
-        self._min_tensor_bytes = config.min_tensor_bytes
         self._is_room_required = config.host_policy == "error"
         self._empties: dict[torch.dtype, torch.Tensor] = {}
         self._by_key: dict[int, SavedStorage] = {}
-        self._weights: frozenset[int] = frozenset()
-        self._excluded: dict[int, StorageWeakRef] = {}
         self._homes: dict[int, tuple[StorageWeakRef, Stream]] = {}
         self._failure: CopyError | None = None  # of a copy whose storage is gone, not raised yet
         self._lock = threading.Lock()  # held during a step
@@ -106,30 +99,20 @@ class ActivationStore:
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Start counting anew; the storages of `weights` are not activations."""
-        self.stats = IterationStats(peak_resident_bytes=self.resident_bytes)
+        self.accounts.begin()
+        self.eligibility.begin(weights)
         self._pool.reset_peak()
-        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
-        self._excluded.clear()
         self._homes.clear()
 
     def finish(self) -> IterationStats:
         """Complete the statistics of the iteration."""
-        self._excluded.clear()
+        self.eligibility.clear()
         self._homes.clear()
-        self.stats.peak_host_bytes = self._pool.peak_lent_bytes
-        self.stats.host_bytes = self._pool.slab_bytes_total
-        self.stats.num_storages_left = len(self.live)
-        return self.stats
-
-    def has_resident_room(self, nbytes: int) -> bool:
-        """True if `nbytes` more would not exceed the limit of resident bytes."""
-        return self.resident_limit_bytes is None or self.resident_bytes + nbytes <= self.resident_limit_bytes
-
-    def exclude(self, tensor: torch.Tensor) -> None:
-        """Never copy the storage of `tensor` in this iteration."""
-        storage = tensor.untyped_storage()
-        # The weak reference keeps the address from being given to another storage, and no bytes alive.
-        self._excluded[storage._cdata] = StorageWeakRef(storage)
+        stats = self.accounts.stats
+        stats.peak_host_bytes = self._pool.peak_lent_bytes
+        stats.host_bytes = self._pool.slab_bytes_total
+        stats.num_storages_left = len(self.live)
+        return stats
 
     def note_home(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The bytes of `tensor` go back to the pool of `stream`, whichever stream saves them."""
@@ -153,22 +136,9 @@ class ActivationStore:
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
-        # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
-        if (
-            type(tensor) is not torch.Tensor
-            or tensor.device != self._torch_device
-            or tensor.layout is not torch.strided
-            or tensor.is_quantized
-            or hasattr(tensor, "_TE_do_not_offload")
-        ):
-            return without_graph(tensor)
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if storage.data_ptr() in self._weights:
-            return tensor
-        key = storage._cdata
-        if nbytes == 0 or nbytes < self._min_tensor_bytes or key in self._excluded:
-            return without_graph(tensor)
+        storage = self.eligibility.movable_storage(tensor)
+        if storage is None:
+            return self.eligibility.staying(tensor)
         return self._pack(tensor, storage, group)
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
@@ -206,17 +176,17 @@ class ActivationStore:
         ]
         if not storages:
             return None
-        lease = self._lend(storages)
+        lease = lend(self._pool, storages, self._context.device.host_alignment)
         if lease is None:
             self._note_no_room(group, sum(saved.nbytes for saved in storages))
             return None
-        copied_out = copy_out(storages, lease.lease, self._context)
+        copied_out = copy_out(storages, lease, self._context)
         for saved in storages:
             saved.pending = saved.copied_out = copied_out
             saved.residency = Residency.COPYING_OUT
         nbytes = sum(saved.nbytes for saved in storages)
-        self.stats.copied_out_bytes += nbytes
-        self.stats.num_offloaded_groups += 1
+        self.accounts.stats.copied_out_bytes += nbytes
+        self.accounts.stats.num_offloaded_groups += 1
         return CopyOut(group.chunk, storages, nbytes, copied_out)
 
     @_undisturbed
@@ -287,8 +257,8 @@ class ActivationStore:
             saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
             self._retire(saved)
         self._wait_for_copies()
-        self.prefetched_bytes = 0
-        self._excluded.clear()
+        self.accounts.prefetched_bytes = 0
+        self.eligibility.clear()
         self._homes.clear()
         self._failure = None
         self.has_failed = False
@@ -302,13 +272,12 @@ class ActivationStore:
             if key in self._homes and self._homes[key][1] != saved.stream:
                 saved.home = self._homes[key][1]
             self.live[saved] = None
-            if self._meter is not None:
-                self._hold([saved])
+            self.accounts.hold([saved])
             if not group.is_rest:
-                self._manage(saved)
+                self.accounts.note_managed(saved.nbytes)
         elif saved.group.is_rest and not group.is_rest:
             saved.group = group
-            self._manage(saved)
+            self.accounts.note_managed(saved.nbytes)
         if not group.is_rest:
             group.add(saved)
         return PackedTensor(tensor, saved, self)
@@ -331,16 +300,15 @@ class ActivationStore:
         if saved.is_still_held():
             self._restore(saved)
         if saved.residency is Residency.COPYING_IN:
-            self.prefetched_bytes -= saved.nbytes
+            self.accounts.prefetched_bytes -= saved.nbytes
         if saved.buffer is not None:
             if saved.pending is not None:
                 self._settle_last(saved)
             self._drop(saved)
         if saved.lease is not None:
-            self._give_back(saved, saved.copied_out)
+            give_up_region(saved, saved.copied_out)
         saved.residency = Residency.RETIRED
-        if not saved.group.is_rest:
-            self.saved_bytes -= saved.nbytes
+        self.accounts.note_retired(saved)
         saved.group.storages.pop(saved, None)  # else the two keep each other, and the events of its copies, alive
         self.live.pop(saved, None)
         if self._by_key.get(saved.key) is saved:
@@ -353,18 +321,18 @@ class ActivationStore:
             self._drop(saved)
         elif saved.may_be_emptied():
             self._drop(saved, empty_buffer)
-            self.stats.num_emptied_storages += 1
+            self.accounts.stats.num_emptied_storages += 1
         else:
             self._keep(saved)
-            self.stats.num_viewed_storages += 1
+            self.accounts.stats.num_viewed_storages += 1
             return
         saved.residency = Residency.ON_HOST
 
     def _hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo `_drop`, where a holder has kept the bytes there."""
         saved.buffer = holder.detach()
-        self._hold([saved])
-        self._arrive(saved.nbytes)
+        self.accounts.hold([saved])
+        self.accounts.note_arrival(saved.nbytes)
 
     def _restore(self, saved: SavedStorage) -> None:
         """The graph goes before its backward: those who still hold the emptied storage shall read what they expect."""
@@ -387,12 +355,10 @@ class ActivationStore:
         for saved in storages:
             saved.residency = Residency.COPYING_IN
             saved.pending = saved.copied_in = copied_in
-            self._give_back(saved, copied_in)
+            give_up_region(saved, copied_in)
             total += saved.nbytes
-        self.stats.copied_in_bytes += total
-        self.prefetched_bytes += total
-        self._hold(storages)
-        self._arrive(total)
+        self.accounts.note_copied_in(total)
+        self.accounts.hold(storages)
 
     @_undisturbed
     def _bring_back(self, saved: SavedStorage) -> None:
@@ -403,7 +369,7 @@ class ActivationStore:
             self._keep(saved)
             return
         if saved.residency is Residency.ON_HOST:
-            self.stats.prefetch_misses += 1
+            self.accounts.stats.prefetch_misses += 1
             self._issue_copy_in([saved])
         self._await([saved])
 
@@ -415,7 +381,7 @@ class ActivationStore:
         for saved in storages:
             if saved.residency is Residency.COPYING_IN:
                 saved.residency = Residency.RESIDENT
-                self.prefetched_bytes -= saved.nbytes
+                self.accounts.prefetched_bytes -= saved.nbytes
 
     def _check_unmodified(self, saved: SavedStorage) -> None:
         if saved.is_modified():
@@ -439,21 +405,8 @@ class ActivationStore:
             empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
         return empty
 
-    def _lend(self, storages: Sequence[SavedStorage]) -> GroupLease | None:
-        """One lease with a region for each storage; None, and nothing lent, where the host tier has no room."""
-        alignment = self._context.device.host_alignment
-        sizes = [-(-saved.nbytes // alignment) * alignment for saved in storages]
-        lease = self._pool.lend(sum(sizes))
-        if lease is None:
-            return None
-        group_lease, offset = GroupLease(lease, len(storages)), lease.region.offset
-        for saved, size in zip(storages, sizes, strict=True):
-            saved.lease, saved.region = group_lease, HostRegion(lease.region.slab, offset, saved.nbytes)
-            offset += size
-        return group_lease
-
     def _note_no_room(self, group: TensorGroup, nbytes: int) -> None:
-        self.stats.num_host_limit_groups += 1
+        self.accounts.stats.num_host_limit_groups += 1
         if self._is_room_required:
             raise OffloadError(
                 f"{group} needs {nbytes:,} bytes of host memory, and at most {self._pool.room_bytes:,} can be lent at "
@@ -464,38 +417,11 @@ class ActivationStore:
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
         saved.residency = Residency.RESIDENT
-        self._give_back(saved, saved.copied_out)
-
-    def _give_back(self, saved: SavedStorage, last_copy: Event | None) -> None:
-        lease, saved.lease = saved.lease, None
-        assert lease is not None
-        if lease.give_up_part(last_copy):
-            self._pool.give_back(lease.lease, lease.events)
-
-    def _manage(self, saved: SavedStorage) -> None:
-        """A group has saved the storage: from now on it counts, and moves with that group."""
-        self.stats.managed_bytes += saved.nbytes
-        self.saved_bytes += saved.nbytes
-        self._arrive(saved.nbytes)
-
-    def _arrive(self, nbytes: int) -> None:
-        """`nbytes` of what groups saved have a buffer on the device from now on."""
-        self.resident_bytes += nbytes
-        if self.resident_bytes > self.stats.peak_resident_bytes:
-            self.stats.peak_resident_bytes = self.resident_bytes
-
-    def _hold(self, storages: Sequence[SavedStorage]) -> None:
-        if self._meter is not None:
-            for saved in storages:
-                assert saved.buffer is not None
-                self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
+        give_up_region(saved, saved.copied_out)
 
     def _drop(self, saved: SavedStorage, drop: Callable[[SavedStorage, TransferContext], None] = drop_buffer) -> None:
         """Drop, or empty, the buffer of a settled storage."""
-        if not saved.group.is_rest:
-            self.resident_bytes -= saved.nbytes
-        if self._meter is not None and saved.buffer is not None:
-            self._meter.drop(saved.buffer.untyped_storage()._cdata)
+        self.accounts.drop(saved)
         drop(saved, self._context)
 
     def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:

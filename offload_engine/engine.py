@@ -56,7 +56,7 @@ class OffloadEngine:
         releases = ReleaseQueue(
             self._store, self.device, self.config.max_inflight_bytes, self.config.max_inflight_groups
         )
-        prefetcher = Prefetcher(self._store, make_horizon(self.config, self._store))
+        prefetcher = Prefetcher(self._store, make_horizon(self.config, self._store.accounts))
         self._mover = Mover(self._store, releases, prefetcher, self.config.dry_run)
         self._is_in_iteration = False
         self._is_closed = False
@@ -85,7 +85,7 @@ class OffloadEngine:
     @property
     def stats(self) -> IterationStats:
         """Counters of the running iteration, or of the last one."""
-        return self._store.stats
+        return self._store.accounts.stats
 
     def begin_iteration(
         self,
@@ -160,7 +160,7 @@ class OffloadEngine:
 
     def exclude(self, tensor: torch.Tensor) -> None:
         """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
-        self._store.exclude(tensor)
+        self._store.eligibility.exclude(tensor)
 
     def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0) -> None:
         """Promise that nobody reads `holders` until the backward of what has been saved of them; empty their storage.

@@ -391,7 +391,7 @@ def resident_after(engine: OffloadEngine, num_groups: int, keep: frozenset[int] 
         y = leaf() * 1
         for _ in range(num_groups):
             y = in_group(chunk, torch.sin, y)
-        resident = engine._store.resident_bytes // (4 * NUMEL)
+        resident = engine._store.accounts.resident_bytes // (4 * NUMEL)
         y.sum().backward()
         del y
     check_nothing_left(engine)

@@ -37,7 +37,7 @@ class Bench:
 
     @property
     def resident_bytes(self) -> int:
-        assert self.meter.current_bytes == self.engine._store.resident_bytes
+        assert self.meter.current_bytes == self.engine._store.accounts.resident_bytes
         return self.meter.current_bytes
 
     def finish(self) -> None:

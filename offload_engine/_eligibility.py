@@ -1,0 +1,67 @@
+"""Which saved tensors may move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload_engine._saved import without_graph
+
+
+class Eligibility:
+    """Tells the storages that may move from those that stay where they are.
+
+    Args:
+        torch_device: only tensors on this device move.
+        min_tensor_bytes: smaller storages stay.
+    """
+
+    def __init__(self, torch_device: torch.device, min_tensor_bytes: int) -> None:
+        self._torch_device = torch_device
+        self._min_storage_bytes = max(1, min_tensor_bytes)  # without a byte there is nothing to move
+        self._weights: frozenset[int] = frozenset()
+        self._excluded: dict[int, StorageWeakRef] = {}
+
+    def begin(self, weights: Iterable[torch.Tensor]) -> None:
+        """An iteration begins; the storages of `weights` are not activations."""
+        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+        self.clear()
+
+    def clear(self) -> None:
+        """The iteration is over: forget what was excluded from it."""
+        self._excluded.clear()
+
+    def exclude(self, tensor: torch.Tensor) -> None:
+        """Never move the storage of `tensor` in this iteration."""
+        storage = tensor.untyped_storage()
+        # The weak reference keeps the address from being given to another storage, and no bytes alive.
+        self._excluded[storage._cdata] = StorageWeakRef(storage)
+
+    def movable_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The storage of `tensor` if its bytes may move, else None."""
+        # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.device != self._torch_device
+            or tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or hasattr(tensor, "_TE_do_not_offload")
+        ):
+            return None
+        storage = tensor.untyped_storage()
+        if (
+            storage.nbytes() < self._min_storage_bytes
+            or storage.data_ptr() in self._weights
+            or storage._cdata in self._excluded
+        ):
+            return None
+        return storage
+
+    def staying(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What autograd keeps for a tensor that stays: a view of a weight as it is, any other without its graph."""
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            if tensor.untyped_storage().data_ptr() in self._weights:
+                return tensor
+        return without_graph(tensor)

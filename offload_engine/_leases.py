@@ -1,0 +1,55 @@
+"""One lease of host bytes for each group, and a region of it for each storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_engine._devices.base import Event, HostRegion
+from offload_engine._host_pool import HostLease, HostPool
+from offload_engine._saved import SavedStorage
+
+
+class GroupLease:
+    """One lease for all storages that a group copies out; it goes back when the last of them gives up its part."""
+
+    __slots__ = ("lease", "num_storages", "events", "_pool")
+
+    def __init__(self, pool: HostPool, lease: HostLease, num_storages: int) -> None:
+        self.lease = lease
+        self.num_storages = num_storages
+        self.events: list[Event] = []  # last copy of each part that was given up
+        self._pool = pool
+
+    def give_up_part(self, last_copy: Event | None) -> None:
+        """One storage needs its part no more once `last_copy` has completed."""
+        if last_copy is not None and last_copy not in self.events:
+            self.events.append(last_copy)
+        self.num_storages -= 1
+        if self.num_storages == 0:
+            self._pool.give_back(self.lease, self.events)
+
+
+def lend(pool: HostPool, storages: Sequence[SavedStorage], alignment: int) -> HostLease | None:
+    """One lease with a region for each storage; None, and nothing lent, where the host tier has no room.
+
+    Args:
+        pool: lends the bytes.
+        storages: get the lease and their regions.
+        alignment: of each region, in bytes.
+    """
+    sizes = [-(-saved.nbytes // alignment) * alignment for saved in storages]
+    lease = pool.lend(sum(sizes))
+    if lease is None:
+        return None
+    group_lease, offset = GroupLease(pool, lease, len(storages)), lease.region.offset
+    for saved, size in zip(storages, sizes, strict=True):
+        saved.lease, saved.region = group_lease, HostRegion(lease.region.slab, offset, saved.nbytes)
+        offset += size
+    return lease
+
+
+def give_up_region(saved: SavedStorage, last_copy: Event | None) -> None:
+    """A storage needs its host bytes no more once `last_copy` has completed."""
+    lease, saved.lease = saved.lease, None
+    assert lease is not None
+    lease.give_up_part(last_copy)
