@@ -24,6 +24,9 @@ from .regions import check_copy, check_slab_size, whole
 
 logger = logging.getLogger(__name__)
 
+# `ExternalStream` takes this handle for none given, and makes a stream of its own.
+_DEFAULT_STREAM = 0
+
 
 class CudaDevice:
     """Owns the copy streams and the pinned host tier of one engine on one GPU.
@@ -125,6 +128,8 @@ class CudaDevice:
     def _on(self, stream: Stream) -> AbstractContextManager[Any]:
         if stream == torch._C._cuda_getCurrentRawStream(self._index):
             return nullcontext()  # nearly always, and it takes a tenth of the time
+        if stream == _DEFAULT_STREAM:
+            return torch.cuda.stream(torch.cuda.default_stream(self.torch_device))
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
 
     def free_host_bytes(self) -> int:
