@@ -21,8 +21,19 @@ class SavedInGroup(NamedTuple):
     """What autograd keeps for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
 
     packed: PackedTensor
-    group: TensorGroup
+    group: TensorGroup | None  # None: saved outside of all groups
     chunk: ChunkOffloadHandler
+
+    def unpack(self) -> torch.Tensor:
+        """The saved tensor; where a backward runs, that of the group begins, unless it has begun.
+
+        Raises:
+            CopyError: if a copy has failed.
+            RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
+        """
+        if self.group is not None and is_in_backward() and self.chunk.current_group != self.group.index:
+            self.chunk.on_group_commit_backward(self.group)
+        return self.chunk.tensor_pop(self.packed)
 
 
 class AutomaticGroups:
@@ -37,8 +48,8 @@ class AutomaticGroups:
     Args:
         session: whose forwards these are. The chunk of a forward starts with its first saved tensor, unless
             `Session.start_forward` was called before.
-        group_bytes: a group that has saved so many bytes, each storage once, is closed before the next storage is saved;
-            None: by `close_group` only.
+        group_bytes: a group that has saved so many bytes, each storage once, is closed before the next storage; None:
+            by `close_group` only.
         start_chunk_options: for `OffloadEngine.start_chunk`, where the first saved tensor starts it.
     """
 
@@ -69,22 +80,12 @@ class AutomaticGroups:
             raise
 
     def unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
-        """The tensor that `pack` was given.
-
-        Raises:
-            CopyError: if a copy has failed.
-            RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
-        """
-        is_backward = is_in_backward()
-        if is_backward:
+        """The tensor that `pack` was given; raises as `SavedInGroup.unpack`."""
+        if is_in_backward():
             self.session.note_backward()
             if self._chunk is not None:
                 self._turn_around(self._chunk)
-        if isinstance(saved, StayingTensor):
-            return saved.unpack()
-        if is_backward and saved.chunk.current_group != saved.group.index:
-            saved.chunk.on_group_commit_backward(saved.group)
-        return saved.chunk.tensor_pop(saved.packed)
+        return saved.unpack()
 
     def close_group(self) -> None:
         """The group ends here, and its copy-out is issued; no-op where none is open."""

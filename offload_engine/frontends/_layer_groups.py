@@ -16,6 +16,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import is_compiled, untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
+from offload_engine.frontends._groups import SavedInGroup
 from offload_engine.frontends._session import Session, is_in_backward
 from offload_engine.frontends._weights import with_storage
 
@@ -258,14 +259,12 @@ class LayerGroups:
     def _unpack(self, saved: _Saved | StayingTensor) -> torch.Tensor:
         if isinstance(saved, StayingTensor):
             return saved.unpack()
-        chunk, group = saved.forward.chunk, saved.group
-        if group is None and saved.packed.storage.group in saved.forward.input_groups:
-            group = saved.packed.storage.group
         if is_in_backward():
             self.session.note_backward()
-            if group is not None and chunk.current_group != group.index:
-                chunk.on_group_commit_backward(group)
-        return chunk.tensor_pop(saved.packed)
+        group = saved.group
+        if group is None and saved.packed.storage.group in saved.forward.input_groups:
+            group = saved.packed.storage.group
+        return SavedInGroup(saved.packed, group, saved.forward.chunk).unpack()
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -28,17 +28,27 @@ class Session:
 
     Args:
         engine: to be driven by this session only.
-        weights: parameters and buffers, asked for when an iteration begins; None: none. Leaves that receive a gradient,
+        weights: parameters and buffers, asked for when an iteration begins, because FSDP gives its
+            parameters new storages; None: none. Leaves that receive a gradient,
             parameters, and their views and cast copies are known as weights without it.
+        owns_iterations: false: whoever drives the session begins and ends them itself, on the engine; then forwards
+            become chunks, and nothing else.
 
     Attributes:
         chunk: of the forward that is running; None between forwards.
     """
 
-    def __init__(self, engine: OffloadEngine, weights: Callable[[], Iterable[torch.Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        weights: Callable[[], Iterable[torch.Tensor]] | None = None,
+        *,
+        owns_iterations: bool = True,
+    ) -> None:
         self.engine: OffloadEngine = engine
         self.chunk: ChunkOffloadHandler | None = None
         self._weights = weights
+        self._owns_iterations = owns_iterations
         self._noted_tasks: set[int] = set()  # running backwards with our callback at their end
 
     @property
@@ -62,7 +72,8 @@ class Session:
 
     def start_saving(self, **start_chunk_options: Any) -> ChunkOffloadHandler:
         """As `start_forward`, from a hook that packs a saved tensor: autograd calls those without gradients."""
-        self._begin_if_over()
+        if self._owns_iterations:
+            self._begin_if_over()
         checker = start_chunk_options.pop("tensor_need_offloading_checker", None)
         self.chunk = self.engine.start_chunk(
             tensor_need_offloading_checker=may_move if checker is None else lambda t: may_move(t) and checker(t),
@@ -100,7 +111,7 @@ class Session:
         and the one that finds nothing saved any more ends the iteration.
         """
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._noted_tasks:
+        if not self._owns_iterations or task == -1 or task in self._noted_tasks:
             return
         self._noted_tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,16 @@ def may_move(tensor: torch.Tensor) -> bool:
     while type(node).__name__ in _CAST_OR_VIEW:
         node = node.next_functions[0][0]
     return type(node).__name__ != "AccumulateGrad"
+
+
+def weights_of(parts: Iterable[nn.Module | torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers of the modules among `parts`, and the tensors among them."""
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            yield part
+        else:
+            yield from part.parameters()
+            yield from part.buffers()
 
 
 def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:

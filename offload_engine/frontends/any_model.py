@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from contextvars import Token
 from functools import cached_property
-from itertools import chain
 from types import TracebackType
 
 import torch
@@ -21,6 +20,7 @@ from offload_engine.frontends._compiling import refuse_when_compiled
 from offload_engine.frontends._device import device_for
 from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._session import Session
+from offload_engine.frontends._weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,14 @@ def manage_activations(
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
     if group_bytes < 1:
         raise ValueError(f"group_bytes must be positive, got {group_bytes:,}")
-    weights = _weights_of(model)
+    if isinstance(model, nn.Module):
+        _warn_if_compiled(model)
+    parts = (model,) if isinstance(model, nn.Module) else () if model is None else tuple(model)
 
     def start() -> AutomaticGroups:
         settings = config if config is not None else OffloadConfig()
-        driven = engine if engine is not None else OffloadEngine(settings, device_for(weights(), settings))
-        return AutomaticGroups(Session(driven, weights), group_bytes)
+        driven = engine if engine is not None else OffloadEngine(settings, device_for(parts, settings))
+        return AutomaticGroups(Session(driven, lambda: weights_of(parts)), group_bytes)
 
     return ManagedActivations(start)
 
@@ -144,15 +146,10 @@ class ManagedActivations:
             )
 
 
-def _weights_of(model: nn.Module | Iterable[torch.Tensor] | None) -> Callable[[], Iterable[torch.Tensor]]:
-    if isinstance(model, nn.Module):
-        if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
-            logger.warning(
-                "%s is compiled as a whole: one graph saves all its activations when its forward is over, and needs "
-                "them all when its backward begins, so offload frees little. Compile its layers instead.",
-                type(model).__name__,
-            )
-        # Found again in each iteration: FSDP gives its parameters new storages.
-        return lambda: chain(model.parameters(), model.buffers())
-    weights = () if model is None else tuple(model)
-    return lambda: weights
+def _warn_if_compiled(model: nn.Module) -> None:
+    if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
+        logger.warning(
+            "%s is compiled as a whole: one graph saves all its activations when its forward is over, and needs them "
+            "all when its backward begins, so offload frees little. Compile its layers instead.",
+            type(model).__name__,
+        )

@@ -163,14 +163,9 @@ class CheckpointOffload:
         self.end_forward()
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
-        is_backward = is_in_backward()
-        if is_backward:
+        if is_in_backward():
             self._turn_around()
-        if isinstance(saved, StayingTensor):
-            return saved.unpack()
-        if is_backward and saved.chunk.current_group != saved.group.index:
-            saved.chunk.on_group_commit_backward(saved.group)
-        return saved.chunk.tensor_pop(saved.packed)
+        return saved.unpack()
 
     def _turn_around(self) -> None:
         """A backward runs, so the forward is over, whether or not we were told."""

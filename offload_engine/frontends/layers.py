@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 
-import torch
 from torch import nn
 
-from offload_engine._devices import CpuDevice
-from offload_engine._devices.base import Device
 from offload_engine._stats import IterationStats
 from offload_engine.config import HORIZONS, OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
+from offload_engine.frontends._device import device_for
 from offload_engine.frontends._find_layers import Layer, body_of, check_strategy, find_layers
 from offload_engine.frontends._groups import GROUP_BYTES
 from offload_engine.frontends._layer_checkpoint import LayerCheckpoints
 from offload_engine.frontends._layer_groups import GroupHook, LayerGroups
 from offload_engine.frontends._session import Session
+from offload_engine.frontends._weights import weights_of
 from offload_engine.meter import ResidencyMeter
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,7 @@ class LayerOffload:
     def __init__(self, model: nn.Module, layers: Sequence[Layer], engine: OffloadEngine, enable_ckpt: bool) -> None:
         self.layers: tuple[str, ...] = tuple(layer.name for layer in layers)
         self.engine: OffloadEngine = engine
-        self._session = Session(engine, lambda: chain(model.parameters(), model.buffers()))
+        self._session = Session(engine, lambda: weights_of((model,)))
         is_bounded = any(getattr(engine.config, name) is not None for name in (*HORIZONS, "max_inflight_bytes"))
         self._groups = LayerGroups(
             body_of(model, layers),
@@ -110,7 +108,7 @@ def enable_activation_offloading(
             "enable_activation_offloading() gave the first time"
         )
     config = config or OffloadConfig()
-    engine = OffloadEngine(config, _device_for(model, config), meter)
+    engine = OffloadEngine(config, device_for((model,), config), meter)
     handle = LayerOffload(model, found, engine, enable_ckpt)
     logger.info(
         "%s: %d layers, %s to %s, of which the last stays on the device",
@@ -124,20 +122,3 @@ def enable_activation_offloading(
 
 def _has_groups(layer: Layer) -> bool:
     return any(isinstance(hook, GroupHook) and hook.function for hook in layer.module._forward_hooks.values())
-
-
-def _device_for(model: nn.Module, config: OffloadConfig) -> Device | None:
-    """A model on the CPU of a machine with a GPU has its activations on the CPU; else None, the engine's own choice."""
-    is_on_cpu = all(kind == "cpu" for kind in _device_types(model))
-    return CpuDevice(config.directory) if is_on_cpu and torch.cuda.is_available() else None
-
-
-def _device_types(model: nn.Module) -> Iterator[str]:
-    """Where the parameters of `model` are computed with: sharded ones may wait on the CPU."""
-    wrapped = [module for module in model.modules() if hasattr(module, "compute_device")]  # FSDP1
-    if wrapped:
-        yield str(wrapped[0].compute_device).split(":")[0]
-        return
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)  # FSDP2
-        yield parameter.device.type if mesh is None else mesh.device_type

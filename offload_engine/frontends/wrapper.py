@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from offload_engine._stats import IterationStats
 from offload_engine.config import HORIZONS, OffloadConfig
 from offload_engine.engine import OffloadEngine
+from offload_engine.frontends._weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
 
 DEFAULT_HORIZON = 2
@@ -68,11 +67,8 @@ def offload_wrapper(
             "OffloadConfig(horizon_groups=...)"
         )
     _check_model(model)
-
-    def weights() -> Iterable[torch.Tensor]:  # found again in each iteration: FSDP gives its parameters new storages
-        return chain(model.parameters(), model.buffers())
-
-    offload = CheckpointOffload(weights=weights, engine=engine if engine is not None else OffloadEngine(config))
+    engine = engine if engine is not None else OffloadEngine(config)
+    offload = CheckpointOffload(weights=lambda: weights_of((model,)), engine=engine)
     model.activation_offload = WrapperHandle(model, offload)  # type: ignore[assignment]
     return model
 

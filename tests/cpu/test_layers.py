@@ -96,7 +96,7 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 def enable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LayerOffload]]:
     """`enable_activation_offloading` on devices that delay every copy and check every order."""
     handles: list[LayerOffload] = []
-    monkeypatch.setattr(offload_engine.frontends.layers, "_device_for", lambda model, config: AdversarialDevice())
+    monkeypatch.setattr(offload_engine.frontends.layers, "device_for", lambda parts, config: AdversarialDevice())
 
     def enable(model: nn.Module, *args: Any, **kwargs: Any) -> LayerOffload:
         handles.append(

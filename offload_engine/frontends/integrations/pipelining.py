@@ -16,12 +16,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from offload_engine._stats import IterationStats
-from offload_engine.config import MIB, OffloadConfig
+from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._device import device_for
-from offload_engine.frontends._groups import AutomaticGroups
+from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._session import Session
-from offload_engine.frontends._weights import with_storage
+from offload_engine.frontends._weights import weights_of, with_storage
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
 
@@ -32,7 +32,7 @@ def offload_schedule(
     schedule: Schedule,
     config: OffloadConfig | None = None,
     *,
-    group_bytes: int = 32 * MIB,
+    group_bytes: int = GROUP_BYTES,
     meter: ResidencyMeter | None = None,
 ) -> ScheduleOffload:
     """Offload what the stages of a pipeline schedule save for backward, in every `schedule.step()` from now on.
@@ -71,7 +71,9 @@ class ScheduleOffload:
         if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in self._stages):
             raise ValueError(f"{type(schedule).__name__} is offloaded already: call remove() on its handle first")
         config = config or OffloadConfig()
-        self._session = _StepSession(OffloadEngine(config, device_for(self._weights(), config), meter))
+        self._modules: list[torch.nn.Module] = [stage.submod for stage in self._stages]
+        device = device_for(self._modules, config)
+        self._session = Session(OffloadEngine(config, device, meter), owns_iterations=False)
         self._groups = AutomaticGroups(self._session, group_bytes)
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
         self._inputs_hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -148,12 +150,7 @@ class ScheduleOffload:
         actions = read_actions(self._schedule)
         pairs = zip(actions, actions[1:], strict=False)
         self._comes_back_at_once = frozenset(a.chunk for a, b in pairs if a.chunk == b.chunk)
-        self._session.engine.begin_iteration(actions, with_storage(self._weights()))
-
-    def _weights(self) -> Iterator[torch.Tensor]:
-        for stage in self._stages:
-            yield from stage.submod.parameters()
-            yield from stage.submod.buffers()
+        self._session.engine.begin_iteration(actions, with_storage(weights_of(self._modules)))
 
     def _keep_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The stage holds these until the backward, whatever the graph does: a copy would free nothing."""
@@ -161,16 +158,6 @@ class ScheduleOffload:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor):
                     self._session.engine.exclude(value)
-
-
-class _StepSession(Session):
-    """A session whose iteration is one step of a schedule: it begins and ends with the step, whatever the graphs do."""
-
-    def note_backward(self) -> None:
-        """The step ends the iteration."""
-
-    def _begin_if_over(self) -> None:
-        """The step began the iteration."""
 
 
 def read_actions(schedule: Schedule) -> list[Action]:
