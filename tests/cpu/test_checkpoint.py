@@ -42,13 +42,6 @@ Checkpoint = Callable[..., Any]
 
 
 @pytest.fixture
-def device() -> Iterator[AdversarialDevice]:
-    device = AdversarialDevice()
-    yield device
-    assert not device.hazards
-
-
-@pytest.fixture
 def offload(device: AdversarialDevice) -> Iterator[CheckpointOffload]:
     config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=2)
     offload = CheckpointOffload(engine=OffloadEngine(config, device))

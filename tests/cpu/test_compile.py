@@ -35,13 +35,6 @@ def compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def device() -> Iterator[AdversarialDevice]:
-    device = AdversarialDevice()
-    yield device
-    assert not device.hazards
-
-
-@pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), device)
     activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)

@@ -425,13 +425,6 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
 
 
 @pytest.fixture
-def device() -> Iterator[AdversarialDevice]:
-    device = AdversarialDevice()
-    yield device
-    assert not device.hazards
-
-
-@pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
     # Nothing waits for its release: so everything is on host before the backward begins, but for the last group.
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), device)

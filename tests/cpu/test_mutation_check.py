@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.tool_scripts import load_tool
 
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tools" / "mutation_check.py"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutation_check", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-mutation_check = load()
+mutation_check = load_tool("mutation_check")
 
 
 def test_every_documented_rule_has_a_wait_to_remove() -> None:

@@ -25,13 +25,6 @@ def make_model() -> nn.Sequential:
 
 
 @pytest.fixture
-def device() -> Iterator[AdversarialDevice]:
-    device = AdversarialDevice()
-    yield device
-    assert not device.hazards
-
-
-@pytest.fixture
 def session(device: AdversarialDevice) -> Iterator[Session]:
     session = Session(OffloadEngine(OffloadConfig(min_tensor_bytes=0), device))
     yield session

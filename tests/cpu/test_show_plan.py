@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from offload_engine.schedule import Action, ChunkKey, format_actions, interleaved, parse_actions
+from tests.tool_scripts import load_tool
 
 pytest.importorskip("rich")
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "show_plan.py"
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("show_plan", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-show_plan = load()
+show_plan = load_tool("show_plan")
 
 
 def show(capsys: pytest.CaptureFixture[str], arguments: str) -> str:

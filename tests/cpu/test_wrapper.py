@@ -40,13 +40,6 @@ needs_transformers = pytest.mark.skipif(
 
 
 @pytest.fixture
-def device() -> Iterator[AdversarialDevice]:
-    device = AdversarialDevice()
-    yield device
-    assert not device.hazards
-
-
-@pytest.fixture
 def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
     """Wraps a model with an engine on the adversarial device."""
     handles: list[WrapperHandle] = []
