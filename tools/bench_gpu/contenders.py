@@ -150,8 +150,13 @@ class Contender(Protocol):
     def moved(self, counter: CopyCounter) -> Moved:
         """What the step under `counting` moved; wait for the device first."""
 
-    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
-        """Pinned host memory it holds; the argument is what torch's own allocator of pinned memory holds."""
+    def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
+        """Pinned host memory it holds.
+
+        Args:
+            torch_pinned_bytes: what torch's own allocator of pinned memory holds.
+            bytes_before: what that held before the turn, for another contender.
+        """
 
 
 class NoOffload:
@@ -171,7 +176,7 @@ class NoOffload:
     def moved(self, counter: CopyCounter) -> Moved:
         return Moved()
 
-    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
+    def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
         return torch_pinned_bytes
 
 
@@ -223,8 +228,8 @@ class Ours:
             engine={name: value for name, value in asdict(stats).items() if isinstance(value, int)},
         )
 
-    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
-        return int(self._engine().pool.slab_bytes_total) + torch_pinned_bytes
+    def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
+        return int(self._engine().pool.slab_bytes_total) + max(0, torch_pinned_bytes - bytes_before)
 
     def _engine(self) -> Any:
         engine = self._handle.engine if self._handle is not None else None
@@ -283,7 +288,7 @@ class Incumbent:
             counter, engine={"summary_bytes": summary, **{f"places_{k}": v for k, v in self.places.items()}}
         )
 
-    def pinned_bytes(self, torch_pinned_bytes: int) -> int:
+    def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
         return torch_pinned_bytes
 
 

@@ -135,6 +135,7 @@ class Bench:
         """One turn; `extras` runs at its end, with the contender still on. Returns this rank's record."""
         label = contender.entry.label
         self._gauge.release()
+        pinned_before = self._gauge.read()["torch_pinned_bytes"]
         try:
             contender.attach()
             before = self._warm_up(label)
@@ -146,7 +147,7 @@ class Bench:
             moved = contender.moved(counter)
             steps, losses = self._timed(label)
             memory = self._gauge.read()
-            pinned = contender.pinned_bytes(memory["torch_pinned_bytes"])
+            pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
             after = fingerprint(self._training.gradients(), losses)
             if extras:
                 extras()
