@@ -17,6 +17,7 @@ class Accounts:
         resident_limit_bytes: see below.
 
     Attributes:
+        is_metered: there is a meter; else `hold` need not be called.
         stats: of the running iteration, or of the last one.
         saved_bytes: of the storages with a handle left, wherever they are, but for what no group saved.
         resident_bytes: those of them that are on the device, or have a buffer there for a copy-in.
@@ -30,6 +31,7 @@ class Accounts:
         self.resident_bytes: int = 0
         self.resident_limit_bytes: int | None = resident_limit_bytes
         self.prefetched_bytes: int = 0
+        self.is_metered: bool = meter is not None
         self._meter = meter
 
     def begin(self) -> None:
@@ -42,9 +44,13 @@ class Accounts:
 
     def note_managed(self, nbytes: int) -> None:
         """A group has saved a storage, resident: from now on it counts."""
-        self.stats.managed_bytes += nbytes
+        # Once for each storage, so without a call of `note_arrival`.
+        stats = self.stats
+        stats.managed_bytes += nbytes
         self.saved_bytes += nbytes
-        self.note_arrival(nbytes)
+        self.resident_bytes += nbytes
+        if self.resident_bytes > stats.peak_resident_bytes:
+            stats.peak_resident_bytes = self.resident_bytes
 
     def note_arrival(self, nbytes: int) -> None:
         """`nbytes` of what groups saved have a buffer on the device from now on."""
@@ -71,8 +77,3 @@ class Accounts:
             self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:
             self._meter.drop(saved.buffer.untyped_storage()._cdata)
-
-    def note_retired(self, saved: SavedStorage) -> None:
-        """No handle of a storage is left."""
-        if not saved.group.is_rest:
-            self.saved_bytes -= saved.nbytes

@@ -32,7 +32,8 @@ class Budget:
         """A backward begins: what has stayed is needed now. Idempotent."""
         if self._is_in_forward:
             self._expected_bytes = self._accounts.saved_bytes
-        self.clear()
+            self._is_in_forward = False
+        self._staying.clear()
 
     def clear(self) -> None:
         """Forget the groups, but not how much a forward saves."""

@@ -62,7 +62,8 @@ class Mover:
 
     def begin_backward(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins."""
-        self.store.raise_failure()
+        if self.store.has_failed:
+            self.store.raise_failure()
         self.releases.advance()
         self.budget.note_backward()
         if not self.prefetcher.is_in_backward(chunk):
@@ -88,6 +89,8 @@ class Mover:
 
     def _make_room(self) -> None:
         """More was saved than the budget expected: what was to stay leaves after all."""
+        if self.store.accounts.resident_limit_bytes is None:
+            return
         while not self.releases.has_resident_room and (group := self.budget.pop_oldest()) is not None:
             self.copy_out(group)
             self.releases.advance()
@@ -97,7 +100,8 @@ class Mover:
         self.prefetcher.note_group(group)
 
     def _advance(self) -> None:
-        self.store.raise_failure()
+        if self.store.has_failed:
+            self.store.raise_failure()
         # Release first: the host bytes and the device bytes it frees are there for the copy-ins.
         self.releases.advance()
         self.prefetcher.advance()

@@ -37,10 +37,13 @@ class ReleaseQueue:
         """Queue a copy-out that was just issued."""
         self._queue.append(issued)
         self.inflight_bytes += issued.nbytes
-        self.largest_bytes = max(self.largest_bytes, issued.nbytes)
+        if issued.nbytes > self.largest_bytes:
+            self.largest_bytes = issued.nbytes
 
     def advance(self) -> None:
         """Release what has been copied out, and as many more as the limit on copies in flight asks for."""
+        if not self._queue:
+            return
         if self._accounts.resident_limit_bytes is not None:
             while self._queue and not self.has_resident_room:
                 self._release_oldest()

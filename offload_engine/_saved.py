@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -83,6 +83,10 @@ class SavedStorage:
         self.last_read: Event | None = None  # by the holders, as far as `stream` or `home` may not know of it
         self._pin: StorageWeakRef | None = None
 
+    def is_held_by_others(self) -> bool:
+        """True if there is a tensor over the storage besides `buffer`, so that it may be saved once more."""
+        return torch._C._storage_Use_Count(self.key) > 1  # type: ignore[attr-defined]
+
     def pin_address(self) -> None:
         """Before the buffer goes: keep the address `key` from being given to another storage, but no byte alive."""
         assert self.buffer is not None
@@ -148,23 +152,18 @@ class PackedTensor:
     retained graph, an unused branch and an abandoned one all end well.
     """
 
-    __slots__ = ("storage", "_store", "_shape", "_stride", "_offset", "_dtype", "_is_conj", "_is_neg")
+    __slots__ = ("storage", "dtype", "_store", "_shape", "_stride", "_offset", "_is_conj", "_is_neg")
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, store: ActivationStore) -> None:
-        self.storage = storage
         self._store = store
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
-        self._dtype = tensor.dtype
+        self.dtype: torch.dtype = tensor.dtype
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
+        self.storage: SavedStorage = storage
         storage.num_handles += 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the saved tensor."""
-        return self._dtype
 
     def view(self, buffer: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
         """The saved tensor over the storage of `buffer`: same shape, stride, offset and dtype.
@@ -181,11 +180,13 @@ class PackedTensor:
         return torch._neg_view(tensor) if self._is_neg else tensor
 
     def __del__(self) -> None:
-        storage: Any = getattr(self, "storage", None)
-        if storage is not None:
-            storage.num_handles -= 1
-            if storage.num_handles == 0:
-                self._store.retire(storage)
+        try:
+            storage = self.storage
+        except AttributeError:  # its own making failed
+            return
+        storage.num_handles -= 1
+        if storage.num_handles == 0:
+            self._store.retire(storage)
 
 
 class StayingTensor:

@@ -88,6 +88,8 @@ class ActivationStore:
         self.has_failed: bool = False
         self._context = context
         self._torch_device = context.device.torch_device
+        self._current_stream = context.device.current_stream  # bound once, as the next: each tensor asks
+        self._movable_storage = self.eligibility.movable_storage
         self._pool = pool
         self._is_room_required = config.host_policy == "error"
         self._empties: dict[torch.dtype, torch.Tensor] = {}
@@ -136,10 +138,32 @@ class ActivationStore:
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
-        storage = self.eligibility.movable_storage(tensor)
+        # Long, and without the decorator, because it runs for each saved tensor: a call costs as much as what it does.
+        storage = self._movable_storage(tensor)
         if storage is None:
             return self.eligibility.staying(tensor)
-        return self._pack(tensor, storage, group)
+        key, is_rest = storage._cdata, group.is_rest
+        try:
+            with self._lock:
+                saved = self._by_key.get(key)
+                if saved is None or saved.version != tensor._version:
+                    saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._current_stream())
+                    self.live[saved] = None
+                    if self._homes:
+                        self._find_home(saved)
+                    if self.accounts.is_metered:
+                        self.accounts.hold([saved])
+                    if not is_rest:
+                        self.accounts.note_managed(saved.nbytes)
+                elif saved.group.is_rest and not is_rest:
+                    saved.group = group
+                    self.accounts.note_managed(saved.nbytes)
+                if not is_rest:
+                    group.add(saved)
+                return PackedTensor(tensor, saved, self)
+        finally:
+            if self._dropped:
+                self._retire_dropped()
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
         """The tensor that `handle` stands for, ready for the current stream.
@@ -154,10 +178,11 @@ class ActivationStore:
             self._bring_back(saved)
         if saved.copied_in is None:
             self._check_unmodified(saved)
-        elif saved.ready_on != self._context.device.current_stream():
+        elif saved.ready_on != self._current_stream():
             self._await([saved])
         assert saved.buffer is not None
-        return handle.view(saved.buffer, self._empty(handle.dtype))
+        empty = self._empties.get(handle.dtype)
+        return handle.view(saved.buffer, self._new_empty(handle.dtype) if empty is None else empty)
 
     @_undisturbed
     def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
@@ -165,26 +190,27 @@ class ActivationStore:
 
         What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
         """
-        storages = [
-            saved
-            for saved in group.storages
-            if saved.group is group
-            and saved.residency is Residency.RESIDENT
-            and saved.copied_in is None
-            and saved.lease is None
-            and not saved.is_modified()
-        ]
+        storages, nbytes = [], 0
+        for saved in group.storages:
+            if (
+                saved.group is group
+                and saved.residency is Residency.RESIDENT
+                and saved.copied_in is None
+                and saved.lease is None
+                and not saved.is_modified()
+            ):
+                storages.append(saved)
+                nbytes += saved.nbytes
         if not storages:
             return None
         lease = lend(self._pool, storages, self._context.device.host_alignment)
         if lease is None:
-            self._note_no_room(group, sum(saved.nbytes for saved in storages))
+            self._note_no_room(group, nbytes)
             return None
         copied_out = copy_out(storages, lease, self._context)
         for saved in storages:
             saved.pending = saved.copied_out = copied_out
             saved.residency = Residency.COPYING_OUT
-        nbytes = sum(saved.nbytes for saved in storages)
         self.accounts.stats.copied_out_bytes += nbytes
         self.accounts.stats.num_offloaded_groups += 1
         return CopyOut(group.chunk, storages, nbytes, copied_out)
@@ -212,7 +238,7 @@ class ActivationStore:
                 self._keep(saved)
 
     @_undisturbed
-    def issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
+    def issue_copy_in(self, storages: Iterable[SavedStorage]) -> None:
         """Copy in what is on host; the leases go back at once, together with the event of the copy."""
         on_host = [saved for saved in storages if saved.residency is Residency.ON_HOST]
         if on_host:
@@ -231,8 +257,16 @@ class ActivationStore:
 
     def retire(self, saved: SavedStorage) -> None:
         """Autograd has dropped the last handle: give everything back, where a step is under way after it."""
-        self._dropped.append(saved)
-        self._retire_dropped()
+        if self._lock.acquire(False):
+            try:
+                if saved.num_handles == 0:  # else another thread packed the storage once more
+                    self._retire(saved)
+            finally:
+                self._lock.release()
+        else:
+            self._dropped.append(saved)
+        if self._dropped:  # the step, in whatever thread, may have looked there before
+            self._retire_dropped()
 
     def raise_failure(self) -> None:
         """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
@@ -263,24 +297,10 @@ class ActivationStore:
         self._failure = None
         self.has_failed = False
 
-    @_undisturbed
-    def _pack(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup) -> PackedTensor:
-        key = storage._cdata
-        saved = self._by_key.get(key)
-        if saved is None or saved.version != tensor._version:
-            saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._context.device.current_stream())
-            if key in self._homes and self._homes[key][1] != saved.stream:
-                saved.home = self._homes[key][1]
-            self.live[saved] = None
-            self.accounts.hold([saved])
-            if not group.is_rest:
-                self.accounts.note_managed(saved.nbytes)
-        elif saved.group.is_rest and not group.is_rest:
-            saved.group = group
-            self.accounts.note_managed(saved.nbytes)
-        if not group.is_rest:
-            group.add(saved)
-        return PackedTensor(tensor, saved, self)
+    def _find_home(self, saved: SavedStorage) -> None:
+        home = self._homes.get(saved.key)
+        if home is not None and home[1] != saved.stream:
+            saved.home = home[1]
 
     def _retire_dropped(self) -> None:
         """Retire what autograd has dropped, unless a step is under way: its end does that."""
@@ -297,19 +317,22 @@ class ActivationStore:
         """No-op for a storage that is gone."""
         if saved.residency is Residency.RETIRED:
             return
-        if saved.is_still_held():
+        if saved.emptied is not None and saved.is_still_held():
             self._restore(saved)
         if saved.residency is Residency.COPYING_IN:
             self.accounts.prefetched_bytes -= saved.nbytes
         if saved.buffer is not None:
             if saved.pending is not None:
                 self._settle_last(saved)
-            self._drop(saved)
+            self.accounts.drop(saved)
+            drop_buffer(saved, self._context)
         if saved.lease is not None:
             give_up_region(saved, saved.copied_out)
         saved.residency = Residency.RETIRED
-        self.accounts.note_retired(saved)
-        saved.group.storages.pop(saved, None)  # else the two keep each other, and the events of its copies, alive
+        group = saved.group
+        if not group.is_rest:
+            self.accounts.saved_bytes -= saved.nbytes
+        group.storages.pop(saved, None)  # else the two keep each other, and the events of its copies, alive
         self.live.pop(saved, None)
         if self._by_key.get(saved.key) is saved:
             del self._by_key[saved.key]
@@ -317,10 +340,15 @@ class ActivationStore:
     def _let_go(self, saved: SavedStorage) -> None:
         """Drop or empty the buffer of a settled storage that is on host too, unless a view of it is in the way."""
         if saved.num_holders is None:
-            saved.pin_address()
-            self._drop(saved)
+            if saved.is_held_by_others():
+                saved.pin_address()
+            elif self._by_key.get(saved.key) is saved:
+                del self._by_key[saved.key]  # nobody can save it again, and its address may become another's
+            self.accounts.drop(saved)
+            drop_buffer(saved, self._context)
         elif saved.may_be_emptied():
-            self._drop(saved, empty_buffer)
+            self.accounts.drop(saved)
+            empty_buffer(saved, self._context)
             self.accounts.stats.num_emptied_storages += 1
         else:
             self._keep(saved)
@@ -329,7 +357,7 @@ class ActivationStore:
         saved.residency = Residency.ON_HOST
 
     def _hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
-        """Undo `_drop`, where a holder has kept the bytes there."""
+        """Undo `drop_buffer`, where a holder has kept the bytes there."""
         saved.buffer = holder.detach()
         self.accounts.hold([saved])
         self.accounts.note_arrival(saved.nbytes)
@@ -358,7 +386,8 @@ class ActivationStore:
             give_up_region(saved, copied_in)
             total += saved.nbytes
         self.accounts.note_copied_in(total)
-        self.accounts.hold(storages)
+        if self.accounts.is_metered:
+            self.accounts.hold(storages)
 
     @_undisturbed
     def _bring_back(self, saved: SavedStorage) -> None:
@@ -399,10 +428,8 @@ class ActivationStore:
             self._failure = self._failure or self._failed(error, "copy", saved)
             saved.pending = saved.copied_out = None
 
-    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        empty = self._empties.get(dtype)
-        if empty is None:
-            empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
+    def _new_empty(self, dtype: torch.dtype) -> torch.Tensor:
+        empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
         return empty
 
     def _note_no_room(self, group: TensorGroup, nbytes: int) -> None:
@@ -418,11 +445,6 @@ class ActivationStore:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
         saved.residency = Residency.RESIDENT
         give_up_region(saved, saved.copied_out)
-
-    def _drop(self, saved: SavedStorage, drop: Callable[[SavedStorage, TransferContext], None] = drop_buffer) -> None:
-        """Drop, or empty, the buffer of a settled storage."""
-        self.accounts.drop(saved)
-        drop(saved, self._context)
 
     def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
         self.has_failed = True

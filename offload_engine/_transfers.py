@@ -48,7 +48,7 @@ class TransferContext:
 def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: TransferContext) -> Event:
     """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
     device, stream = context.device, context.copy_out_stream
-    for compute in _distinct([storage.stream for storage in storages]):
+    for compute in _streams_of(storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 1
     for event in lease.ready_after:
         with suppress(CopyError):  # of a copy that is over and that nobody needed: its bytes are free all the same
@@ -62,8 +62,13 @@ def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: Transf
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
     """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
     device, stream = context.device, context.copy_in_stream
-    buffers = [_allocate(storage, device) for storage in storages]
-    for compute in _distinct([storage.stream for storage in storages]):
+    buffers = [
+        device.allocate(storage.nbytes, storage.stream)
+        if storage.emptied is None
+        else device.restore(storage.emptied, storage.nbytes, storage.stream)
+        for storage in storages
+    ]
+    for compute in _streams_of(storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
     for storage, buffer in zip(storages, buffers, strict=True):
         assert storage.region is not None
@@ -93,7 +98,8 @@ def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
 
 def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     """Let go of the device bytes of `storage`, which is settled."""
-    _follow_readers(storage, context.device)
+    if storage.readers or storage.last_read is not None or storage.home is not None:
+        _follow_readers(storage, context.device)
     assert storage.buffer is not None
     context.device.on_release(storage.buffer)
     storage.buffer = None
@@ -129,12 +135,6 @@ def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) ->
             storage.readers = (*storage.readers, reader)
 
 
-def _allocate(storage: SavedStorage, device: Device) -> torch.Tensor:
-    if storage.emptied is None:
-        return device.allocate(storage.nbytes, storage.stream)
-    return device.restore(storage.emptied, storage.nbytes, storage.stream)
-
-
 def note_last_read(storage: SavedStorage, context: TransferContext) -> None:
     """Nobody reads `storage` any more but for the current stream, in what it has been given by now."""
     reader = context.device.current_stream()
@@ -155,10 +155,10 @@ def _follow_readers(storage: SavedStorage, device: Device) -> None:
     storage.last_read = None
 
 
-def _distinct(streams: list[Stream]) -> list[Stream]:
-    """Storages of one group nearly always share their stream."""
-    found = streams[:1]
-    for stream in streams:
-        if stream not in found:
-            found.append(stream)
+def _streams_of(storages: Sequence[SavedStorage]) -> list[Stream]:
+    """Each once; storages of one group nearly always share theirs."""
+    found = [storages[0].stream]
+    for storage in storages:
+        if storage.stream not in found:
+            found.append(storage.stream)
     return found

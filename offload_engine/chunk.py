@@ -155,7 +155,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Pack one saved tensor: returns a handle, or the tensor itself where it stays."""
         group = self._open[-1] if self._open else self.open_group("layer")
         self.tensor_count_current_group += 1
-        if not self.tensor_need_offloading_checker(tensor):
+        checker = self.tensor_need_offloading_checker
+        if checker is not _any_tensor and not checker(tensor):
             return without_graph(tensor)
         return self._mover.store.pack(tensor, group)
 
@@ -190,13 +191,13 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
-        if is_quantized_activation(tensor):
+        if type(tensor) is not torch.Tensor and is_quantized_activation(tensor):
             return PackedParts(tensor, self._pack, self._unpack)
         packed = self.tensor_push(tensor)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
-        return packed.unpack() if isinstance(packed, StayingTensor) else self._mover.store.unpack(packed)
+        return self._mover.store.unpack(packed) if isinstance(packed, PackedTensor) else packed.unpack()
 
     def _pop_open(self) -> TensorGroup:
         if not self._open:
