@@ -21,8 +21,9 @@ from offload_engine._saved import StayingTensor
 def is_quantized_activation(tensor: torch.Tensor) -> bool:
     """Whether a saved tensor is to be taken apart.
 
-    Inside the function that saves it nothing but its graph and its shape tell an activation from a cached weight: that
-    one is a leaf and a matrix. (A quantized matrix without a graph stays, as what is in doubt must.)
+    Inside the function that saves it nothing but its shape tells an activation from the cached copy of a weight: that
+    one is a matrix. (It may have a graph: where a module makes the copy, it is an output of the function that saves
+    it.) So a quantized matrix stays, as what is in doubt must.
     """
     return (
         type(tensor) is not torch.Tensor
@@ -30,7 +31,7 @@ def is_quantized_activation(tensor: torch.Tensor) -> bool:
         and hasattr(tensor, "prepare_for_saving")
         and hasattr(tensor, "restore_from_saved")
         and not hasattr(tensor, "_TE_do_not_offload")
-        and (not tensor.is_leaf or tensor.dim() > 2)
+        and tensor.dim() > 2
     )
 
 
