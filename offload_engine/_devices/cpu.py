@@ -90,7 +90,7 @@ class CpuDevice:
         event.raise_failure()
 
     def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)

@@ -20,7 +20,7 @@ class MemorySlab:
         """
         check_memory(nbytes, "host tier in plain memory")
         self.nbytes = nbytes
-        self._bytes: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
+        self._bytes: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def __repr__(self) -> str:
         return f"MemorySlab({self.nbytes:,} bytes)"
