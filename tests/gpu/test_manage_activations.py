@@ -13,14 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload_engine import ManagedActivations, OffloadConfig, manage_activations
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs an NVIDIA GPU and a CUDA build of torch: run `pytest -m gpu tests` on such a machine",
-    ),
-]
+from tests.checkpointed import all_equal
+from tests.gpu.parity import run_twice
 
 MIB = 1 << 20
 WIDTH, ROWS, DEPTH = 1024, 4096, 12
@@ -43,13 +37,12 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    """Gradients of attention are summed in any order otherwise, with offload and without."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.cuda.empty_cache()
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """Nothing compiled before; no graph is left that keeps its memory."""
+    torch._dynamo.reset()
     yield
-    torch.use_deterministic_algorithms(False)
+    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -59,9 +52,10 @@ def activations() -> Iterator[ManagedActivations]:
     activations.close()
 
 
-def make_model() -> nn.Sequential:
+def make_model(depth: int = DEPTH) -> nn.Sequential:
     torch.manual_seed(7)
-    return nn.Sequential(*[Block() for _ in range(DEPTH)]).to("cuda", torch.bfloat16)
+    with torch.device("cuda"):
+        return nn.Sequential(*[Block() for _ in range(depth)]).bfloat16()
 
 
 def train(region: Region, call: Call, model: nn.Sequential | None = None) -> list[torch.Tensor]:
@@ -110,27 +104,29 @@ def under_autocast(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("call", [plain, not_reentrant, reentrant, on_two_streams, under_autocast])
 def test_parity(call: Call, activations: ManagedActivations) -> None:
-    expected, found = train(nullcontext, call), train(lambda: activations, call)
-    assert all(map(torch.equal, expected, found))
+    expected = run_twice(lambda: train(nullcontext, call), all_equal)
+    assert all_equal(expected, train(lambda: activations, call))
     assert activations.stats.copied_out_bytes > 0 and not activations.engine.has_saved
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("deterministic", "compiler")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_parity_of_compiled_layers(mode: str, activations: ManagedActivations) -> None:
     pytest.importorskip("triton", reason="inductor needs triton on a GPU: pip install triton")
 
     def compiled(region: Region) -> list[torch.Tensor]:
         torch._dynamo.reset()
-        model = make_model()
+        model = make_model(depth=4)
         for layer in model:
             layer.compile(mode=mode)
         return train(region, plain, model)
 
-    expected, found = compiled(nullcontext), compiled(lambda: activations)
-    assert all(map(torch.equal, expected, found))
+    expected = run_twice(lambda: compiled(nullcontext), all_equal)
+    assert all_equal(expected, compiled(lambda: activations))
     assert activations.stats.copied_out_bytes > 0
 
 

@@ -1,0 +1,52 @@
+"""What a comparison to the last bit rests on: without offload, the model gives the same bits each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.utils.deterministic
+
+# Eight buffers of 4 MiB for each stream; PyTorch refuses its deterministic mode without this or `:16:8`.
+CUBLAS_WORKSPACE = ":4096:8"
+
+T = TypeVar("T")
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Gradients are summed in one order.
+
+    Not with `warn_only`: that warns of attention's backward and leaves it as it is.
+    """
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # Training has no such kernels: one for each new buffer would change what runs before what.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling
+        torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
+
+
+def run_twice(run: Callable[[], T], are_equal: Callable[[T, T], bool]) -> T:
+    """What two runs without offload give alike.
+
+    Args:
+        run: builds and trains the model, without offload.
+        are_equal: compares two results to the last bit.
+
+    Raises:
+        AssertionError: if they differ, which says nothing about offload.
+    """
+    result = run()
+    assert are_equal(result, run()), (
+        "two runs without offload differ: the model is not deterministic here, and offload was not tested. Expected "
+        "the same bits under torch.use_deterministic_algorithms(True); look for an operator that ignores it"
+    )
+    return result
