@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import permutations
 
 import pytest
 import torch
@@ -12,17 +13,9 @@ from offload_engine._devices import HostRegion, make_device
 from offload_engine._devices.cuda import CudaDevice
 from offload_engine._devices.pinned import PinnedSlab, _register
 from offload_engine.config import OffloadConfig
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs an NVIDIA GPU and a CUDA build of torch: run `pytest -m gpu tests` on such a machine",
-    ),
-]
+from tests.gpu.streams import delay, pool_of
 
 MIB = 1 << 20
-LATE_CYCLES = 200_000_000  # about 0.1 s: long enough that a missing wait is seen every time
 
 
 @pytest.fixture
@@ -35,11 +28,6 @@ def device() -> Iterator[CudaDevice]:
 
 def garbage(nbytes: int) -> torch.Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
-
-
-def delay(stream: int) -> None:
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-        torch.cuda._sleep(LATE_CYCLES)
 
 
 @pytest.mark.parametrize("nbytes", [1, 511, 4097, MIB + 3])
@@ -110,17 +98,12 @@ def test_the_copy_stream_is_current_only_inside_a_copy(device: CudaDevice) -> No
 
 
 def test_buffers_come_from_the_pool_of_the_compute_stream(device: CudaDevice) -> None:
-    compute = device.current_stream()
-    buffer = device.allocate(8 * MIB, compute)
-    address = buffer.data_ptr()
-    del buffer
-    assert torch.empty(8 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
-    other = torch.cuda.Stream()
-    buffer = device.allocate(24 * MIB, other.cuda_stream)
-    address = buffer.data_ptr()
-    del buffer
-    with torch.cuda.stream(other):
-        assert torch.empty(24 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address
+    """Whatever stream is current. The handle of the default stream is 0, which `ExternalStream` does not take."""
+    streams = [torch.cuda.default_stream(), torch.cuda.Stream()]
+    for compute, current in [(streams[0], streams[0]), *permutations(streams)]:
+        with torch.cuda.stream(current):
+            buffer = device.allocate(8 * MIB, compute.cuda_stream)
+        assert pool_of(buffer) == compute.cuda_stream
 
 
 def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import permutations
 
 import pytest
 import torch
 
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._devices.cuda import CudaDevice
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason="needs an NVIDIA GPU and a CUDA build of torch: run `pytest -m gpu tests` on such a machine",
-    ),
-]
+from tests.gpu.streams import delay, pool_of
 
 MIB = 1 << 20
-LATE_CYCLES = 200_000_000  # about 0.1 s: long enough that a missing wait is seen every time
 
 
 @pytest.fixture
@@ -37,11 +30,6 @@ def square(engine: OffloadEngine, x: torch.Tensor) -> torch.Tensor:
         out = x.square()
     chunk.close_group()
     return out
-
-
-def delay(stream: int) -> None:
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-        torch.cuda._sleep(LATE_CYCLES)
 
 
 def test_memory_falls_although_it_is_held_and_bytes_come_back(engine: OffloadEngine) -> None:
@@ -86,13 +74,15 @@ def test_a_late_copy_in_is_not_overtaken_by_its_reader(engine: OffloadEngine) ->
 
 
 def test_bytes_are_restored_from_the_pool_of_the_compute_stream() -> None:
-    torch.cuda.empty_cache()
     device = CudaDevice()
-    compute, other = device.current_stream(), torch.cuda.Stream()
     x = torch.ones(MIB, device="cuda")
-    storage, address = x.untyped_storage(), x.data_ptr()
-    device.empty(storage)
-    with torch.cuda.stream(other):
-        buffer = device.restore(storage, 4 * MIB, compute)
-    assert buffer.data_ptr() == x.data_ptr() == address and buffer.nbytes == 4 * MIB
+    device.empty(x.untyped_storage())
+    for compute, current in permutations([torch.cuda.default_stream(), torch.cuda.Stream()]):
+        with torch.cuda.stream(current):
+            buffer = device.restore(x.untyped_storage(), 4 * MIB, compute.cuda_stream)
+            assert pool_of(torch.empty(4 * MIB, device="cuda")) == current.cuda_stream
+        assert pool_of(x) == pool_of(buffer) == compute.cuda_stream
+        assert buffer.data_ptr() == x.data_ptr() and buffer.nbytes == 4 * MIB
+        del buffer
+        device.empty(x.untyped_storage())
     device.close()
