@@ -23,12 +23,17 @@ NEEDS = {
 }
 
 
-def losses(name: str, *options: str, num_ranks: int = 2) -> list[str]:
-    """As the example prints them, in two steps."""
-    for package in NEEDS[name]:
+def skip_without(*packages: str) -> None:
+    """Skip the test if one of them is not there."""
+    for package in packages:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install -e '.[integrations]' makes this run")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+
+
+def losses(name: str, *options: str) -> list[str]:
+    """As the example prints them, in two steps."""
+    skip_without(*NEEDS[name])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [*(launcher if name == "with_pipelining.py" else []), str(EXAMPLES / name), "--steps", "2", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=240)
