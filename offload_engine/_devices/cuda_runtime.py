@@ -65,12 +65,20 @@ class CudaRuntime:
     def record(self, stream: int) -> CudaEvent:
         """A new event after all work issued to `stream` so far."""
         event = CudaEvent(self._idle.pop() if self._idle else self._new_handle(), self._idle)
-        self._check(self._record(event.handle, stream))
+        if stream or self._is_current:
+            self._check(self._record(event.handle, stream))
+        else:
+            with torch.cuda.device(self._device):
+                self._check(self._record(event.handle, stream))
         return event
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """Work issued to `stream` from now on starts after `event`."""
-        self._check(self._wait(stream, event.handle, 0))
+        if stream or self._is_current:
+            self._check(self._wait(stream, event.handle, 0))
+        else:
+            with torch.cuda.device(self._device):
+                self._check(self._wait(stream, event.handle, 0))
 
     def is_complete(self, event: CudaEvent) -> bool:
         """True if `event` has completed; never blocks."""
@@ -93,6 +101,11 @@ class CudaRuntime:
         """Give the handles of events that nobody holds back to CUDA."""
         while self._idle:
             self._library.cudaEventDestroy(self._idle.pop())
+
+    @property
+    def _is_current(self) -> bool:
+        """The default stream has the handle 0 on every device, and means that of the current one."""
+        return bool(torch._C._cuda_getDevice() == self._device.index)
 
     def _new_handle(self) -> int:
         handle = _HANDLE()
