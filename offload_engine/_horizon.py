@@ -27,6 +27,9 @@ class Horizon:
     def note_reached(self, group: TensorGroup) -> None:
         """The backward of `group` begins."""
 
+    def note_passed(self) -> None:
+        """A forward begins instead of the backward that copies were issued for: they are not ahead of any other."""
+
     def clear(self) -> None:
         """Forget all groups."""
 
@@ -45,18 +48,24 @@ class HorizonBytes(Horizon):
         self._accounts = accounts
         self._limit = limit
         self._largest_bytes = 0
-        self._staying: list[TensorGroup] = []  # recalled before their release, not reached yet
+        self._staying: list[TensorGroup] = []  # issued, or recalled before their release, not reached yet
+        self._passed: list[TensorGroup] = []
 
     def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
         """See `Horizon`."""
         nbytes = arriving_bytes + staying_bytes
         limit = 2 * self._largest_bytes if self._limit is None else self._limit
-        ahead = self._accounts.prefetched_bytes + sum(map(_staying_bytes, self._staying))
+        ahead = self._accounts.prefetched_bytes
+        for group in self._staying:
+            ahead += _staying_bytes(group)
+        for group in self._passed:
+            ahead -= _arriving_bytes(group)
         return limit > 0 and (ahead == 0 or nbytes == 0 or ahead + nbytes <= limit)
 
     def note_committed(self, group: TensorGroup) -> None:
         """See `Horizon`."""
-        self._largest_bytes = max(self._largest_bytes, group.nbytes)
+        if group.nbytes > self._largest_bytes:
+            self._largest_bytes = group.nbytes
 
     def note_issued(self, group: TensorGroup) -> None:
         """See `Horizon`."""
@@ -64,11 +73,19 @@ class HorizonBytes(Horizon):
 
     def note_reached(self, group: TensorGroup) -> None:
         """See `Horizon`."""
-        self._staying = [other for other in self._staying if other is not group and other.storages]
+        if self._staying:
+            self._staying = [other for other in self._staying if other is not group and other.storages]
+        if self._passed:
+            self._passed = [other for other in self._passed if other is not group and other.storages]
+
+    def note_passed(self) -> None:
+        """See `Horizon`."""
+        self._passed += self._staying
+        self._staying = []
 
     def clear(self) -> None:
         """See `Horizon`."""
-        self._staying = []
+        self._staying, self._passed = [], []
 
 
 class ResidentHorizon(Horizon):
@@ -112,6 +129,10 @@ class HorizonGroups(Horizon):
         """See `Horizon`."""
         self._ahead = [other for other in self._ahead if other.chunk != group.chunk or other.index < group.index]
 
+    def note_passed(self) -> None:
+        """See `Horizon`."""
+        self._ahead = []
+
     def clear(self) -> None:
         """See `Horizon`."""
         self._ahead = []
@@ -131,11 +152,24 @@ def make_horizon(config: OffloadConfig, accounts: Accounts) -> Horizon:
 def _staying_bytes(group: TensorGroup) -> int:
     """Bytes that `group` saved first and that have not left."""
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
-    own = (saved for saved in tuple(group.storages) if saved.group is group and saved.copied_in is None)
-    return sum(saved.nbytes for saved in own if saved.residency is Residency.RESIDENT and saved.copied_out is not None)
+    nbytes = 0
+    for saved in list(group.storages):
+        if saved.copied_in is None and saved.copied_out is not None and saved.residency is Residency.RESIDENT:
+            nbytes += saved.nbytes if saved.group is group else 0
+    return nbytes
+
+
+def _arriving_bytes(group: TensorGroup) -> int:
+    """Bytes that `group` saved first and whose copy-in is issued and not used."""
+    # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
+    nbytes = 0
+    for saved in list(group.storages):
+        if saved.residency is Residency.COPYING_IN and saved.group is group:
+            nbytes += saved.nbytes
+    return nbytes
 
 
 def _is_on_device(group: TensorGroup) -> bool:
     """True if bytes that `group` saved first are there; what it shares with an earlier group stays for that one too."""
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
-    return any(saved.group is group and saved.residency is not Residency.ON_HOST for saved in tuple(group.storages))
+    return any(saved.group is group and saved.residency is not Residency.ON_HOST for saved in list(group.storages))

@@ -59,6 +59,10 @@ class Prefetcher:
         """The forward of `chunk` begins."""
         for other in self._chunks.values():
             other.end_forward()
+        if not self._actions and self._backward_chunk is not None:
+            # The backward of these was to come before this forward. It may come late, or never.
+            self._chunks.clear()
+            self._horizon.note_passed()
         self._chunks.pop(chunk.key, None)  # a key used again goes to the end of the order
         self._chunks[chunk.key] = chunk
         self._backward_chunk = None
@@ -89,24 +93,30 @@ class Prefetcher:
         """Issue copy-ins up to the horizon."""
         window = self._window
         while window:
-            if not self._issue_next(window[0]):
-                return
             if window[0].next_index < 0:
                 window.pop(0)
+            elif not self._issue_next(window[0]):
+                return
 
     def _issue_next(self, chunk: ChunkGroups) -> bool:
         """Issue the copy-in of one more group; False if that would go beyond the horizon."""
-        if chunk.next_index < 0:
-            return True
+        if not self._actions and chunk is not self._backward_chunk and chunk.next_index < len(chunk.groups) - 1:
+            return False  # nobody has said that this backward will come: not more than what it needs first
         group = chunk.groups[chunk.next_index]
-        on_host = on_host_storages(group)
-        if not self._horizon.has_room(total_bytes(on_host), total_bytes(leaving_storages(group))):
+        on_host_bytes = leaving_bytes = 0
+        for saved in list(group.storages):  # a copy, see `on_host_storages`
+            if saved.residency is Residency.ON_HOST:
+                on_host_bytes += saved.nbytes
+            elif saved.residency is Residency.COPYING_OUT:
+                leaving_bytes += saved.nbytes
+        if not self._horizon.has_room(on_host_bytes, leaving_bytes):
             return False
         chunk.next_index -= 1
+        if leaving_bytes:
+            self._store.recall(group)
         self._horizon.note_issued(group)
-        self._store.recall(group)
-        if on_host:
-            self._store.issue_copy_in(on_host)
+        if on_host_bytes:
+            self._store.issue_copy_in(group.storages)
         return True
 
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
@@ -144,17 +154,7 @@ class Prefetcher:
         return chunks
 
 
-def total_bytes(storages: Sequence[SavedStorage]) -> int:
-    """Bytes of all of them."""
-    return sum(saved.nbytes for saved in storages)
-
-
-def leaving_storages(group: TensorGroup) -> list[SavedStorage]:
-    """What a recall of `group` would keep."""
-    return [saved for saved in tuple(group.storages) if saved.residency is Residency.COPYING_OUT]
-
-
 def on_host_storages(group: TensorGroup) -> list[SavedStorage]:
     """What a copy-in of `group` would have to move."""
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
-    return [saved for saved in tuple(group.storages) if saved.residency is Residency.ON_HOST]
+    return [saved for saved in list(group.storages) if saved.residency is Residency.ON_HOST]

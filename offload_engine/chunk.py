@@ -122,6 +122,13 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         for group in self.chunk_groups.groups:
             self._mover.store.recall(group)
 
+    def offload_kept_groups(self) -> None:
+        """Another forward comes before the backward: issue the copy-out of what was to stay for it."""
+        for group in self.chunk_groups.groups:
+            if group.is_kept:
+                group.is_kept = False
+                self._mover.copy_out(group)
+
     def abandon_group(self) -> None:
         """Forget the innermost open group, whose forward raised. What it saved goes with its graph."""
         if self._open:

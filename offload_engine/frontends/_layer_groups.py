@@ -41,7 +41,7 @@ class _Forward:
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self.chunk: ChunkOffloadHandler = chunk
         self.layer: nn.Module | None = None  # whose group is open
-        self.layer_bytes: int = 0  # of its groups before that
+        self.first_index: int = 0  # of its groups
         self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
         self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
 
@@ -72,7 +72,7 @@ class LayerGroups:
 
     Args:
         body: runs all `layers`.
-        layers: in order; the last one stays on the device.
+        layers: in order; the last one stays on the device, unless another forward comes before a backward.
         session: of the model.
         group_bytes: see above; None: one group a layer.
         num_resident_layers: of how many layers, the largest so far, the bytes may be on the device at once; None: the
@@ -91,8 +91,10 @@ class LayerGroups:
         self.session: Session = session
         self._group_bytes = group_bytes
         self._num_resident_layers = num_resident_layers
-        self._largest_layer_bytes = 0
+        self._largest_own_bytes = 0  # of a layer: what it saved first
+        self._largest_shared_bytes = 0  # of a layer: what another one had saved before
         self._forward: _Forward | None = None
+        self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
         self._is_in_context = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._handles: list[RemovableHandle] = [
@@ -154,6 +156,9 @@ class LayerGroups:
             self._abandon()
         chunk = self.session.start_forward()
         if chunk is not None:
+            if self._last_chunk is not None:
+                self._last_chunk.offload_kept_groups()
+            self._last_chunk = None
             self._forward = _Forward(chunk)
             self._hooks.__enter__()
 
@@ -163,6 +168,7 @@ class LayerGroups:
         if has_raised:
             self._abandon()
         else:
+            self._last_chunk = self._forward.chunk
             self._close()
             self.session.end_forward()
 
@@ -185,14 +191,14 @@ class LayerGroups:
         self._keep_shared_inputs(args, kwargs)
         if torch.is_grad_enabled() and self._is_on_top():
             forward.layer = layer
-            forward.layer_bytes = 0
+            forward.first_index = group.index
             return
         source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         forward.input_groups.add(group)
         # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
-        self._note_layer(group.own_bytes)
+        self._note_layer([group])
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._forward
@@ -202,19 +208,25 @@ class LayerGroups:
         if output is None:  # it raised
             forward.chunk.abandon_group()
         else:
-            last = forward.chunk.close_group()
-            self._note_layer(forward.layer_bytes + last.own_bytes)
+            forward.chunk.close_group()
+            self._note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
 
     def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
-        forward.layer_bytes += group.own_bytes
         forward.chunk.close_group()
         forward.chunk.open_group(group.name).is_kept = group.is_kept
 
-    def _note_layer(self, nbytes: int) -> None:
-        """A layer has saved so many bytes."""
-        if self._num_resident_layers is not None and nbytes > self._largest_layer_bytes:
-            self._largest_layer_bytes = nbytes
-            self.session.engine.limit_resident(self._num_resident_layers * nbytes)
+    def _note_layer(self, groups: Sequence[TensorGroup]) -> None:
+        """These are the groups of a layer."""
+        if self._num_resident_layers is None:
+            return
+        before = self._largest_own_bytes, self._largest_shared_bytes
+        storages = {saved for group in groups for saved in tuple(group.storages)}
+        shared_bytes = sum(saved.nbytes for saved in storages if saved.group not in groups)
+        self._largest_own_bytes = max(self._largest_own_bytes, sum(group.own_bytes for group in groups))
+        self._largest_shared_bytes = max(self._largest_shared_bytes, shared_bytes)
+        if (self._largest_own_bytes, self._largest_shared_bytes) != before:
+            limit_bytes = self._num_resident_layers * self._largest_own_bytes + self._largest_shared_bytes
+            self.session.engine.limit_resident(limit_bytes)
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.
@@ -260,6 +272,7 @@ class LayerGroups:
         if isinstance(saved, StayingTensor):
             return saved.unpack()
         if is_in_backward():
+            self._last_chunk = None
             self.session.note_backward()
         group = saved.group
         if group is None and saved.packed.storage.group in saved.forward.input_groups:

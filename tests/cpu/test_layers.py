@@ -265,6 +265,25 @@ def test_a_large_layer_leaves_in_pieces_and_what_fits_stays(enable: Enable, monk
     assert stats.prefetch_misses == 0
 
 
+def test_what_two_layers_share_comes_on_top(enable: Enable) -> None:
+    """The output of a Tanh is also the input of the next layer: two layers need three such tensors."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
+    handle = enable(model, layers=list(model))
+    model(data()).sum().backward()
+    assert handle.stats.prefetch_misses == 0 and handle.stats.peak_resident_bytes == 3 * data().nbytes
+
+
+def test_the_last_layer_leaves_where_another_forward_comes_first(enable: Enable) -> None:
+    handle = enable(model := Net(3), config=ALL.replace(horizon_groups=2))
+    first = model(data(0))
+    layer_bytes = handle.stats.kept_bytes
+    assert handle.stats.copied_out_bytes == 2 * layer_bytes
+    second = model(data(1))
+    assert handle.stats.copied_out_bytes == 5 * layer_bytes
+    (first + second).backward()
+    assert handle.stats.copied_out_bytes == 5 * layer_bytes and handle.stats.prefetch_misses == 0
+
+
 def test_a_horizon_of_the_user_stays(enable: Enable) -> None:
     handle = enable(model := Net(8), config=ALL.replace(prefetch_layers=3))
     step(model)

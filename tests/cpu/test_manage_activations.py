@@ -580,6 +580,49 @@ def test_prefetch_is_ahead_of_every_group() -> None:
     activations.close()
 
 
+@pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_layers": 2}], ids=str)
+def test_graphs_that_nobody_uses_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
+    """As validation losses that are kept with their graphs: what was copied in for them is not ahead of anything."""
+    model = make_model()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **bounds), device)
+    activations = manage_activations(model, group_bytes=2 * TENSOR_BYTES, engine=engine)
+    kept = []
+    for step in range(8):
+        with activations:
+            loss = loss_of(model, step)
+        if step % 2:
+            loss.backward()
+        else:
+            kept.append(loss)
+    assert activations.stats.prefetch_misses == 0
+    assert engine._store.accounts.resident_bytes <= 4 * 3 * TENSOR_BYTES  # a group of each
+    sum(kept).backward()
+    activations.close()
+
+
+@pytest.mark.parametrize("num_tensors", [0, 8, 40])
+def test_with_a_budget_less_is_copied_and_nothing_changes(num_tensors: int) -> None:
+    expected = forward_only(nullcontext)
+    copied: list[int] = []
+
+    def train(**bounds: int) -> Results:
+        device = AdversarialDevice()
+        engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **bounds), device)
+        activations = manage_activations(group_bytes=TENSOR_BYTES, engine=engine)
+        found = forward_only(lambda: activations)
+        copied.append(activations.stats.copied_out_bytes)
+        if bounds:
+            assert activations.stats.peak_resident_bytes <= max(bounds["resident_bytes"], 6 * TENSOR_BYTES)
+        activations.close()
+        assert not device.hazards
+        return found
+
+    for bounds in ({}, {"resident_bytes": num_tensors * TENSOR_BYTES}):
+        torch.manual_seed(7)
+        assert all(map(torch.equal, train(**bounds), expected))
+    assert copied[1] <= copied[0] - max(0, num_tensors - 8) * TENSOR_BYTES
+
+
 def test_without_close_nothing_is_left(no_tensor_left: Callable[[], AbstractContextManager[None]]) -> None:
     loss_of(make_model()).backward()  # what torch makes once is there from now on
     with no_tensor_left():
