@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from operator import eq
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +23,16 @@ TIMEOUT_S = 200
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[ProcessPoolExecutor]:
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
     """A process for all examples of one GPU: it imports their libraries once."""
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=see_one_gpu) as worker:
+    directory = tmp_path_factory.mktemp("examples")  # Trainers make folders where they run
+    with ProcessPoolExecutor(1, get_context("spawn"), see_one_gpu, (directory,)) as worker:
         yield worker
 
 
-def see_one_gpu() -> None:
+def see_one_gpu(directory: Path) -> None:
     """Else a Trainer takes them all, and makes processes of its own for them."""
+    os.chdir(directory)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
