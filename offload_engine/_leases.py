@@ -20,11 +20,11 @@ class GroupLease:
         self.events: list[Event] = []  # last copy of each part that was given up
         self._pool = pool
 
-    def give_up_part(self, last_copy: Event | None) -> None:
-        """One storage needs its part no more once `last_copy` has completed."""
+    def give_up_part(self, last_copy: Event | None, num_storages: int = 1) -> None:
+        """So many storages need their parts no more once `last_copy` has completed."""
         if last_copy is not None and last_copy not in self.events:
             self.events.append(last_copy)
-        self.num_storages -= 1
+        self.num_storages -= num_storages
         if self.num_storages == 0:
             self._pool.give_back(self.lease, self.events)
 
@@ -37,14 +37,18 @@ def lend(pool: HostPool, storages: Sequence[SavedStorage], alignment: int) -> Ho
         storages: get the lease and their regions.
         alignment: of each region, in bytes.
     """
-    sizes = [-(-saved.nbytes // alignment) * alignment for saved in storages]
-    lease = pool.lend(sum(sizes))
+    mask = -alignment
+    total = 0
+    for saved in storages:
+        total += (saved.nbytes + alignment - 1) & mask
+    lease = pool.lend(total)
     if lease is None:
         return None
-    group_lease, offset = GroupLease(pool, lease, len(storages)), lease.region.offset
-    for saved, size in zip(storages, sizes, strict=True):
-        saved.lease, saved.region = group_lease, HostRegion(lease.region.slab, offset, saved.nbytes)
-        offset += size
+    slab, offset, _ = lease.region
+    group_lease = GroupLease(pool, lease, len(storages))
+    for saved in storages:
+        saved.lease, saved.region = group_lease, HostRegion(slab, offset, saved.nbytes)
+        offset += (saved.nbytes + alignment - 1) & mask
     return lease
 
 
@@ -53,3 +57,14 @@ def give_up_region(saved: SavedStorage, last_copy: Event | None) -> None:
     lease, saved.lease = saved.lease, None
     assert lease is not None
     lease.give_up_part(last_copy)
+
+
+def give_up_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
+    """As `give_up_region` for each; a lease, nearly always the same for all, is told once."""
+    num_storages: dict[GroupLease, int] = {}
+    for saved in storages:
+        lease, saved.lease = saved.lease, None
+        assert lease is not None
+        num_storages[lease] = num_storages.get(lease, 0) + 1
+    for lease, number in num_storages.items():
+        lease.give_up_part(last_copy, number)

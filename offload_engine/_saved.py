@@ -83,14 +83,18 @@ class SavedStorage:
         self.last_read: Event | None = None  # by the holders, as far as `stream` or `home` may not know of it
         self._pin: StorageWeakRef | None = None
 
-    def is_held_by_others(self) -> bool:
-        """True if there is a tensor over the storage besides `buffer`, so that it may be saved once more."""
-        return torch._C._storage_Use_Count(self.key) > 1  # type: ignore[attr-defined]
+    def pin_address(self) -> bool:
+        """Before the buffer goes: keep the address `key` from being given to another storage, but no byte alive.
 
-    def pin_address(self) -> None:
-        """Before the buffer goes: keep the address `key` from being given to another storage, but no byte alive."""
+        Returns:
+            False, and nothing is kept, if no tensor is left that could be saved under this address once more.
+        """
         assert self.buffer is not None
-        self._pin = StorageWeakRef(self.buffer.untyped_storage())
+        storage = self.buffer.untyped_storage()
+        if _num_tensors(storage) == 1:  # `buffer`
+            return False
+        self._pin = StorageWeakRef(storage)
+        return True
 
     def is_modified(self) -> bool:
         """True if the saved bytes were written in place, or discarded, since they were saved."""

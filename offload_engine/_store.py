@@ -16,7 +16,7 @@ from offload_engine._accounts import Accounts
 from offload_engine._devices.base import Event, Stream
 from offload_engine._eligibility import Eligibility
 from offload_engine._host_pool import HostPool
-from offload_engine._leases import give_up_region, lend
+from offload_engine._leases import give_up_region, give_up_regions, lend
 from offload_engine._saved import PackedTensor, Residency, SavedStorage, TensorGroup
 from offload_engine._stats import IterationStats
 from offload_engine._transfers import (
@@ -340,10 +340,8 @@ class ActivationStore:
     def _let_go(self, saved: SavedStorage) -> None:
         """Drop or empty the buffer of a settled storage that is on host too, unless a view of it is in the way."""
         if saved.num_holders is None:
-            if saved.is_held_by_others():
-                saved.pin_address()
-            elif self._by_key.get(saved.key) is saved:
-                del self._by_key[saved.key]  # nobody can save it again, and its address may become another's
+            if not saved.pin_address() and self._by_key.get(saved.key) is saved:
+                del self._by_key[saved.key]
             self.accounts.drop(saved)
             drop_buffer(saved, self._context)
         elif saved.may_be_emptied():
@@ -383,8 +381,8 @@ class ActivationStore:
         for saved in storages:
             saved.residency = Residency.COPYING_IN
             saved.pending = saved.copied_in = copied_in
-            give_up_region(saved, copied_in)
             total += saved.nbytes
+        give_up_regions(storages, copied_in)
         self.accounts.note_copied_in(total)
         if self.accounts.is_metered:
             self.accounts.hold(storages)

@@ -33,10 +33,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 class CudaEvent:
     """A recorded event. Its handle goes back to be recorded again when the last reference goes."""
 
-    __slots__ = ("handle", "_idle")
+    __slots__ = ("handle", "is_done", "_idle")
 
     def __init__(self, handle: int, idle: list[int]) -> None:
         self.handle = handle
+        self.is_done = False  # as far as anybody has asked; then no call is needed any more
         self._idle = idle
 
     def __del__(self) -> None:
@@ -74,6 +75,8 @@ class CudaRuntime:
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """Work issued to `stream` from now on starts after `event`."""
+        if event.is_done:
+            return
         if stream or self._is_current:
             self._check(self._wait(stream, event.handle, 0))
         else:
@@ -82,11 +85,14 @@ class CudaRuntime:
 
     def is_complete(self, event: CudaEvent) -> bool:
         """True if `event` has completed; never blocks."""
+        if event.is_done:
+            return True
         code = self._query(event.handle)
         if code == _NOT_READY:
             self._library.cudaGetLastError()  # else torch's next check takes it for an error of its own
             return False
         self._check(code)
+        event.is_done = True
         return True
 
     def synchronize(self, event: CudaEvent) -> None:
@@ -95,7 +101,9 @@ class CudaRuntime:
 
     def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         """Issue a copy of `nbytes` bytes between the addresses `source` and `target`."""
-        self._check(self._copy(target, source, nbytes, kind, stream))
+        code = self._copy(target, source, nbytes, kind, stream)
+        if code != 0:  # here, not in a call: this runs twice for each storage
+            self._check(code)
 
     def destroy_idle_events(self) -> None:
         """Give the handles of events that nobody holds back to CUDA."""
