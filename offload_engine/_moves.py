@@ -50,6 +50,14 @@ class Mover:
         self.store.accounts.stats.num_kept_groups += 1
         self.store.accounts.stats.kept_bytes += group.own_bytes
 
+    def keep_no_longer(self, group: TensorGroup) -> None:
+        """The backward of `group`, which was to stay for it, does not come at once."""
+        group.is_kept = False
+        self.store.accounts.stats.num_kept_groups -= 1
+        self.store.accounts.stats.kept_bytes -= group.own_bytes
+        if not self._dry_run:
+            self.copy_out(group)
+
     def copy_out(self, group: TensorGroup) -> None:
         """Issue the copy-out of what `group` saved first."""
         issued = self.store.issue_copy_out(group)

@@ -125,9 +125,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def offload_kept_groups(self) -> None:
         """Another forward comes before the backward: issue the copy-out of what was to stay for it."""
         for group in self.chunk_groups.groups:
-            if group.is_kept:
-                group.is_kept = False
-                self._mover.copy_out(group)
+            if group.is_kept and group.storages:
+                self._mover.keep_no_longer(group)
 
     def abandon_group(self) -> None:
         """Forget the innermost open group, whose forward raised. What it saved goes with its graph."""

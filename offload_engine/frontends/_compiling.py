@@ -16,7 +16,12 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def untraced(function: _Function) -> _Function:
     """`function` as torch.compile leaves it alone: else it would compile what runs between its own graphs too."""
     # Asking torch.compiler imports the compiler, which takes seconds: not where nobody uses it.
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    return torch.compiler.disable(function) if is_compiler_loaded() else function
+
+
+def is_compiler_loaded() -> bool:
+    """True once anybody has compiled anything; before, `untraced` has no effect."""
+    return "torch._dynamo" in sys.modules
 
 
 def refuse_when_compiled(what: str) -> None:

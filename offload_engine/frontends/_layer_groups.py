@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,11 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
-from offload_engine.frontends._compiling import is_compiled, untraced
+from offload_engine.frontends._compiling import is_compiled, is_compiler_loaded, untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
 from offload_engine.frontends._groups import SavedInGroup
 from offload_engine.frontends._session import Session, is_in_backward
 from offload_engine.frontends._weights import with_storage
+
+logger = logging.getLogger(__name__)
 
 
 class GroupHook:
@@ -96,20 +99,17 @@ class LayerGroups:
         self._forward: _Forward | None = None
         self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
         self._is_in_context = False
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._body_name = type(body).__name__
+        self._has_warned = False
+        self._pack_hook: Callable[[torch.Tensor], _Saved | StayingTensor] = self._pack
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._unpack)
         self._handles: list[RemovableHandle] = [
             body.register_forward_pre_hook(GroupHook(self._before_body), prepend=True),
             body.register_forward_hook(GroupHook(self._after_body), always_call=True),
         ]
+        self._traceable_hooks: list[GroupHook] = []  # in front of and behind what may be compiled
         for layer in layers:
-            enter = GroupHook(untraced(partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])))
-            self._handles += [
-                # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
-                layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                layer.module.register_forward_hook(GroupHook(untraced(self._leave_layer)), always_call=True),
-            ]
-            for unit in units_inside(layer):
-                self._handles.append(unit.register_forward_pre_hook(GroupHook(untraced(self._keep_weights))))
+            self._add_hooks(layer, is_last=layer is layers[-1])
 
     @property
     def open_layer(self) -> nn.Module | None:
@@ -136,6 +136,28 @@ class LayerGroups:
             handle.remove()
         self._handles = []
 
+    def _add_hooks(self, layer: Layer, is_last: bool) -> None:
+        enter = GroupHook(partial(self._enter_layer, name=layer.name, is_last=is_last))
+        leave, keep = GroupHook(self._leave_layer), GroupHook(self._keep_weights)
+        self._traceable_hooks += [enter, leave, keep]
+        self._handles += [
+            # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
+            layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            layer.module.register_forward_hook(leave, always_call=True),
+            *(unit.register_forward_pre_hook(keep) for unit in units_inside(layer)),
+        ]
+
+    def _untrace(self) -> None:
+        """Layers may have been compiled since: their graphs shall have none of these hooks. Idempotent."""
+        if not self._traceable_hooks or not is_compiler_loaded():
+            return
+        for hook in self._traceable_hooks:
+            if hook.function is not None:
+                hook.function = untraced(hook.function)
+        self._traceable_hooks = []
+        self._pack_hook = untraced(self._pack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, untraced(self._unpack))
+
     # -- hooks on modules --------------------------------------------------------------------------------------------
 
     def _before_body(self, body: nn.Module, args: Any) -> None:
@@ -159,6 +181,7 @@ class LayerGroups:
             if self._last_chunk is not None:
                 self._last_chunk.offload_kept_groups()
             self._last_chunk = None
+            self._untrace()
             self._forward = _Forward(chunk)
             self._hooks.__enter__()
 
@@ -171,6 +194,7 @@ class LayerGroups:
             self._last_chunk = self._forward.chunk
             self._close()
             self.session.end_forward()
+            self.session.warn_if_idle()
 
     def _abandon(self) -> None:
         self._close()
@@ -184,7 +208,10 @@ class LayerGroups:
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
         forward = self._forward
-        if forward is None or forward.layer is not None or is_in_backward():
+        if forward is None:
+            self._warn_if_outside(name)
+            return
+        if forward.layer is not None or is_in_backward():
             return
         group = forward.chunk.open_group(name)
         group.is_kept = is_last
@@ -199,6 +226,17 @@ class LayerGroups:
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
         self._note_layer([group])
+
+    def _warn_if_outside(self, name: str) -> None:
+        if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s is called outside the forward of %s, so what it saves is not offloaded. Where your own code calls the "
+            "layers, put `with handle.forward():` around it.",
+            name,
+            self._body_name,
+        )
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._forward
@@ -254,7 +292,7 @@ class LayerGroups:
 
     def _is_on_top(self) -> bool:
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] == self._pack
+        return top is not None and top[0] == self._pack_hook
 
     def _pack(self, tensor: torch.Tensor) -> _Saved | StayingTensor:
         forward = self._forward

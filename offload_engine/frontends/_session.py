@@ -49,6 +49,7 @@ class Session:
         self.chunk: ChunkOffloadHandler | None = None
         self._weights = weights
         self._owns_iterations = owns_iterations
+        self._is_checked = False  # for doing anything at all
         self._noted_tasks: set[int] = set()  # running backwards with our callback at their end
 
     @property
@@ -115,6 +116,19 @@ class Session:
             return
         self._noted_tasks.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task))
+
+    def warn_if_idle(self) -> None:
+        """After a forward, once: offload that does nothing is a mistake that nothing else would show."""
+        if self._is_checked or not torch.is_grad_enabled():
+            return
+        self._is_checked = True
+        if self.stats.managed_bytes == 0:
+            logger.warning(
+                "nothing was offloaded: no saved tensor on %s that is no weight has %d bytes. Is the model on that "
+                "device? Are its activations so small? OffloadConfig(min_tensor_bytes=...) sets the bound.",
+                self.engine.device.torch_device,
+                self.engine.config.min_tensor_bytes,
+            )
 
     def close(self) -> None:
         """Give everything up, and close the engine. Idempotent."""

@@ -85,7 +85,6 @@ class ManagedActivations:
         self._start = start
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._token: Token[Checkpoint | None]
-        self._is_checked = False
 
     @cached_property
     def _groups(self) -> AutomaticGroups:
@@ -127,23 +126,11 @@ class ManagedActivations:
             self._groups.abandon_forward()
             return
         self._groups.end_forward()
-        if not self._is_checked and torch.is_grad_enabled():
-            self._is_checked = True
-            self._warn_if_idle()
+        self._groups.session.warn_if_idle()
 
     def close(self) -> None:
         """Give host memory back. A graph that is still there cannot run its backward any more. Idempotent."""
         self._groups.session.close()
-
-    def _warn_if_idle(self) -> None:
-        """After the first forward: offload that does nothing is a mistake that nothing else would show."""
-        if self.stats.managed_bytes == 0:
-            logger.warning(
-                "nothing was offloaded: no saved tensor on %s that is no weight has %d bytes. Is the model on that "
-                "device? Are its activations so small? OffloadConfig(min_tensor_bytes=...) sets the bound.",
-                self.engine.device.torch_device,
-                self.engine.config.min_tensor_bytes,
-            )
 
 
 def _warn_if_compiled(model: nn.Module) -> None:

@@ -45,6 +45,8 @@ class LayerOffload:
             num_resident_layers=None if is_bounded else 2,
         )
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
+        # Of a model that never calls the module with the layers, too.
+        self._end_of_forward = model.register_forward_hook(GroupHook(lambda *_: self._session.warn_if_idle()))
 
     @property
     def stats(self) -> IterationStats:
@@ -66,6 +68,7 @@ class LayerOffload:
         if self._checkpoints is not None:
             self._checkpoints.remove()
         self._groups.remove()
+        self._end_of_forward.remove()
         self._session.close()
 
 

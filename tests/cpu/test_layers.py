@@ -454,13 +454,17 @@ def test_memory_goes_down() -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("is_compiled_first", [False, True])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_compiled_layers(enable_ckpt: bool) -> None:
+def test_compiled_layers(enable_ckpt: bool, is_compiled_first: bool) -> None:
     """`Module.compile` compiles hooks of the module as well, but for these."""
     model, plain = Net().eval(), Net().eval()
+    if not is_compiled_first:
+        handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
     for layer in (*model.layers, *plain.layers):
         layer.compile(backend="aot_eager")
-    handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
+    if is_compiled_first:
+        handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
     for seed in range(2):
         assert equal(step(model, seed), step(plain, seed))
         assert handle.stats.num_offloaded_groups == 3 and handle.stats.prefetch_misses == 0
@@ -483,6 +487,40 @@ def test_a_model_compiled_as_a_whole_is_refused(how: str) -> None:
         assert torch.equal(compiled(data()), plain[0])
     handle.remove()
     assert torch.allclose(step(compiled)[0], plain[0])
+
+
+# -- offload that does nothing ----------------------------------------------------------------------------------------
+
+
+def test_layers_called_outside_their_module_are_told_of_once(enable: Enable, caplog: pytest.LogCaptureFixture) -> None:
+    handle = enable(model := Net())
+    for _ in range(2):
+        loss = data()
+        for layer in model.layers:
+            loss = _hidden(layer(loss))
+        loss.sum().backward()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("layers.0 is called outside the forward of Net")
+    assert "handle.forward()" in record.getMessage() and handle.stats.managed_bytes == 0
+
+
+@pytest.mark.parametrize("why", ["all is small", "the layers are not called"])
+def test_offload_that_does_nothing_says_so_once(why: str, enable: Enable, caplog: pytest.LogCaptureFixture) -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.inner if why == "all is small" else self.inner.stem)(x).sum()
+
+    model = Around(Net())
+    enable(model, config=ALL.replace(min_tensor_bytes=1 << 20))
+    with torch.no_grad():
+        model(data())
+    for _ in range(2):
+        step(model)
+    assert caplog.text.count("nothing was offloaded") == len(caplog.records) == 1
 
 
 # -- on and off -------------------------------------------------------------------------------------------------------
