@@ -1,0 +1,92 @@
+"""What the engine spends on a group on the host, counted in calls: time differs from run to run, calls do not."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import offload_engine
+from offload_engine import OffloadConfig, OffloadEngine, group_commit, group_start
+from tests import adversarial
+from tests.adversarial import AdversarialDevice
+
+PACKAGE = str(Path(offload_engine.__file__).parent)
+MAX_CALLS = 170  # Python functions of the engine that a group with three saved tensors runs, forward and backward
+MAX_DEVICE_CALLS = 33  # of which 7 ask for the current stream and 6 are told of a release
+NUMEL = 64
+
+
+class SaveThree(torch.autograd.Function):
+    """Saves three tensors that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*saved)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert len(ctx.saved_tensors) == 3
+        return grads[0], None
+
+
+def run(engine: OffloadEngine, num_groups: int) -> None:
+    out = torch.zeros(4, requires_grad=True)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        for _ in range(num_groups):
+            out = group_start(out, chunk, "group")
+            with chunk.saved_tensors_hooks():
+                out = SaveThree.apply(out, [torch.ones(NUMEL) for _ in range(3)])
+            out = group_commit(out, chunk)
+        out.sum().backward()
+
+
+def count_calls(engine: OffloadEngine, num_groups: int) -> tuple[Counter[str], Counter[str]]:
+    """Calls of functions of the engine, and of the device by the engine, by name."""
+    calls: Counter[str] = Counter()
+    device_calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            calls[name] += 1
+        elif frame.f_code.co_filename == adversarial.__file__ and frame.f_back is not None:
+            if frame.f_back.f_code.co_filename.startswith(PACKAGE):
+                device_calls[name] += 1
+
+    gc.collect()
+    gc.disable()  # else it calls destructors of others
+    sys.setprofile(note)
+    try:
+        run(engine, num_groups)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return calls, device_calls
+
+
+def test_calls_of_a_group(device: AdversarialDevice) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
+    run(engine, 30)  # the pool grows, tensors that are made once are made
+    (few, few_of_device), (many, many_of_device) = count_calls(engine, 20), count_calls(engine, 30)
+    assert engine.stats.num_offloaded_groups == 30 and engine.stats.copied_in_bytes > 25 * 3 * NUMEL * 4
+    assert engine.stats.prefetch_misses == 0
+    engine.close()
+    calls, device_calls = many - few, many_of_device - few_of_device
+    assert 0 < calls.total() <= 10 * MAX_CALLS, _by_group(calls)
+    assert 0 < device_calls.total() <= 10 * MAX_DEVICE_CALLS, _by_group(device_calls)
+
+
+def _by_group(calls: Counter[str]) -> str:
+    lines = [f"{count / 10:5.1f} {name}" for name, count in calls.most_common()]
+    return "\n".join([f"{calls.total() / 10} calls a group:", *lines])
