@@ -165,6 +165,17 @@ def test_at_most_the_horizon_is_on_the_device(wrap: Callable[..., Any], way: str
         assert stats.num_groups == stats.num_offloaded_groups == DEPTH
 
 
+@pytest.mark.parametrize("num_inputs", [2, 3, DEPTH])
+def test_with_a_budget_what_fits_does_not_leave(wrap: Callable[..., Any], num_inputs: int) -> None:
+    model, plain = wrap(make_stack(), horizon_groups=None, resident_bytes=num_inputs * INPUT_BYTES), make_stack()
+    for _ in range(2):
+        assert all_equal(step(model), step(plain))
+    stats = model.activation_offload.stats
+    assert stats.peak_resident_bytes == num_inputs * INPUT_BYTES and stats.prefetch_misses == 0
+    room = DEPTH if num_inputs == DEPTH else num_inputs - 1  # one place is that of the next input
+    assert stats.copied_out_bytes == stats.copied_in_bytes <= (DEPTH + 1 - room) * INPUT_BYTES
+
+
 @needs_transformers
 @pytest.mark.parametrize("horizon", [1, 2, 3])
 @pytest.mark.parametrize("way", WAYS)
