@@ -144,6 +144,29 @@ def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again
     assert engine.stats.copied_out_bytes == 4 * NUMEL + 2 * 4 * 8
 
 
+def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
+    engine = OffloadEngine(OffloadConfig(directory="none", min_tensor_bytes=0))  # the adversarial device pins addresses
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("first")
+        tensor = torch.zeros(NUMEL)
+        address = tensor.untyped_storage()._cdata
+        first = chunk.tensor_push(tensor)
+        chunk.close_group()
+        del tensor
+        engine._mover.releases.drain()
+        tensors = [torch.ones(NUMEL)]  # kept: the next one gets another address
+        while tensors[-1].untyped_storage()._cdata != address and len(tensors) < 10_000:
+            tensors.append(torch.ones(NUMEL))
+        assert tensors[-1].untyped_storage()._cdata == address, "the address is not given to another: nothing to see"
+        chunk.open_group("second")
+        second = chunk.tensor_push(tensors[-1])
+        chunk.close_group()
+        assert chunk.tensor_pop(first).eq(0).all() and chunk.tensor_pop(second).eq(1).all()
+        del first, second
+    engine.close()
+
+
 @pytest.mark.parametrize("outsider", ["before the group", "after the group", "both"])
 def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
     engine: OffloadEngine, outsider: str
