@@ -18,6 +18,7 @@ from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import is_compiled, is_compiler_loaded, untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
 from offload_engine.frontends._groups import SavedInGroup
+from offload_engine.frontends._layer_budget import LayerBudget
 from offload_engine.frontends._session import Session, is_in_backward
 from offload_engine.frontends._weights import with_storage
 
@@ -78,8 +79,7 @@ class LayerGroups:
         layers: in order; the last one stays on the device, unless another forward comes before a backward.
         session: of the model.
         group_bytes: see above; None: one group a layer.
-        num_resident_layers: of how many layers, the largest so far, the bytes may be on the device at once; None: the
-            configuration of the engine has a bound.
+        budget: learns what layers save; None: the configuration of the engine has a bound.
     """
 
     def __init__(
@@ -89,13 +89,11 @@ class LayerGroups:
         session: Session,
         *,
         group_bytes: int | None = None,
-        num_resident_layers: int | None = None,
+        budget: LayerBudget | None = None,
     ) -> None:
         self.session: Session = session
         self._group_bytes = group_bytes
-        self._num_resident_layers = num_resident_layers
-        self._largest_own_bytes = 0  # of a layer: what it saved first
-        self._largest_shared_bytes = 0  # of a layer: what another one had saved before
+        self._budget = budget
         self._forward: _Forward | None = None
         self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
         self._is_in_context = False
@@ -225,7 +223,8 @@ class LayerGroups:
         # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
-        self._note_layer([group])
+        if self._budget is not None:
+            self._budget.note_layer([group])
 
     def _warn_if_outside(self, name: str) -> None:
         if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
@@ -247,24 +246,12 @@ class LayerGroups:
             forward.chunk.abandon_group()
         else:
             forward.chunk.close_group()
-            self._note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
+            if self._budget is not None:
+                self._budget.note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
 
     def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
         forward.chunk.close_group()
         forward.chunk.open_group(group.name).is_kept = group.is_kept
-
-    def _note_layer(self, groups: Sequence[TensorGroup]) -> None:
-        """These are the groups of a layer."""
-        if self._num_resident_layers is None:
-            return
-        before = self._largest_own_bytes, self._largest_shared_bytes
-        storages = {saved for group in groups for saved in tuple(group.storages)}
-        shared_bytes = sum(saved.nbytes for saved in storages if saved.group not in groups)
-        self._largest_own_bytes = max(self._largest_own_bytes, sum(group.own_bytes for group in groups))
-        self._largest_shared_bytes = max(self._largest_shared_bytes, shared_bytes)
-        if (self._largest_own_bytes, self._largest_shared_bytes) != before:
-            limit_bytes = self._num_resident_layers * self._largest_own_bytes + self._largest_shared_bytes
-            self.session.engine.limit_resident(limit_bytes)
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.

@@ -15,6 +15,7 @@ from offload_engine.errors import OffloadError
 from offload_engine.frontends._device import device_for
 from offload_engine.frontends._find_layers import Layer, body_of, check_strategy, find_layers
 from offload_engine.frontends._groups import GROUP_BYTES
+from offload_engine.frontends._layer_budget import LayerBudget
 from offload_engine.frontends._layer_checkpoint import LayerCheckpoints
 from offload_engine.frontends._layer_groups import GroupHook, LayerGroups
 from offload_engine.frontends._session import Session
@@ -22,6 +23,9 @@ from offload_engine.frontends._weights import weights_of
 from offload_engine.meter import ResidencyMeter
 
 logger = logging.getLogger(__name__)
+
+NUM_RESIDENT_LAYERS = 2
+"""One computes while another is on its way."""
 
 
 class LayerOffload:
@@ -42,7 +46,7 @@ class LayerOffload:
             layers,
             self._session,
             group_bytes=None if engine.config.horizon_groups or engine.config.prefetch_layers else GROUP_BYTES,
-            num_resident_layers=None if is_bounded else 2,
+            budget=None if is_bounded else LayerBudget(engine, NUM_RESIDENT_LAYERS),
         )
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
         # Of a model that never calls the module with the layers, too.
