@@ -34,15 +34,17 @@ class Mover:
 
     def commit(self, group: TensorGroup) -> None:
         """The forward of `group` is over."""
+        has_limit = self.store.accounts.resident_limit_bytes is not None
         if group.is_kept:
             self.keep(group)
             self.releases.before_kept()
         else:
             self._note(group)
-            if not self._dry_run and not self._may_stay(group):
+            if not self._dry_run and not (has_limit and self._may_stay(group)):
                 self.copy_out(group)
         self._advance()
-        self._make_room()
+        if has_limit:
+            self._make_room()
 
     def keep(self, group: TensorGroup) -> None:
         """`group` stays resident, and so does what has been copied out and is not released yet: backward comes now."""
@@ -97,8 +99,6 @@ class Mover:
 
     def _make_room(self) -> None:
         """More was saved than the budget expected: what was to stay leaves after all."""
-        if self.store.accounts.resident_limit_bytes is None:
-            return
         while not self.releases.has_resident_room and (group := self.budget.pop_oldest()) is not None:
             self.copy_out(group)
             self.releases.advance()

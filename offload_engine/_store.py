@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,6 +14,7 @@ from offload_engine._devices.base import Event, Stream
 from offload_engine._eligibility import Eligibility
 from offload_engine._host_pool import HostPool
 from offload_engine._leases import give_up_region, give_up_regions, lend
+from offload_engine._retirement import Retirement, undisturbed
 from offload_engine._saved import PackedTensor, Residency, SavedStorage, TensorGroup
 from offload_engine._stats import IterationStats
 from offload_engine._transfers import (
@@ -36,26 +34,6 @@ from offload_engine.schedule import ChunkKey
 
 logger = logging.getLogger(__name__)
 
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
-def _undisturbed(
-    step: Callable[Concatenate[ActivationStore, _Arguments], _Result],
-) -> Callable[Concatenate[ActivationStore, _Arguments], _Result]:
-    """One step of the store, in the middle of which no storage retires; what autograd drops meanwhile retires after."""
-
-    @functools.wraps(step)
-    def undisturbed(store: ActivationStore, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            with store._lock:
-                return step(store, *args, **kwargs)
-        finally:
-            if store._dropped:
-                store._retire_dropped()
-
-    return undisturbed
-
 
 class CopyOut(NamedTuple):
     """Storages whose copy-out was issued together."""
@@ -66,11 +44,8 @@ class CopyOut(NamedTuple):
     copied_out: Event
 
 
-class ActivationStore:
+class ActivationStore(Retirement):
     """Owns every saved storage from the moment it is packed until autograd drops its last handle.
-
-    That handle may go at any time: the garbage collector finds graphs in cycles, in the middle of a step of this store
-    and in any thread.
 
     Attributes:
         accounts: how many bytes are where.
@@ -82,6 +57,7 @@ class ActivationStore:
     def __init__(
         self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, config: OffloadConfig
     ) -> None:
+        super().__init__()
         self.accounts: Accounts = Accounts(meter, config.resident_bytes)
         self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes)
         self.live: dict[SavedStorage, None] = {}
@@ -96,8 +72,6 @@ class ActivationStore:
         self._by_key: dict[int, SavedStorage] = {}
         self._homes: dict[int, tuple[StorageWeakRef, Stream]] = {}
         self._failure: CopyError | None = None  # of a copy whose storage is gone, not raised yet
-        self._lock = threading.Lock()  # held during a step
-        self._dropped: deque[SavedStorage] = deque()  # without a handle, not retired yet
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Start counting anew; the storages of `weights` are not activations."""
@@ -121,7 +95,7 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         self._homes[storage._cdata] = StorageWeakRef(storage), stream
 
-    @_undisturbed
+    @undisturbed
     def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Nobody reads `holders`, tensors over one storage, until its backward: release it in spite of them."""
         saved = self._by_key.get(holders[0].untyped_storage()._cdata)
@@ -182,9 +156,11 @@ class ActivationStore:
             self._await([saved])
         assert saved.buffer is not None
         empty = self._empties.get(handle.dtype)
-        return handle.view(saved.buffer, self._new_empty(handle.dtype) if empty is None else empty)
+        if empty is None:
+            empty = self._empties[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._torch_device)
+        return handle.view(saved.buffer, empty)
 
-    @_undisturbed
+    @undisturbed
     def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
         """Copy out what no group saved before `group`; returns what is now being copied (None where there is no room).
 
@@ -215,7 +191,7 @@ class ActivationStore:
         self.accounts.stats.num_offloaded_groups += 1
         return CopyOut(group.chunk, storages, nbytes, copied_out)
 
-    @_undisturbed
+    @undisturbed
     def release(self, storages: Sequence[SavedStorage]) -> None:
         """Drop the device bytes of storages copied out together, but for those recalled or gone since.
 
@@ -230,21 +206,21 @@ class ActivationStore:
         for saved in leaving:
             self._let_go(saved)
 
-    @_undisturbed
+    @undisturbed
     def recall(self, group: TensorGroup) -> None:
         """`group` is needed soon: what is still being copied out stays on the device, where its bytes still are."""
         for saved in group.storages:
             if saved.residency is Residency.COPYING_OUT:
                 self._keep(saved)
 
-    @_undisturbed
+    @undisturbed
     def issue_copy_in(self, storages: Iterable[SavedStorage]) -> None:
         """Copy in what is on host; the leases go back at once, together with the event of the copy."""
         on_host = [saved for saved in storages if saved.residency is Residency.ON_HOST]
         if on_host:
             self._issue_copy_in(on_host)
 
-    @_undisturbed
+    @undisturbed
     def await_copy_in(self, group: TensorGroup) -> None:
         """The backward of `group` begins: the current stream waits for its copy-in, if one is issued.
 
@@ -254,19 +230,6 @@ class ActivationStore:
         arriving = [saved for saved in group.storages if saved.residency is Residency.COPYING_IN]
         if arriving:
             self._await(arriving)
-
-    def retire(self, saved: SavedStorage) -> None:
-        """Autograd has dropped the last handle: give everything back, where a step is under way after it."""
-        if self._lock.acquire(False):
-            try:
-                if saved.num_handles == 0:  # else another thread packed the storage once more
-                    self._retire(saved)
-            finally:
-                self._lock.release()
-        else:
-            self._dropped.append(saved)
-        if self._dropped:  # the step, in whatever thread, may have looked there before
-            self._retire_dropped()
 
     def raise_failure(self) -> None:
         """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
@@ -282,7 +245,7 @@ class ActivationStore:
         finally:
             del failure  # else this frame and the error keep each other, and the step's graph, alive
 
-    @_undisturbed
+    @undisturbed
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
         self._wait_for_copies()
@@ -301,17 +264,6 @@ class ActivationStore:
         home = self._homes.get(saved.key)
         if home is not None and home[1] != saved.stream:
             saved.home = home[1]
-
-    def _retire_dropped(self) -> None:
-        """Retire what autograd has dropped, unless a step is under way: its end does that."""
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
-                while self._dropped:
-                    saved = self._dropped.popleft()
-                    if saved.num_handles == 0:  # else the step packed the storage once more
-                        self._retire(saved)
-            finally:
-                self._lock.release()
 
     def _retire(self, saved: SavedStorage) -> None:
         """No-op for a storage that is gone."""
@@ -387,7 +339,7 @@ class ActivationStore:
         if self.accounts.is_metered:
             self.accounts.hold(storages)
 
-    @_undisturbed
+    @undisturbed
     def _bring_back(self, saved: SavedStorage) -> None:
         """Have the device bytes there, or on their way: the prefetch did not."""
         if saved.residency is Residency.RETIRED:
@@ -425,10 +377,6 @@ class ActivationStore:
             # destructor, which cannot raise: the next boundary of a group does (`raise_failure`).
             self._failure = self._failure or self._failed(error, "copy", saved)
             saved.pending = saved.copied_out = None
-
-    def _new_empty(self, dtype: torch.dtype) -> torch.Tensor:
-        empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
-        return empty
 
     def _note_no_room(self, group: TensorGroup, nbytes: int) -> None:
         self.accounts.stats.num_host_limit_groups += 1

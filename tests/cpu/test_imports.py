@@ -22,7 +22,7 @@ LAYERS = (
     ("_devices.",),
     ("errors", "_host_pool", "_te_base"),
     ("_saved",),
-    ("_quantized", "_eligibility", "_accounts", "_leases"),
+    ("_quantized", "_eligibility", "_accounts", "_leases", "_retirement"),
     ("_transfers", "tracker"),
     ("_store",),
     ("_release", "_horizon", "_budget"),
