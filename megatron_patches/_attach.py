@@ -55,7 +55,7 @@ class Attachment:
         self._unused_names: set[str] = set()
         self._rest_hooks: AbstractContextManager[Any] | None = None  # around the forward of the running chunk
         self._num_forwards: list[int] = [0] * len(chunks)
-        self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
+        self._comes_back_at_once: set[ChunkKey] = set()  # of the running step; the brackets of last places look it up
         for stage, chunk in enumerate(chunks):
             sites = find_sites(chunk, names)
             is_in_checkpoints = not sites  # every layer is recomputed, and saves its input only
@@ -77,7 +77,8 @@ class Attachment:
             is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
         """
         self._num_forwards = [0] * len(self._num_forwards)
-        self._comes_back_at_once = backward_at_once(actions, is_combined)
+        self._comes_back_at_once.clear()
+        self._comes_back_at_once |= backward_at_once(actions, is_combined)
 
     def start_chunk(self, stage: int) -> ChunkOffloadHandler | None:
         """The next forward of virtual stage `stage` begins; None while the engine is passive."""
@@ -118,8 +119,8 @@ class Attachment:
 
         By place, not by number: the order in which a layer runs its modules is not always that of the table.
         """
-        keeps = (lambda key: key in self._comes_back_at_once) if is_last else (lambda key: False)
-        bracket = GroupBracket(self.engine, name, self.num_groups, keeps)
+        # The set, not a function of self: without a cycle an attachment goes as soon as its model does.
+        bracket = GroupBracket(self.engine, name, self.num_groups, self._comes_back_at_once if is_last else ())
         self._brackets.append(bracket)
         return bracket
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class GroupBracket:
         engine: OffloadEngine,
         name: str,
         counter: Counter[str],
-        keeps: Callable[[ChunkKey], bool] = lambda chunk: False,
+        keeps: Collection[ChunkKey] = (),
     ) -> None:
         self._engine = engine
         self._name = name
@@ -51,7 +51,7 @@ class GroupBracket:
             return False
         self.leave()  # open still where the place is entered again before its end was reached
         group = chunk.open_group(self._name)
-        group.is_kept = group.is_kept or self._keeps(chunk.key)
+        group.is_kept = group.is_kept or chunk.key in self._keeps
         hooks = chunk.saved_tensors_hooks()
         hooks.__enter__()
         self._open = _Open(chunk, hooks)

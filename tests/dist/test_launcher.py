@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,19 +26,24 @@ set_up_groups(Group(0, 1, "file://" + sys.argv[1] + "/store", Pipeline()), Pipel
 from megatron.core.pipeline_parallel import schedules
 chunks = make_chunks(make_config())
 run(chunks, 2)
-hooks = sum(len(m._forward_hooks) for m in chunks[0].modules())
-json.dump([__name__, sys.argv[1:], sys.path[0], hooks], open(sys.argv[1] + "/seen.json", "w"))
+hooked = [name for name, module in chunks[0].named_modules() if module._forward_hooks]
+json.dump([__name__, sys.argv[1:], sys.path[0], hooked], open(sys.argv[1] + "/seen.json", "w"))
 """
 
 
 def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
-    seen = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
-    # Each layer: core attention has one hook, the stretch of the activation two. The chunk has one.
-    assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path), 3 * 4 + 1]
+    *seen, hooked = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
+    assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path)]
+    # Of what a layer is made of: core attention, and the ends of the stretch of the activation, which are those of the
+    # first projection and of its MLP.
+    parts = [name.removeprefix("decoder.layers.").partition(".")[2] for name in hooked]
+    num_layers = 4
+    wanted = ("self_attention.core_attention", "mlp.linear_fc1", "mlp")
+    assert Counter(filter(None, parts)) == dict.fromkeys(wanted, num_layers)
 
 
 def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
-    assert _launch(tmp_path)[-1] == 0
+    assert _launch(tmp_path)[-1] == []
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,7 @@ def test_a_rank_that_fails_is_reported() -> None:
     assert run_ranks(_divide, 2, pipeline=None, world_size=2) == [0.5, 0.5]
 
 
-def _launch(tmp_path: Path, *flags: str) -> list[object]:
+def _launch(tmp_path: Path, *flags: str) -> list[Any]:
     script = tmp_path / "pretrain.py"
     script.write_text(SCRIPT)
     (tmp_path / "sibling.py").touch()
