@@ -1,0 +1,45 @@
+"""Which device the engine of a front-end works on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from offload_engine import OffloadConfig
+from offload_engine._devices import CpuDevice
+from offload_engine.frontends._device import _compute_devices, device_for
+
+PLAIN = OffloadConfig(directory="none")
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU, as far as anybody asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_a_model_on_the_cpu_stays_there(cuda: None) -> None:
+    model = nn.BatchNorm1d(2)
+    for parts in ([model], list(model.parameters()), [model, torch.ones(2)]):
+        device = device_for(parts, PLAIN)
+        assert isinstance(device, CpuDevice)
+        device.close()
+
+
+def test_without_weights_the_engine_chooses(cuda: None) -> None:
+    assert device_for([], PLAIN) is None
+    assert device_for([nn.ReLU(), torch.ones(2, device="meta")], PLAIN) is None
+
+
+def test_what_waits_on_the_cpu_for_being_gathered_is_computed_elsewhere() -> None:
+    gpu = torch.device("cuda", 1)
+    wrapped = nn.Sequential(nn.Linear(2, 2))
+    wrapped[0].compute_device = gpu  # as FullyShardedDataParallel has it
+    assert list(_compute_devices(wrapped)) == [gpu]
+    weight = nn.Parameter(torch.ones(2))
+    for kind, device in (("cuda", torch.device("cuda")), ("cpu", torch.device("cpu"))):
+        weight.device_mesh = SimpleNamespace(device_type=kind)  # type: ignore[attr-defined]  # as a DTensor has it
+        assert list(_compute_devices(weight)) == [device]
