@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,8 +78,6 @@ def _step(layers: torch.nn.ModuleList, recipe: Any, engine: OffloadEngine | None
         with _autocast(recipe):
             for layer in layers:
                 hidden = _call(layer, hidden, microbatch == 0, chunk)
-        if engine is not None:
-            _check_live(engine, layers)
         hidden.float().square().mean().backward()
     grads = [tensor.grad for tensor in (*inputs, *layers.parameters()) if tensor.grad is not None]
     return grads + [main for p in layers.parameters() if (main := getattr(p, "main_grad", None)) is not None]
@@ -93,13 +92,28 @@ def _call(layer: Any, hidden: torch.Tensor, is_first: bool, chunk: ChunkOffloadH
     return group_commit(output, chunk)
 
 
-def _check_live(engine: OffloadEngine, layers: torch.nn.ModuleList) -> None:
-    """What the engine manages has quantized bytes in it, and no weight nor a cached copy of one."""
-    keys = {saved.key for saved in engine._store.live}
-    held = [*layers.parameters(), *_workspaces(layers)]
-    assert not keys & {part.untyped_storage()._cdata for tensor in held for part in _parts(tensor)}
-    buffers = [saved.buffer for saved in engine._store.live if saved.buffer is not None]
-    assert any(buffer.dtype in BYTE_DTYPES for buffer in buffers)
+class _Sources(NamedTuple):
+    """What was copied out."""
+
+    dtypes: list[torch.dtype]
+    addresses: list[int]
+
+
+@contextlib.contextmanager
+def _copied_out(engine: OffloadEngine) -> Iterator[_Sources]:
+    sources = _Sources([], [])
+    issue: Any = engine.device.copy_out
+
+    def note(stream: Any, source: torch.Tensor, target: Any) -> None:
+        sources.dtypes.append(source.dtype)
+        sources.addresses.append(source.untyped_storage().data_ptr())
+        issue(stream, source, target)
+
+    engine.device.copy_out = note  # type: ignore[method-assign]
+    try:
+        yield sources
+    finally:
+        del engine.device.copy_out
 
 
 def _workspaces(layers: torch.nn.ModuleList) -> list[Any]:
@@ -121,9 +135,15 @@ def _compare(make: Callable[..., Any], recipe: Any, engine: OffloadEngine, prepa
         if offload is None:
             results.append(_step(layers, recipe, None))
             continue
-        with offload.iteration(weights=list(layers.parameters())):
+        with offload.iteration(weights=list(layers.parameters())), _copied_out(offload) as first:
             results.append(_step(layers, recipe, offload))
+        assert any(dtype in BYTE_DTYPES for dtype in first.dtypes)
         assert _workspaces(layers), "the weights were quantized once and kept"
+        # In a second step weights and their copies are where they were: no activation can have had their addresses.
+        with offload.iteration(weights=list(layers.parameters())), _copied_out(offload) as second:
+            _step(layers, recipe, offload)
+        weights = [part for tensor in (*layers.parameters(), *_workspaces(layers)) for part in _parts(tensor)]
+        assert not {part.untyped_storage().data_ptr() for part in weights} & set(second.addresses)
     plain, moved = results
     assert len(plain) == len(moved) > 0
     assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
