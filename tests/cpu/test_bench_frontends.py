@@ -81,7 +81,11 @@ def run_tool(*arguments: str) -> str:
 
 def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    printed = run_tool("--rounds", "2", "--iters-per-round", "1", "--json", str(file), "--markdown")
+    plot = tmp_path / "plot.png"
+    printed = run_tool(
+        "--rounds", "2", "--iters-per-round", "1", "--json", str(file), "--markdown", "--plot", str(plot)
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in file.read_text().splitlines()]
     summaries = {record["label"]: record for record in records if record["kind"] == "summary"}
     assert set(summaries) == set(ON_CPU)

@@ -114,6 +114,10 @@ class Run:
                 if name not in self._failed:
                     self._turn(name, number)
         self._write(_summaries(self._records))
+        if self._settings.plot:
+            from .report import plot_trade
+
+            plot_trade(self._records, self._settings.plot)
         self._write(self._bounds(saved, link))
         if self._settings.memory_plot and self._bench.timelines:
             from bench_gpu.report import plot_memory

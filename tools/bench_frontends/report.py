@@ -1,9 +1,10 @@
-"""What the records of a run amount to: medians, ratios, bounds, and tables of them. Pure functions."""
+"""What the records of a run amount to: medians, ratios, bounds, tables and the plot of them. Pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -170,3 +171,33 @@ def _name(label: str) -> str:
 
 def _mib(nbytes: float | None) -> str:
     return f"{nbytes / MIB:,.0f}" if nbytes else ""
+
+
+def plot_trade(records: Sequence[Record], file: Path) -> None:
+    """Step time over peak reserved memory, a point for each contender that was measured: lower left is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
+    colors = pyplot.get_cmap("tab20")
+    measured = [record for record in records if record["kind"] == "summary" and record["step_ms_median"] is not None]
+    for index, record in enumerate(sorted(measured, key=lambda record: record["label"] not in OURS)):
+        gib = (record["peak_reserved_bytes"] or 0) / (1 << 30)  # without a GPU no allocator has a peak
+        axes.scatter(
+            gib,
+            record["step_ms_median"],
+            s=90,
+            color=colors(index),
+            marker="s" if record["label"] in CHECKPOINTED else "o",
+            edgecolors="black" if record["label"] in OURS else "none",
+            label=CONTENDERS[record["label"]],
+            zorder=2,
+        )
+    axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step", xlim=(0, None), ylim=(0, None))
+    axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

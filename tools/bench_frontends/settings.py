@@ -91,6 +91,7 @@ class Settings:
     json: Path | None
     markdown: bool
     memory_plot: Path | None
+    plot: Path | None
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
@@ -136,6 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         json=args.json,
         markdown=args.markdown,
         memory_plot=args.memory_plot,
+        plot=args.plot,
     )
 
 
@@ -217,5 +219,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest-upper", type=int, metavar="N", help="no longer than this; default: by arithmetic")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown too")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="step time and peak reserved memory of each contender")
     parser.add_argument("--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender")
     return parser
