@@ -28,8 +28,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-import torch
-
 from offload_engine._devices.base import CopyError, Device, Event, Stream
 from offload_engine._host_pool import HostLease
 from offload_engine._saved import SavedStorage
