@@ -104,6 +104,9 @@ class InstantDevice:
 
     def on_release(self, buffer: torch.Tensor) -> None: ...
 
+    def free_host_bytes(self) -> int:
+        return 1 << 40
+
     def new_slab(self, nbytes: int) -> InstantDevice.Slab:
         return self.Slab(nbytes)
 
