@@ -1,6 +1,7 @@
 """Trains a small Qwen2 on English text with transformers' Trainer, activations offloaded. Run it with --help."""
 
 import argparse
+import tempfile
 from pydoc_data import topics  # documentation that every CPython carries
 
 import torch
@@ -32,15 +33,14 @@ def main() -> None:
     parser.add_argument("--no-offload", action="store_true", help="to compare: the losses are equal to the last bit")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the layers, and offload their inputs")
     args = parser.parse_args()
-    shape = dict(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=6)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    shape = dict(hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_attention_heads=4, num_key_value_heads=2)
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=256, use_cache=False, **shape, **heads))
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=256, use_cache=False, num_hidden_layers=6, **shape))
     small = OffloadConfig(min_tensor_bytes=64 << 10)  # the tensors of this model are below the default of 1 MiB
     trainer = Trainer(
         model,
         TrainingArguments(
-            output_dir="unused",
+            output_dir=tempfile.mkdtemp(),  # nothing is saved, and still the Trainer makes a folder
             max_steps=args.steps,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=2,
