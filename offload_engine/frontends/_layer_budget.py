@@ -24,7 +24,8 @@ class LayerBudget:
     def note_layer(self, groups: Sequence[TensorGroup]) -> None:
         """The forward of a layer is over; these are its groups."""
         before = self._limit_bytes
-        storages = {saved for group in groups for saved in tuple(group.storages)}
+        # Of copies: the collector may retire a storage meanwhile, which takes it out of its group.
+        storages = {saved for group in groups for saved in list(group.storages)}
         shared_bytes = sum(saved.nbytes for saved in storages if saved.group not in groups)
         self._largest_own_bytes = max(self._largest_own_bytes, sum(group.own_bytes for group in groups))
         self._largest_shared_bytes = max(self._largest_shared_bytes, shared_bytes)

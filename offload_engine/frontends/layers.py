@@ -98,8 +98,8 @@ def enable_activation_offloading(
         enable_ckpt: checkpoint each layer as well, so that its input is all that is kept, and offloaded. The model's
             own checkpointing is then switched off. Without it, a model whose own checkpointing is on stays as it is;
             the inputs of its layers are offloaded.
-        config: bounds and thresholds. Where it bounds neither horizon nor resident bytes, the bytes of two layers, the
-            largest so far, are the bound.
+        config: bounds and thresholds. Where it bounds neither horizon nor resident bytes nor copies in flight, the
+            bytes of two layers, the largest so far, are the bound.
         layers: the modules to group by, in the order in which they run; None: they are found.
         meter: counts resident bytes as well.
 

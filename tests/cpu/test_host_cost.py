@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,9 +12,12 @@ from typing import Any
 import torch
 
 import offload_engine
-from offload_engine import OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine import OffloadConfig, OffloadEngine
 from tests import adversarial
 from tests.adversarial import AdversarialDevice
+from tests.tool_scripts import load_tool
+
+forward_groups = load_tool("group_cost").forward_groups
 
 PACKAGE = str(Path(offload_engine.__file__).parent)
 MAX_CALLS = 167  # Python functions of the engine that a group with three saved tensors runs, forward and backward
@@ -23,30 +25,10 @@ MAX_DEVICE_CALLS = 33  # of which 7 ask for the current stream and 6 are told of
 NUMEL = 64
 
 
-class SaveThree(torch.autograd.Function):
-    """Saves three tensors that nobody else holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, saved: Sequence[torch.Tensor]) -> torch.Tensor:
-        ctx.save_for_backward(*saved)
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        assert len(ctx.saved_tensors) == 3
-        return grads[0], None
-
-
 def run(engine: OffloadEngine, num_groups: int) -> None:
-    out = torch.zeros(4, requires_grad=True)
+    tensors = [[torch.ones(NUMEL) for _ in range(3)] for _ in range(num_groups)]
     with engine.iteration():
-        chunk = engine.start_chunk()
-        for _ in range(num_groups):
-            out = group_start(out, chunk, "group")
-            with chunk.saved_tensors_hooks():
-                out = SaveThree.apply(out, [torch.ones(NUMEL) for _ in range(3)])
-            out = group_commit(out, chunk)
-        out.sum().backward()
+        forward_groups(torch.zeros(4, requires_grad=True), tensors, engine.start_chunk()).sum().backward()
 
 
 def count_calls(engine: OffloadEngine, num_groups: int) -> tuple[Counter[str], Counter[str]]:
