@@ -6,9 +6,11 @@ import json
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 with tools_on_path():
     from bench_frontends import contenders, gauges, link_bound, longest, report, rivals, settings, turns, watch
     from bench_frontends.workload import Attached, Workload
+    from bench_gpu import leftovers
 
 from offload_engine import ResidencyMeter, SavedTensorTracker  # noqa: E402  # after the tools, as they import it
 
@@ -194,6 +197,52 @@ def test_one_that_is_too_slow_says_how_far_it_came(workload: Workload) -> None:
     record = make_bench(workload).turn("trl", slow, 0, 0.3, with_timeline=False)
     assert record["failure"] == "stopped: its 0 s were over"
     assert record["step_ms"] == [] and record["seconds"] < 5
+
+
+class KeptByName(gauges.CpuGauge):
+    """Counts what leaking contenders put here, as an allocator would."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def held(self) -> leftovers.Held:
+        return leftovers.Held(sum(tensor.nbytes for tensor in self.kept), 0)
+
+
+def test_what_a_contender_leaves_behind_is_told_of_it_and_of_the_later_ones(workload: Workload) -> None:
+    gauge = KeptByName()
+
+    @contextmanager
+    def leaks(workload: Workload) -> Iterator[Attached]:
+        gauge.kept.append(torch.empty(70 << 20, dtype=torch.uint8))
+        yield Attached()
+
+    bench = turns.Bench(workload, gauge, turns.Counts(1, 1), 1 << 60, lambda what: None)
+    attaches = [("none", attach_of("none")), ("te_v2", leaks), ("ckpt", attach_of("ckpt")), ("none", attach_of("none"))]
+    records = [bench.turn(name, attach, 0, 60.0, with_timeline=False) for name, attach in attaches]
+    assert [record["left_device_bytes"] for record in records] == [0, 70 << 20, 0, 0]
+    assert [record["found_device_bytes"] for record in records] == [0, 0, 70 << 20, 70 << 20]
+    (rows, *_) = report.tables("a model", report.summarize(records))
+    found = "(its peaks include 70 MiB device that earlier contenders left)"
+    assert [found in row[0] for row in rows.rows] == [True, False, True]  # one of the turns of none came after it
+    assert rows.rows[1][0].endswith("(left 70 MiB device behind)")
+
+
+def test_what_goes_with_the_contender_is_not_left_behind(workload: Workload) -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    class Gauge(KeptByName):
+        def held(self) -> leftovers.Held:
+            return leftovers.Held(sum(tensor.nbytes for tensor in alive), 0)
+
+    @contextmanager
+    def holds(workload: Workload) -> Iterator[Attached]:
+        kept = torch.empty(70 << 20, dtype=torch.uint8)
+        alive.add(kept)
+        yield Attached(stats=lambda: None if kept.numel() else kept)
+
+    bench = turns.Bench(workload, Gauge(), turns.Counts(1, 1), 1 << 60, lambda what: None)
+    assert bench.turn("trl", holds, 0, 60.0, with_timeline=False)["left_device_bytes"] == 0
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -374,6 +423,25 @@ def test_verl_takes_the_layers_for_what_fsdp_wraps(workload: Workload, tmp_path:
     with attach(workload):
         assert all("forward" in vars(layer) for layer in workload.layers)
     assert not any("forward" in vars(layer) for layer in workload.layers)
+
+
+def test_transformer_engine_forgets_a_layer_that_it_failed_to_enter(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(OFFLOAD_SYNCHRONIZER=None)
+
+    class Context:
+        def __enter__(self) -> None:
+            module.OFFLOAD_SYNCHRONIZER = self
+            raise ValueError("must be contiguous")
+
+        def __exit__(self, *error: Any) -> None: ...
+
+    module.get_cpu_offload_context = lambda *args, **kwargs: (Context(), lambda hidden: hidden)
+    monkeypatch.setattr(rivals, "_import", lambda name, hint: module)
+    record = make_bench(workload).turn("te_v2", rivals.load("te_v2", None), 0, 60.0, with_timeline=False)
+    assert record["failure"] == "ValueError: must be contiguous"
+    assert module.OFFLOAD_SYNCHRONIZER is None
 
 
 # ---- tables ----

@@ -31,7 +31,7 @@ def tools_on_path() -> Iterator[None]:
 
 
 with tools_on_path():
-    from bench_gpu import contenders, gradients, measure, model, report, settings
+    from bench_gpu import contenders, gradients, leftovers, measure, model, report, settings
 
 
 # ---- the command line ----
@@ -324,6 +324,9 @@ class FakeGauge:
 
     def current(self) -> tuple[int, int]:
         return 1, 2
+
+    def held(self) -> leftovers.Held:
+        return leftovers.Held(0, 0)
 
 
 class Alone:

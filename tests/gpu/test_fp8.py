@@ -79,9 +79,10 @@ def _step(layers: torch.nn.ModuleList, recipe: Any, engine: OffloadEngine | None
             for layer in layers:
                 hidden = _call(layer, hidden, microbatch == 0, chunk)
         hidden.float().square().mean().backward()
-    grads = [tensor.grad for tensor in (*inputs, *layers.parameters()) if tensor.grad is not None]
-    grads += [main for p in layers.parameters() if (main := getattr(p, "main_grad", None)) is not None]
-    return [grad.clone() for grad in grads]  # a later step adds to them in place
+    grads = [tensor.grad for tensor in inputs]
+    for parameter in layers.parameters():  # beside a fused gradient, `grad` is memory that nobody has written
+        grads.append(getattr(parameter, "main_grad", parameter.grad))
+    return [grad.clone() for grad in grads if grad is not None]  # a later step adds to them in place
 
 
 def _call(layer: Any, hidden: torch.Tensor, is_first: bool, chunk: ChunkOffloadHandler | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
+from bench_gpu.leftovers import Held
 from bench_gpu.measure import CudaGauge, Gauge
 
 
@@ -31,6 +32,9 @@ class CpuGauge:
 
     def current(self) -> tuple[int, int]:
         return resident_set(), resident_set()
+
+    def held(self) -> Held:
+        return Held(0, 0)
 
 
 def make_gauge(device: str) -> Gauge:

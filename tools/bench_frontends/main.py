@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bench_gpu.leftovers import notice
 from bench_gpu.provenance import provenance
 
 from .settings import CHECKPOINTED, OURS, Settings, parse
@@ -135,7 +136,8 @@ class Run:
         self._spent[name] = spent + record["seconds"]
         if record["failure"]:
             self._failed.add(name)
-            self._bar.write(f"{name}: {record['failure']}", file=sys.stderr)
+        for what in filter(None, (record["failure"], notice(record))):
+            self._bar.write(f"{name}: {what}", file=sys.stderr)
         self._write([record])
 
     def _measure_saved(self) -> dict[str, int]:

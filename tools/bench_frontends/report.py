@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench_gpu.leftovers import notice
 from rich.table import Table
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS
@@ -15,6 +16,7 @@ MIB = 1 << 20
 Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
+_LEFTOVERS = ("left_device_bytes", "left_pinned_bytes", "found_device_bytes", "found_pinned_bytes")
 
 
 class Rows(NamedTuple):
@@ -65,6 +67,7 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
         "failure": next((turn["failure"] for turn in own if turn["failure"]), None),
     }
     summary |= {name: max((turn[name] for turn in measured), default=None) for name in _MEMORY}
+    summary |= {name: max(turn.get(name, 0) for turn in own) for name in _LEFTOVERS}
     summary["engine"] = measured[-1].get("engine", {}) if measured else {}
     return summary
 
@@ -99,11 +102,17 @@ def _main_table(title: str, summaries: Sequence[Record]) -> Rows:
         )
         memory = (_mib(s[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes"))
         parity = {None: "", True: "yes", False: f"{s['num_differing']} differ"}[s["is_bitwise_equal"]]
-        warm_up = f", slowest warm-up step {s['warm_up_s']:.1f} s" if s["warm_up_s"] else ""
-        note = f" ({s['failure']}; {s['num_steps']} timed steps{warm_up})" if s["failure"] else ""
+        note = "".join(f" ({what})" for what in (_failure(s), notice(s)) if what)
         ratio = "" if s["ratio"] is None else f"{s['ratio']:.4f}"
         rows.append((_name(s["label"]) + note, times, ratio, *memory, _mib(s["host_rss_bytes"]), parity))
     return Rows(f"{title}; memory in MiB, peaks of the timed steps", head, rows)
+
+
+def _failure(summary: Record) -> str:
+    if not summary["failure"]:
+        return ""
+    warm_up = f", slowest warm-up step {summary['warm_up_s']:.1f} s" if summary["warm_up_s"] else ""
+    return f"{summary['failure']}; {summary['num_steps']} timed steps{warm_up}"
 
 
 def _engine_table(summaries: Sequence[Record]) -> Rows:

@@ -192,7 +192,19 @@ def _load_te_v2(folder: Path | None) -> Attach:
         raise Missing("NVTE_CPU_OFFLOAD_V1=1 is set, which turns it into v1: unset it")
     module = _import("transformer_engine.pytorch.cpu_offload", hint="needs transformer-engine[pytorch] 2.10 or later")
     # Two layers stay, as with ours; with one it warns that nothing overlaps.
-    return _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n))
+    attach_layers = _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n))
+
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        before = module.OFFLOAD_SYNCHRONIZER
+        try:
+            with attach_layers(workload) as attached:
+                yield attached
+        finally:
+            # Where it raises on entering a layer, nobody leaves it: the module would hold the layers' tensors for good.
+            module.OFFLOAD_SYNCHRONIZER = before
+
+    return attach
 
 
 def _load_te_v1(folder: Path | None) -> Attach:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from bench_gpu.gradients import Fingerprint, compare, fingerprint
+from bench_gpu.leftovers import Held, leftovers
 from bench_gpu.measure import Gauge, MemoryTimeline, record_memory
 
 from .contenders import Attach
@@ -65,6 +66,7 @@ class Bench:
         self.on_step = on_step
         self._reference: Fingerprint | None = None
         self.timelines: list[MemoryTimeline] = []
+        self._held_first: Held | None = None
 
     def turn(self, name: str, attach: Attach, number: int, seconds: float, with_timeline: bool) -> dict[str, Any]:
         """One turn, of `seconds` at most. Never raises for what the contender does: the record has its `failure`."""
@@ -72,19 +74,28 @@ class Bench:
         done = _Progress()
         record: dict[str, Any] = {"kind": "turn", "label": name, "round": number}
         with self.clean():
-            try:
-                with attach(self.workload) as attached:
-                    self._attempt(name, attached, done, seconds)
-                    record.update(self._gauge.read())
-                    record.update(_engine_record(attached))
-                    if with_timeline and not done.failure:
-                        self.on_step("extra")
-                        step = lambda: self.workload.step(attached)  # noqa: E731
-                        self.timelines.append(record_memory(name, self._gauge, step))
-            except Exception as error:
-                done.failure = done.failure or describe(error)
+            before = self._gauge.held()
+            record.update(self._take(name, attach, done, seconds, with_timeline))
+        self._held_first = self._held_first or before
+        record.update(leftovers(self._held_first, before, self._gauge.held()))
         record.update(self._outcome(name, done), seconds=time.perf_counter() - begin)
         return record
+
+    def _take(self, name: str, attach: Attach, done: _Progress, seconds: float, with_timeline: bool) -> dict[str, Any]:
+        """What was counted. A function of its own: nothing of the contender outlives it, or it would seem left behind."""
+        counted: dict[str, Any] = {}
+        try:
+            with attach(self.workload) as attached:
+                self._attempt(name, attached, done, seconds)
+                counted.update(self._gauge.read())
+                counted.update(_engine_record(attached))
+                if with_timeline and not done.failure:
+                    self.on_step("extra")
+                    step = lambda: self.workload.step(attached)  # noqa: E731
+                    self.timelines.append(record_memory(name, self._gauge, step))
+        except Exception as error:
+            done.failure = done.failure or describe(error)
+        return counted
 
     @contextmanager
     def clean(self) -> Iterator[None]:

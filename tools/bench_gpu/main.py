@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from .leftovers import notice
 from .provenance import provenance
 from .settings import Settings, parse
 
@@ -132,6 +133,8 @@ class Run:
             self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
             self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
             return
+        if what := notice(record):
+            self._bar.write(f"{contender.entry.label}, rank {self._ranks.rank}: {what}", file=sys.stderr)
         self._publish([record])
 
     def _extras(self, contender: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from .contenders import Contender, CopyCounter
 from .gradients import Fingerprint, compare, fingerprint
+from .leftovers import Held, leftovers
 from .model import Ranks
 
 _SAMPLE_S = 0.001
@@ -37,6 +38,9 @@ class Gauge(Protocol):
 
     def current(self) -> tuple[int, int]:
         """Bytes allocated and reserved now; cheap."""
+
+    def held(self) -> Held:
+        """What live tensors hold now; nothing where no allocator counts it."""
 
 
 class CudaGauge:
@@ -75,6 +79,10 @@ class CudaGauge:
     def current(self) -> tuple[int, int]:
         stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
         return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
+
+    def held(self) -> Held:
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        return Held(torch.cuda.memory_allocated(), int(pinned))
 
     def _counters(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats()
@@ -130,11 +138,14 @@ class Bench:
         self._on_step = on_step
         self._new_event = new_event
         self._fingerprints: list[tuple[str, int, Fingerprint]] = []
+        self._held_first: Held | None = None
 
     def turn(self, contender: Contender, round_number: int, extras: Callable[[], None] | None = None) -> dict[str, Any]:
         """One turn; `extras` runs at its end, with the contender still on. Returns this rank's record."""
         label = contender.entry.label
         self._gauge.release()
+        held_before = self._gauge.held()
+        self._held_first = self._held_first or held_before
         pinned_before = self._gauge.read()["torch_pinned_bytes"]
         try:
             contender.attach()
@@ -166,6 +177,7 @@ class Bench:
             "host_ms": [step.host_milliseconds for step in steps],
             "pinned_bytes": pinned,
             **memory,
+            **leftovers(self._held_first, held_before, self._gauge.held()),
             **moved.as_record(),
             "losses": [float.fromhex(loss) for loss in after.losses],
             "gradients": after.digests,
