@@ -82,7 +82,7 @@ class Bench:
         return record
 
     def _take(self, name: str, attach: Attach, done: _Progress, seconds: float, with_timeline: bool) -> dict[str, Any]:
-        """What was counted. A function of its own: nothing of the contender outlives it, or it would seem left behind."""
+        """What was counted. On its own, so that nothing of the contender outlives it: that would seem left behind."""
         counted: dict[str, Any] = {}
         try:
             with attach(self.workload) as attached:
