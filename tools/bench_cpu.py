@@ -132,7 +132,7 @@ def bench_cost(repeats: int = 60, num_groups: int = 64) -> list[Figure]:
             "< 60",
             calls < 60,
         ),
-        Figure("cost", "the same through autograd: hooks and both identities included", marked - unmarked, "us"),
+        Figure("cost", "the same through autograd: hooks and the mark at its end included", marked - unmarked, "us"),
     ]
 
 

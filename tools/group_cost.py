@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offload_engine import ChunkOffloadHandler, group_commit, group_start
+from offload_engine import ChunkOffloadHandler, group_commit
 
 
 class _SaveThree(torch.autograd.Function):
@@ -29,6 +29,8 @@ def forward_groups(
 ) -> torch.Tensor:
     """Forward of one group for each entry of `tensors`, which it empties: nobody else may hold what is saved.
 
+    A group is opened and closed as the brackets around megatron-core's modules do it: with a mark at its end alone.
+
     Args:
         x: input of the first group; requires grad.
         tensors: the three tensors that each group saves.
@@ -40,7 +42,7 @@ def forward_groups(
         if chunk is None:
             out = _SaveThree.apply(out, saved)
             continue
-        out = group_start(out, chunk, "module")
+        chunk.open_group("module")
         with chunk.saved_tensors_hooks():
             out = _SaveThree.apply(out, saved)
         out = group_commit(out, chunk)
