@@ -44,7 +44,8 @@ class Attachment:
         """
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
-        self.nodes: PlanNodes = PlanNodes(engine)
+        self._stretches: list[GroupBracket] = []
+        self.nodes: PlanNodes = PlanNodes(engine, self._stretches)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 
@@ -148,6 +149,7 @@ class Attachment:
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(sites)}
         stretches = [(site, self.bracket(site.name, site in last)) for site in sites if site.until]
+        self._stretches += (bracket for _, bracket in stretches)
         for site, bracket in stretches:
             self._leave_before(modules[str(site.until)], bracket)
         for site in sites:

@@ -18,7 +18,8 @@ class _Open(NamedTuple):
     """A bracket between its entry and its exit."""
 
     chunk: ChunkOffloadHandler
-    hooks: AbstractContextManager[Any]
+    hooks: AbstractContextManager[Any] | None
+    """None: suspended."""
 
 
 class GroupBracket:
@@ -52,11 +53,23 @@ class GroupBracket:
         self.leave()  # open still where the place is entered again before its end was reached
         group = chunk.open_group(self._name)
         group.is_kept = group.is_kept or chunk.key in self._keeps
-        hooks = chunk.saved_tensors_hooks()
-        hooks.__enter__()
-        self._open = _Open(chunk, hooks)
+        self._open = _Open(chunk, None)
+        self.resume()
         self._counter[self._name] += 1
         return True
+
+    def suspend(self) -> None:
+        """Something else runs before the bracket's end is reached: what is saved belongs to no group. Idempotent."""
+        if self._open is not None and self._open.hooks is not None:
+            self._open.hooks.__exit__(None, None, None)
+            self._open = self._open._replace(hooks=None)
+
+    def resume(self) -> None:
+        """What is saved belongs to the open group again. Idempotent; nothing if it is not open."""
+        if self._open is not None and self._open.hooks is None:
+            hooks = self._open.chunk.saved_tensors_hooks()
+            hooks.__enter__()
+            self._open = self._open._replace(hooks=hooks)
 
     def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Leaves in front of a call; returns its arguments with the mark of the group's end."""
@@ -92,9 +105,8 @@ class GroupBracket:
     def _exit_hooks(self) -> ChunkOffloadHandler | None:
         if self._open is None:
             return None
-        chunk, hooks = self._open
-        self._open = None
-        hooks.__exit__(None, None, None)
+        self.suspend()
+        chunk, self._open = self._open.chunk, None
         return chunk
 
 

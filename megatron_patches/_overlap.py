@@ -12,17 +12,21 @@ engine is told when they have been read for the last time:
 - what the residual connection around the experts adds (the input of the norm before them), when the computation goes on
   behind that connection: at the next layer, or at the next plan. Any sooner and computation would wait for the
   communication that it is there to hide.
+
+A group that reaches from one node into another is suspended in between, where the other chunk's backward runs.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from megatron_patches._bracket import GroupBracket
 from megatron_patches._registry import Patch
 from offload_engine import OffloadEngine
 
@@ -62,10 +66,15 @@ class PlanNodes:
     """Runs the forward nodes of one model's plans.
 
     Nodes are those of the running forward alone; nothing is known of a node when its forward is over.
+
+    Args:
+        engine: that moves the groups.
+        stretches: brackets that may begin in one node and end in another; the list may grow.
     """
 
-    def __init__(self, engine: OffloadEngine) -> None:
+    def __init__(self, engine: OffloadEngine, stretches: Sequence[GroupBracket]) -> None:
         self._engine: OffloadEngine = engine
+        self._stretches: Sequence[GroupBracket] = stretches
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
         self._residual: Callable[[], torch.Tensor | None] = _none
@@ -89,7 +98,7 @@ class PlanNodes:
         is_computation = node.name in (*_ATTENTION, "mlp")
         if is_computation:
             self._engine.note_home(inputs[0], self._communication)
-        with chunk.rest_hooks():
+        with chunk.rest_hooks(), self._open_stretches():
             outputs = forward(*inputs)
         if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
@@ -101,6 +110,16 @@ class PlanNodes:
     def clear(self) -> None:
         """Forgets the running forward, which raised."""
         self._residual = _none
+
+    @contextmanager
+    def _open_stretches(self) -> Iterator[None]:
+        for bracket in self._stretches:
+            bracket.resume()
+        try:
+            yield
+        finally:
+            for bracket in self._stretches:
+                bracket.suspend()  # the backward of another chunk is next
 
     def _tell_residual(self) -> None:
         residual, self._residual = self._residual(), _none

@@ -6,14 +6,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
+from megatron.core.pipeline_parallel.utils import ScheduleNode  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
+from megatron_patches._modules import MODULES  # noqa: E402
 from megatron_patches._schedules import unwrap  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
@@ -26,6 +29,7 @@ SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 6, 2], 4: [2, 8, 4]}  # by number of stages in all
 ATTENTION = ["layer_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "self_attn"]
 DENSE = ["mlp_fc1", "mlp_act", "mlp_fc2"]
+SHARED = ["shared_experts", "shared_fc1", "shared_fc2"]
 SETTINGS: dict[str, Any] = {
     "overlap_moe_expert_parallel_comm": True,
     "expert_model_parallel_size": 2,
@@ -35,9 +39,9 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
-    names = [*ATTENTION, "mlp_norm", *DENSE, "shared_fc1", "shared_fc2", "shared_experts", "router", *EXPERTS]
+    names = [*ATTENTION, "mlp_norm", *DENSE, *SHARED, "router", "dispatched_tokens", "experts", *EXPERTS]
     cases = [_case("mixed", [name]) for name in names]
-    cases.append(_case("mixed", [name for name in names if name not in ("self_attn", "shared_experts")]))
+    cases.append(_case("mixed", [row.name for row in MODULES if row.name in names and not row.parts]))
     cases.append(_case("moe", [name for name in names if name not in DENSE]))
     run_ranks(check_all, cases, _microbatches(shape), pipeline=shape)
 
@@ -46,8 +50,11 @@ def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
 def test_delayed_weight_gradients(shape: Pipeline) -> None:
     """What was copied in is read once more after autograd has dropped it."""
     delayed = {"delay_wgrad_compute": True}
-    cases = [_case("mixed", [name], **delayed) for name in ("qkv_linear", "attn_proj", *DENSE, *EXPERTS)]
+    cases = [
+        _case("mixed", [name], **delayed) for name in ("qkv_linear", "attn_proj", *DENSE, "dispatched_tokens", *EXPERTS)
+    ]
     cases.append(_case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed))
+    cases.append(_case("mixed", ["qkv_linear", "router", "dispatched_tokens", "experts"], **delayed))
     run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
     run_ranks(_check_delay, pipeline=shape)
 
@@ -57,6 +64,30 @@ def _check_delay() -> None:
     cases = [_case("mixed", [], delay_wgrad_compute=is_delayed) for is_delayed in (True, False)]
     delayed, usual = (run_without(case, [4]) for case in cases)
     assert delayed == usual
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_group_is_entered_while_the_backward_of_another_chunk_runs(shape: Pipeline) -> None:
+    """`dispatched_tokens` begins in one node and ends in another: what is recomputed in between is not its."""
+    counts = run_ranks(_check_backward_nodes, pipeline=shape)
+    assert all(num_nodes > 0 and num_entered == 0 for num_nodes, num_entered in counts), counts
+
+
+def _check_backward_nodes() -> tuple[int, int]:
+    """How many backward nodes ran with offload, and in front of how many of them something packs what is saved."""
+    nodes: list[bool] = []
+    backward = ScheduleNode.backward
+
+    def note_hooks(self: Any, *args: Any) -> Any:
+        nodes.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        return backward(self, *args)
+
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    case = _case("moe", ["dispatched_tokens", "attn_proj"], **recompute)
+    expected = run_without(case, [4])
+    with mock.patch.object(ScheduleNode, "backward", note_hooks):
+        run_with(case, [4], expected)
+    return len(nodes), sum(nodes)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -147,7 +178,17 @@ def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
 
 def _check_order(microbatches: list[int]) -> None:
     gc.disable()
-    names = ["layer_input", "qkv_linear", "core_attn", "mlp_norm", *DENSE, "shared_fc2", "router", *EXPERTS]
+    names = [
+        "layer_input",
+        "qkv_linear",
+        "core_attn",
+        "mlp_norm",
+        *DENSE,
+        "shared_fc2",
+        "router",
+        "dispatched_tokens",
+        *EXPERTS,
+    ]
     case = _case("mixed", names, delay_wgrad_compute=True)
     expected = run_without(case, microbatches)
     for seed in (None, 1, 2):
