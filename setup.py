@@ -2,7 +2,62 @@
 
 from __future__ import annotations
 
-from setuptools import find_packages, setup
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError
+
+COMPILE = "OFFLOAD_ENGINE_COMPILE"  # in the environment, "1" asks for the compiled core
+CORE = Path("offload_engine")
+# Not on the path of a group, or what the interpreter must see: a base class that is found at run time.
+INTERPRETED = {"__init__.py", "_smp.py", "_te_base.py"}
+ALSO_COMPILED = ("meter.py", "tracker.py")
+
+
+def compiled_modules() -> list[Extension]:
+    """The core, compiled from its own Python source. All other modules, torch's too, are objects like any to it."""
+    try:
+        from mypyc.build import mypycify
+    except ImportError as error:
+        raise SystemExit(
+            f"{COMPILE}=1 without build isolation needs mypyc: pip install 'mypy[mypyc]' ({error})"
+        ) from error
+    names = [*(path.name for path in CORE.glob("_*.py") if path.name not in INTERPRETED), *ALSO_COMPILED]
+    arguments = ["--config-file=", "--follow-imports=skip", "--ignore-missing-imports", "--no-warn-unused-ignores"]
+    modules: list[Extension] = mypycify(
+        [*arguments, *(str(CORE / name) for name in sorted(names))], opt_level="2", group_name="offload_engine"
+    )
+    return modules
+
+
+class BuildCompiled(build_ext):
+    """Builds elsewhere than in the checkout, and says what to do without a compiler."""
+
+    def run(self) -> None:
+        if self.inplace or self.editable_mode:
+            raise SystemExit(
+                f"{COMPILE}=1 asks for compiled modules beside the source, in the checkout: they would hide it, and "
+                "every later edit. Install without --editable, or into another folder (pip install --target)."
+            )
+        try:
+            super().run()
+        except (BaseError, OSError) as error:  # which of them, depends on the version
+            raise SystemExit(
+                f"the core could not be compiled: {error}. {COMPILE}=1 needs a C compiler and Python's headers "
+                "(Debian: apt-get install gcc python3-dev). Without it the package is pure Python, and does the same."
+            ) from error
+
+
+def is_compiling() -> bool:
+    """True in the commands that build: those that only describe the package have no compiler at hand yet."""
+    asked = os.environ.get(COMPILE, "0")
+    if asked not in ("0", "1"):
+        raise SystemExit(f"{COMPILE} must be 0 or 1, got {asked!r}")
+    return asked == "1" and not {"build", "build_ext", "bdist_wheel", "editable_wheel"}.isdisjoint(sys.argv)
+
 
 setup(
     name="offload-engine",
@@ -12,6 +67,8 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["offload_engine*", "megatron_patches*"]),
     package_data={"offload_engine": ["py.typed"]},
+    ext_modules=compiled_modules() if is_compiling() else [],
+    cmdclass={"build_ext": BuildCompiled},
     python_requires=">=3.11",
     install_requires=["torch>=2.6"],
     extras_require={
@@ -25,6 +82,7 @@ setup(
         "integrations": ["transformers>=4.50", "accelerate>=1.3", "lightning>=2.4", "tqdm"],
         "plots": ["matplotlib", "rich"],
         "test": ["hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "rich", "tqdm"],
-        "dev": ["mypy", "pre-commit", "ruff"],
+        # mypyc and setuptools build the compiled core without build isolation (tools/test_compiled.sh).
+        "dev": ["mypy[mypyc]", "pre-commit", "ruff", "setuptools>=77"],
     },
 )

@@ -1,5 +1,6 @@
 """Activation offload for training: saved tensors live in host memory between forward and backward."""
 
+from offload_engine._build import IS_COMPILED
 from offload_engine._stats import IterationStats
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
@@ -15,6 +16,7 @@ from offload_engine.schedule import Action, ChunkKey
 from offload_engine.tracker import SavedTensorTracker
 
 __all__ = [
+    "IS_COMPILED",
     "Action",
     "CheckpointOffload",
     "ChunkKey",

@@ -35,6 +35,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from offload_engine import (
+    IS_COMPILED,
     Action,
     ChunkKey,
     ChunkOffloadHandler,
@@ -525,13 +526,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = [f for name in args.benchmarks or BENCHMARKS for f in BENCHMARKS[name]()]
     if args.json:
         with args.json.open("a") as file:
-            file.writelines(json.dumps(asdict(figure)) + "\n" for figure in figures)
+            file.writelines(json.dumps(asdict(figure) | {"is_compiled": IS_COMPILED}) + "\n" for figure in figures)
     Console().print(_table(figures))
     return 0
 
 
 def _table(figures: Sequence[Figure]) -> Table:
-    table = Table(title="offload engine on the CPU", title_justify="left")
+    core = "compiled" if IS_COMPILED else "pure Python"
+    table = Table(title=f"offload engine on the CPU, core {core}", title_justify="left")
     for column, justify in (
         ("benchmark", "left"),
         ("what", "left"),

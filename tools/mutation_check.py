@@ -120,7 +120,7 @@ def run_tests(mutation: Mutation | None, root: Path) -> Outcome:
 def _copy(root: Path, target: Path) -> Path:
     """What the tests need of the repository."""
     for name in (PACKAGE, "tests"):
-        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(root / "pyproject.toml", target)
     return target
 

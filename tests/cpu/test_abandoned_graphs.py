@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import (
+    IS_COMPILED,
     ChunkOffloadHandler,
     OffloadConfig,
     OffloadEngine,
@@ -129,10 +130,12 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("step", ["pack", "copy-out", "release", "copy-in"])
 def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if step == "pack" and IS_COMPILED:
+        pytest.skip("the compiled core asks nobody between finding a storage and its handle: needs the pure Python one")
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 30), AdversarialDevice())
     owner, name = {
         "pack": (_store, "PackedTensor"),
-        "copy-out": (engine.pool, "lend"),
+        "copy-out": (engine.device, "copy_out"),
         "release": (engine.device, "wait_event"),
         "copy-in": (engine.device, "allocate"),
     }[step]

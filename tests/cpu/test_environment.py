@@ -7,7 +7,7 @@ from importlib import metadata
 
 import pytest
 
-from offload_engine import _te_base
+from offload_engine import IS_COMPILED, _te_base
 
 
 @pytest.mark.skipif("OFFLOAD_TESTS_EXPECT_TE" not in os.environ, reason="this run did not promise TransformerEngine")
@@ -24,3 +24,8 @@ def test_without_transformer_engine_our_own_class_is_the_base() -> None:
         assert _te_base.HandlerBase.__module__ == "offload_engine._te_base"
     else:
         pytest.skip("TransformerEngine is installed")
+
+
+def test_the_core_is_compiled_where_the_run_promised_it() -> None:
+    """A compiled module hides the source beside it: a run on the checkout must not test what was built of it once."""
+    assert IS_COMPILED == ("OFFLOAD_TESTS_EXPECT_COMPILED" in os.environ)

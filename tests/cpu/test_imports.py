@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 # Bottom first. A module imports from rows below its own only; a name ending in "." covers everything beneath it.
 LAYERS = (
-    ("schedule", "_extents", "_stats", "meter", "_smp"),
+    ("schedule", "_extents", "_stats", "meter", "_smp", "_build"),
     ("config",),
     ("_devices.",),
     ("errors", "_host_pool", "_te_base"),

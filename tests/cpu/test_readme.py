@@ -24,7 +24,7 @@ from megatron_patches._arguments import Settings, config_rows
 from megatron_patches._handle import _rows as patch_rows
 from megatron_patches._modules import MODULES, ModuleRow
 from megatron_patches._versions import SUPPORTED
-from offload_engine import OffloadConfig, _transfers
+from offload_engine import OffloadConfig
 
 ROOT = Path(__file__).parents[2]
 README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
@@ -226,7 +226,7 @@ def test_every_file_has_a_row() -> None:
 
 
 def test_rules_of_order() -> None:
-    stated = re.findall(r"^ (\d)\. (.+?)\. ", _transfers.__doc__ or "", re.MULTILINE)
+    stated = re.findall(r"^ (\d)\. (.+?)\. ", (ROOT / "offload_engine/_transfers.py").read_text(), re.MULTILINE)
     assert stated == re.findall(r"^(\d)\. (.+?): ", section(README, "How it works"), re.MULTILINE)
 
 
@@ -283,6 +283,8 @@ def is_known(span: str, symbols: set[str], options: set[str]) -> bool:
     words = span.split()
     if words[0] in ("python", "pip"):
         return words[0] == "pip" or all(is_file(word) for word in words if PATH.fullmatch(word))
+    if variable := re.fullmatch(r"([A-Z_]+)=\w+", words[0]):  # of the environment, when the package is built
+        return f'"{variable[1]}"' in (ROOT / "setup.py").read_text()
     word = words[0].removesuffix("()")
     if word.startswith("--"):
         return word in options

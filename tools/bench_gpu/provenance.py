@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from offload_engine import IS_COMPILED
+
 _VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
 
 
@@ -22,6 +24,7 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
+        "core": "compiled" if IS_COMPILED else "pure Python",
         "commit": _commit(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
     }

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Builds the compiled core in a copy of the checkout and runs tests there. Arguments go to pytest; default all of
+# tests/cpu, two at a time. VENV is an environment with the extras "test" and "dev" (see tools/setup_env.sh).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=$(cd "${VENV:-.venv}" && pwd)/bin/python
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+
+# The package is the installed one, with its compiled modules; all the rest is as in the checkout.
+tar --create --exclude=./.\* --exclude=./build --exclude=./out . | tar --extract --directory "$copy"
+OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
+    --no-deps --no-build-isolation --upgrade --target "$copy" "$copy"
+
+export OFFLOAD_TESTS_EXPECT_COMPILED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+cd "$copy"
+[ $# -gt 0 ] || set -- tests/cpu -n 2
+"$python" -m pytest "$@"
