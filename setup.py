@@ -8,7 +8,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import BaseError
+from setuptools.errors import BaseError, CCompilerError
 
 COMPILE = "OFFLOAD_ENGINE_COMPILE"  # in the environment, "1" asks for the compiled core
 CORE = Path("offload_engine")
@@ -44,7 +44,7 @@ class BuildCompiled(build_ext):
             )
         try:
             super().run()
-        except (BaseError, OSError) as error:  # which of them, depends on the version
+        except (BaseError, CCompilerError) as error:
             raise SystemExit(
                 f"the core could not be compiled: {error}. {COMPILE}=1 needs a C compiler and Python's headers "
                 "(Debian: apt-get install gcc python3-dev). Without it the package is pure Python, and does the same."
