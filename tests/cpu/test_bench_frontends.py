@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,18 @@ pytest.importorskip(
 ROOT = Path(__file__).parents[2]
 
 with tools_on_path():
-    from bench_frontends import contenders, gauges, link_bound, longest, report, rivals, settings, turns, watch
+    from bench_frontends import (
+        contenders,
+        gauges,
+        link_bound,
+        longest,
+        longest_bench,
+        report,
+        rivals,
+        settings,
+        turns,
+        watch,
+    )
     from bench_frontends.workload import Attached, Workload
     from bench_gpu import leftovers
 
@@ -64,6 +76,8 @@ def test_quick_leaves_out_what_takes_long_to_import_unless_it_is_named() -> None
         ("--host-gib 0", "--host-gib must be positive"),
         ("--engine horizon_bytes", "NAME=VALUE"),
         ("--rivals no/such/folder", "not a folder"),
+        ("--total-seconds 9", "--longest, which is not asked for"),
+        ("--documents 3000", "do not divide a sequence of 32,768"),
     ],
 )
 def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,52 +294,235 @@ def test_after_running_out_of_memory_the_next_turn_is_as_ever(workload: Workload
 # ---- the longest ----
 
 
+def test_the_longest_is_on_the_command_line() -> None:
+    plain = settings.parse(["--longest"])
+    assert (plain.shape.layers, plain.longest_unit, plain.total_seconds, plain.documents) == (4, 8192, 330.0, None)
+    assert settings.parse(["--longest", "--documents", "4096"]).documents == 4096
+
+
 def never_more_than(limit: int) -> Any:
     tried: list[int] = []
 
     def trial(seq: int) -> longest.Trial:
         tried.append(seq)
-        trains = seq <= limit
-        return longest.Trial(seq=seq, trains=trains, reason=None if trains else "out of memory", is_final=True)
+        return trial_of(seq, trains=seq <= limit)
 
     return trial, tried
 
 
+def trial_of(seq: int, trains: bool = True, is_final: bool = True, **more: Any) -> longest.Trial:
+    return longest.Trial(seq=seq, trains=trains, reason=None if trains else "out of memory", is_final=is_final, **more)
+
+
 @pytest.mark.parametrize("limit", [0, 4, 5, 63, 64, 100, 1000, 4095, 5000])
 @pytest.mark.parametrize("first", [4, 60, 64, 2000, 4096, 10_000])
-def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int) -> None:
+@pytest.mark.parametrize("known", [(), (4, 8)])
+def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int, known: tuple[int, ...]) -> None:
     trial, tried = never_more_than(limit)
-    found = longest.search(trial, first, 4, 4096)
+    short = [trial_of(seq, trains=seq <= limit) for seq in known]
+    found = longest.search(trial, first, 4, 4096, known=short)
     assert found.trained == min(limit, 4096) // 4 * 4 and found.is_final
     assert found.failed == (found.trained + 4 if found.trained < 4096 else None)
-    assert len(tried) == len(set(tried)) == found.num_trials and max(tried) <= 4096
+    assert max(tried, default=0) <= 4096
+    assert len(set(tried) | set(known)) == found.num_trials, "no length is tried twice"
 
 
-def test_a_guess_that_is_nearly_right_costs_few_trials() -> None:
-    trial, tried = never_more_than(100 * 4096)
-    found = longest.search(trial, 99 * 4096, 4096, 1000 * 4096)
-    assert found.trained == 100 * 4096 and len(tried) <= 4
+def test_a_guess_that_is_right_costs_two_trials_and_one_that_is_nearly_right_not_many_more() -> None:
+    short = [trial_of(4096), trial_of(8192)]
+    for guess, most in ((100, 2), (101, 2), (99, 4), (103, 4)):
+        trial, tried = never_more_than(100 * 4096)
+        found = longest.search(trial, guess * 4096, 4096, 1000 * 4096, known=short)
+        assert found.trained == 100 * 4096 and len(tried) <= most, guess
 
 
 def test_a_search_ends_with_its_time_and_says_so() -> None:
     trial, tried = never_more_than(1000)
-    found = longest.search(trial, 64, 4, 4096, has_time=lambda: len(tried) < 2)
+    found = longest.search(trial, 64, 4, 4096, has_time=lambda seq: len(tried) < 2)
     assert len(tried) == 2 and not found.is_final and found.trained <= 1000
 
 
 def test_a_trial_that_was_stopped_says_nothing_of_its_length() -> None:
     def trial(seq: int) -> longest.Trial:
-        return longest.Trial(seq=seq, trains=seq < 50, reason=None if seq < 50 else "stopped", is_final=seq < 50)
+        return trial_of(seq, trains=seq < 50, is_final=seq < 50)
 
     found = longest.search(trial, 40, 4, 4096)
-    assert (found.failed, found.reason, found.is_final) == (None, "stopped", False) and found.trained < 50
+    assert (found.failed, found.reason, found.is_final) == (None, "out of memory", False) and found.trained < 50
 
 
-def test_the_peak_is_a_straight_line() -> None:
-    one, other = (
-        longest.Trial(seq=s, trains=True, reason=None, is_final=True, peak_reserved_bytes=100 + 3 * s) for s in (8, 16)
-    )
-    assert longest.line_through(one, other) == (100, 3)
+def short_trials(device: tuple[int, int], host: tuple[int, int] = (0, 0)) -> list[longest.Trial]:
+    """Of 8 and 16 tokens; what is pinned and reserved: so much, and so much for each token."""
+    return [
+        trial_of(seq, peak_reserved_bytes=device[0] + device[1] * seq, host_bytes=host[0] + host[1] * seq)
+        for seq in (8, 16)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "stays", "expected"),
+    [
+        ((100, 3), (0, 0), False, 300),  # nothing goes to the host
+        ((100, 3), (0, 10), False, 50),  # the host ends it
+        ((100, 3), (0, 10), True, 107),  # beyond 50 tokens 13 bytes of each stay: (1000 - 100 + 500) / 13
+        ((100, 3), (0, 1), True, 300),  # the host is large enough
+        ((100, 0), (0, 0), False, 5000),  # nothing grows
+    ],
+)
+def test_the_length_is_predicted_by_the_memory_of_device_and_host(
+    device: tuple[int, int], host: tuple[int, int], stays: bool, expected: int
+) -> None:
+    limits = longest.Limits(device_bytes=1000, host_bytes=500, upper=5000, stays_on_device=stays)
+    assert longest.predict(*short_trials(device, host), limits) == expected
+
+
+def test_seconds_are_predicted_with_a_quadratic_part() -> None:
+    def seconds(seq: int) -> float:
+        return 0.5 * seq + 0.25 * seq * seq
+
+    one, other = (trial_of(seq, seconds=seconds(seq)) for seq in (8, 16))
+    assert longest.predict_seconds(one, other, 100) == pytest.approx(seconds(100))
+    slow_start = trial_of(8, seconds=100.0)
+    assert longest.predict_seconds(slow_start, other, 100) == pytest.approx(100 / 16 * other.seconds)
+
+
+def test_time_is_shared_by_weight_and_what_one_leaves_goes_to_the_others() -> None:
+    assert longest.share_of(90.0, 2.0, [1.0, 0.0]) == 60.0
+    assert longest.share_of(90.0, 1.0, []) == 90.0
+    assert longest.share_of(-1.0, 1.0, [1.0]) == 0.0
+
+
+@dataclasses.dataclass
+class FakeMachine:
+    """A device, a host and a clock, and a contender that takes so much of each for a token."""
+
+    device_bytes: int = 100_000
+    host_bytes: int = 50_000
+    device_per_token: float = 30.0
+    host_per_token: float = 0.0
+    stays_on_device: bool = False
+    seconds_per_token: float = 0.001
+    fragments: float = 1.0  # what a long sequence takes over what short ones let expect
+    hangs_from: int = 1 << 60
+    now: float = 0.0
+    peak: float = 0.0
+    pinned: float = 0.0
+    tried: list[int] = dataclasses.field(default_factory=list)
+
+    def step(self, attached: Attached) -> None:
+        seq = self.tried[-1]
+        if seq >= self.hangs_from:
+            self.now += self.left
+            raise watch.OutOfTime("its 1 s were over")
+        host = self.host_per_token * seq
+        excess = max(0.0, host - self.host_bytes)
+        self.pinned = min(host, self.host_bytes)
+        self.peak = 10_000 + seq * self.device_per_token * (self.fragments if seq > 512 else 1.0)
+        self.now += seq * self.seconds_per_token
+        if excess and not self.stays_on_device:
+            raise watch.OutOfHostMemory("it held too much")
+        if self.peak + excess > self.device_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    @contextmanager
+    def watch(self, seconds: float) -> Iterator[None]:
+        self.left = seconds
+        yield
+
+    def bench(self) -> Any:
+        workload = SimpleNamespace(
+            set_length=self.tried.append, make_gradients=lambda: None, step=self.step, wait=lambda: None
+        )
+        return SimpleNamespace(clean=nullcontext, workload=workload, watch=self.watch, on_step=lambda what: None)
+
+    def gauge(self) -> Any:
+        return SimpleNamespace(
+            start=lambda: None,
+            held=lambda: leftovers.Held(0, int(self.pinned)),
+            read=lambda: {"peak_reserved_bytes": int(self.peak)},
+        )
+
+    def search(self, seconds: float) -> dict[str, Any]:
+        limits = longest.Limits(
+            device_bytes=self.device_bytes,
+            host_bytes=self.host_bytes,
+            upper=100_000,
+            stays_on_device=self.stays_on_device,
+        )
+        bench = longest_bench.LongestBench(
+            self.bench(), self.gauge(), 64, lambda name: limits, lambda name: 100_000, lambda: self.now
+        )
+        return bench.run("save", no_contender, seconds)
+
+
+@contextmanager
+def no_contender(workload: Any) -> Iterator[Attached]:
+    yield Attached()
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected", "reason"),
+    [
+        (FakeMachine(), 2944, "out of memory"),  # (100,000 - 10,000) / 30 = 3,000
+        (FakeMachine(host_per_token=100.0), 448, "stopped: it held too much"),  # 50,000 / 100 = 500
+        (FakeMachine(host_per_token=100.0, stays_on_device=True), 1024, "out of memory"),  # 140,000 / 130 = 1,076
+        (FakeMachine(fragments=1.05), 2816, "out of memory"),  # 2,857
+        (FakeMachine(device_per_token=2000.0), 0, "out of memory"),
+    ],
+)
+def test_the_longest_on_a_machine(machine: FakeMachine, expected: int, reason: str) -> None:
+    found = machine.search(1000.0)
+    assert (found["trained"], found["is_final"]) == (expected, True)
+    assert found["reason"] == reason
+    assert machine.tried[:2] == [64, 128][: len(machine.tried)] and len(machine.tried) <= 7
+    json.dumps(found)
+
+
+def test_with_little_time_the_table_has_what_was_seen_and_what_is_expected() -> None:
+    machine = FakeMachine()
+    found = machine.search(5.0)  # the two short ones take 0.2 s, one of 3,000 tokens 3 s
+    assert (found["trained"], found["failed"], found["is_final"]) == (2944, None, False)
+    assert found["guess"] == 3000 and found["reason"] == "there was no time left for it"
+    row = report.tables("a model", [found])[0].rows[0]
+    assert row[1:5] == ("at least 2,944", "", "there was no time left for it", "3,000")
+    assert machine.now <= 5.0
+
+
+def test_without_any_time_nothing_is_tried() -> None:
+    machine = FakeMachine()
+    found = machine.search(0.0)
+    assert machine.tried == [] and (found["trained"], found["guess"], found["is_final"]) == (0, None, False)
+    assert report.tables("a model", [found])[0].rows[0][1] == "not known"
+
+
+def test_a_trial_that_hangs_is_stopped_within_the_time_of_its_contender() -> None:
+    machine = FakeMachine(hangs_from=1000)
+    found = machine.search(20.0)
+    assert machine.now <= 21.0
+    assert (found["trained"], found["is_final"], found["reason"]) == (128, False, "stopped: its 1 s were over")
+
+
+def test_attention_within_documents_is_attention_to_each_of_them() -> None:
+    shape = settings.Shape(layers=2, seq=64, **TINY)
+    packed = Workload(shape, "cpu", documents=16)
+    whole = Workload(shape, "cpu")
+    whole.model.load_state_dict(packed.model.state_dict())
+    positions = torch.arange(64)[None]
+    found = packed.model(input_ids=packed.tokens, position_ids=positions).last_hidden_state
+    for index in range(4):
+        cut = slice(16 * index, 16 * index + 16)
+        alone = whole.model(input_ids=packed.tokens[:, cut], position_ids=positions[:, cut]).last_hidden_state
+        torch.testing.assert_close(found[:, cut], alone)
+
+
+def test_attention_within_documents_saves_what_attention_to_all_saves() -> None:
+    shape = settings.Shape(layers=2, seq=64, **TINY)
+    saved = []
+    for documents in (None, 16):
+        workload = Workload(shape, "cpu", documents=documents)
+        meter = ResidencyMeter()
+        tracker = SavedTensorTracker(meter, workload.model.parameters())
+        workload.step(Attached(around_forward=lambda tracker=tracker: tracker))
+        saved.append(meter.peak_bytes)
+    assert saved[0] == saved[1]
 
 
 # ---- arithmetic ----

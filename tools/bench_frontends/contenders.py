@@ -75,7 +75,8 @@ def _make(name: str, ours: Ours, folder: Path | None) -> Attach:
 
 
 @contextmanager
-def _no_offload(workload: Workload) -> Iterator[Attached]:
+def no_offload(workload: Workload) -> Iterator[Attached]:
+    """The model as it was built."""
     yield Attached()
 
 
@@ -137,7 +138,7 @@ def _with_checkpointing(attach: Attach) -> Attach:
 
 
 _PYTORCH: dict[str, Attach] = {
-    "none": _no_offload,
+    "none": no_offload,
     "ckpt": _checkpointing,
     "save": _save_on_cpu,
     "torch": _offload_wrapper,
@@ -192,10 +193,36 @@ def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
             handle.remove()
 
 
+@contextmanager
+def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
+    """Checkpoints around norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
+    with _checkpointed_parts(workload):
+        handle: Any = offload_wrapper(workload.model, config=ours.config).activation_offload
+        try:
+            yield Attached(stats=lambda: handle.stats)
+        finally:
+            handle.remove()
+
+
+@contextmanager
+def _checkpointed_parts(workload: Workload) -> Iterator[None]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    parts = [(layer, name, part) for layer in workload.layers for name, part in layer.named_children()]
+    for layer, name, part in parts:
+        setattr(layer, name, checkpoint_wrapper(part))
+    try:
+        yield
+    finally:
+        for layer, name, part in parts:
+            setattr(layer, name, part)
+
+
 _OURS: dict[str, Callable[[Workload, Ours], AbstractContextManager[Attached]]] = {
     "layers": _layers,
     "layers_ckpt": _layers_checkpointed,
     "any_model": _any_model,
     "any_model_2": _any_model_of_two_layers,
     "wrapper": _wrapper,
+    "parts": _parts,
 }

@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench_gpu.leftovers import notice
 from bench_gpu.provenance import provenance
 
 from .settings import CHECKPOINTED, OURS, Settings, parse
+
+if TYPE_CHECKING:
+    from .longest import Limits
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
 _LINK_BYTES = 64 << 20
@@ -22,7 +25,7 @@ _LINK_BYTES = 64 << 20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
-    _set_environment()
+    _set_environment(settings)
     import torch  # only now: what it reads from the environment is set, and mistakes are told at once
 
     if settings.device == "cuda" and not torch.cuda.is_available():
@@ -31,13 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return Run(settings).execute()
 
 
-def _set_environment() -> None:
+def _set_environment(settings: Settings) -> None:
     # The others pin through torch's allocator, by default with cudaHostAlloc at 2 GB/s: a turn of theirs would be over
     # before its first timed step. Registered by threads it takes a few seconds. Steps are not affected.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault(
-            "PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-        )
+        options = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        if settings.longest:  # else fragmentation decides: tensors of a few GiB leave holes of that size
+            options += ",expandable_segments:True"
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", options)
 
 
 class Run:
@@ -72,7 +76,7 @@ class Run:
         import torch
 
         from .contenders import Ours, make_contenders
-        from .gauges import make_gauge
+        from .gauges import make_gauge, resident_set
         from .turns import Bench, Counts
         from .workload import Workload
 
@@ -81,20 +85,20 @@ class Run:
             torch.cuda.set_per_process_memory_fraction(
                 min(1.0, settings.device_bytes / torch.cuda.get_device_properties(0).total_memory)
             )
-        # Less than a contender may take: the process itself holds some of it.
-        engine = {"host_limit_bytes": int(0.9 * self._host_bytes), **settings.engine}
+        engine = {"host_limit_bytes": self._engine_host_bytes(), **settings.engine}
         if settings.is_tiny:
             engine.setdefault("min_tensor_bytes", 0)
         ours = Ours(engine, settings.group_bytes)
         self._attach, missing = make_contenders(settings.contenders, settings.device, ours, settings.rivals)
         self._write([{"kind": "missing", "label": name, "reason": reason} for name, reason in missing.items()])
         self._bar.set_description("model")
-        self._workload = Workload(settings.shape, settings.device, settings.has_head)
+        self._workload = Workload(settings.shape, settings.device, settings.has_head, settings.documents)
         self._gauge = make_gauge(settings.device)
         counts = Counts(settings.warmup, settings.iters)
         self._bench = Bench(self._workload, self._gauge, counts, self._host_bytes, self._show)
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
+        self._rss_at_start = resident_set()
 
     def _host_limit(self) -> int:
         from .watch import host_memory_limit
@@ -184,22 +188,48 @@ class Run:
     # ---- the longest sequence ----
 
     def _search_longest(self) -> None:
-        from .longest import LongestBench
+        from .contenders import no_offload
+        from .longest import share_of
+        from .longest_bench import LongestBench
 
         settings = self._settings
-        bench = LongestBench(self._bench, self._gauge, self._device_bytes(), settings.longest_unit, self._upper)
-        for name in sorted(self._attach, key=lambda name: name not in OURS):
-            record = bench.run(name, self._attach[name], settings.contender_seconds)
-            if not record["trained"]:
+        limits = self._limits if self._device_bytes() else None
+        bench = LongestBench(self._bench, self._gauge, settings.longest_unit, limits, self._upper)
+        bench.warm_up(no_offload)
+        # What matters most comes first: those at the end have what time is left.
+        names = sorted(self._attach, key=lambda name: (name not in CHECKPOINTED, name not in OURS))
+        weights = [2.0 if name in CHECKPOINTED else 1.0 for name in names]  # their steps are the longest
+        for index, name in enumerate(names):
+            left = settings.total_seconds - (time.perf_counter() - self._begin)
+            share = share_of(left, weights[index], weights[index + 1 :])
+            record = bench.run(name, self._attach[name], min(share, settings.contender_seconds))
+            if not record["trained"] and record["num_trials"]:
                 self._failed.add(name)
             self._write([record])
 
+    def _limits(self, name: str) -> Limits:
+        from .longest import Limits
+
+        is_ours = name in OURS
+        return Limits(
+            device_bytes=self._device_bytes() or 0,
+            host_bytes=self._engine_host_bytes() if is_ours else self._host_bytes - self._rss_at_start,
+            upper=self._upper(name),
+            stays_on_device=is_ours,
+        )
+
+    def _engine_host_bytes(self) -> int:
+        """Less than a contender may take: the process itself holds some of it."""
+        return int(self._settings.engine.get("host_limit_bytes", 0.9 * self._host_bytes))
+
     def _device_bytes(self) -> int | None:
+        """What torch's allocator may have; None without a GPU."""
         if self._settings.device == "cpu":
             return None
         import torch
 
-        return self._settings.device_bytes or torch.cuda.mem_get_info()[1]
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        return min(free, self._settings.device_bytes or free)
 
     def _upper(self, name: str) -> int:
         from .link_bound import longest_possible
@@ -235,6 +265,8 @@ class Run:
     def _title(self) -> str:
         shape = self._settings.shape
         length = "" if self._settings.longest else f", {shape.seq:,} tokens"
+        if self._settings.documents:
+            length += f", attention within documents of {self._settings.documents:,}"
         return f"{shape.layers} layers of hidden {shape.hidden}{length}, {self._device_name()}"
 
     def _device_name(self) -> str:

@@ -16,6 +16,7 @@ MIB = 1 << 20
 Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
+_AT_LONGEST = ("reserved MiB there", "pinned MiB there")
 _LEFTOVERS = ("left_device_bytes", "left_pinned_bytes", "found_device_bytes", "found_pinned_bytes")
 
 
@@ -153,20 +154,28 @@ def _bound_table(records: Sequence[Record], summaries: Sequence[Record]) -> Rows
 
 
 def _longest_table(title: str, found: Sequence[Record]) -> Rows:
-    head = ("contender", "longest", "shortest that failed", "why", "reserved MiB there", "trials", "s")
+    head = ("contender", "longest", "shortest that failed", "why", "predicted", *_AT_LONGEST, "trials", "s")
     rows = [
         (
             _name(one["label"]),
-            f"{one['trained']:,}" if one["trained"] else "none",
+            _tokens(one),
             f"{one['failed']:,}" if one["failed"] else "",
-            (one["reason"] or "") + ("" if one["is_final"] else " (not narrowed down further)"),
+            one["reason"] or "",
+            f"{one['guess']:,}" if one["guess"] else "",
             _mib(one["peak_reserved_bytes"]),
+            _mib(one["host_bytes"]),
             str(one["num_trials"]),
             f"{one['seconds']:.0f}",
         )
         for one in sorted(found, key=lambda one: -one["trained"])
     ]
     return Rows(f"{title}; the longest sequence that trains, tokens", head, rows)
+
+
+def _tokens(found: Record) -> str:
+    if found["is_final"]:
+        return f"{found['trained']:,}" if found["trained"] else "none"
+    return f"at least {found['trained']:,}" if found["trained"] else "not known"
 
 
 def _left_out(records: Sequence[Record]) -> Rows:

@@ -22,6 +22,7 @@ CONTENDERS = {
     "ckpt": "checkpointing",
     "layers_ckpt": "enable_activation_offloading, enable_ckpt=True",
     "wrapper": "checkpointing, offload_wrapper",
+    "parts": "checkpointing of norms, attention and MLP each, offload_wrapper",
     "te_v2": "TransformerEngine get_cpu_offload_context",
     "te_v1": "the same, v1 with a filter of weights",
     "verl": "verl enable_activation_offloading",
@@ -33,8 +34,8 @@ CONTENDERS = {
     "torchtune": "torchtune OffloadActivations",
     "trl": "TRL OffloadActivations",
 }
-OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper"})
-CHECKPOINTED = frozenset({"ckpt", "layers_ckpt", "wrapper", "verl_ckpt", "ckpt_torch", "ckpt_save"})
+OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper", "parts"})
+CHECKPOINTED = frozenset({"ckpt", "layers_ckpt", "wrapper", "parts", "verl_ckpt", "ckpt_torch", "ckpt_save"})
 NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
 """They make CUDA streams."""
 _SLOW_IMPORT = frozenset({"te_v2", "te_v1"})
@@ -88,6 +89,8 @@ class Settings:
     longest: bool
     longest_unit: int
     longest_upper: int | None
+    total_seconds: float
+    documents: int | None
     json: Path | None
     markdown: bool
     memory_plot: Path | None
@@ -114,8 +117,13 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(str(error))
     if args.rivals and not args.rivals.is_dir():
         parser.error(f"--rivals {args.rivals} is not a folder")
+    if args.total_seconds and not args.longest:
+        parser.error("--total-seconds bounds the search of --longest, which is not asked for")
     seconds = args.contender_seconds or (90.0 if args.longest else 6.0 if args.quick else 15.0)
-    unit = args.longest_unit or (32 if args.tiny else 4096)
+    unit = args.longest_unit or (32 if args.tiny else 8192)
+    length = unit if args.longest else shape.seq
+    if args.documents and (args.documents < 1 or length % args.documents):
+        parser.error(f"--documents {args.documents} do not divide a sequence of {length:,} tokens")
     return Settings(
         shape=shape,
         device=args.device,
@@ -134,6 +142,8 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         longest=args.longest,
         longest_unit=unit,
         longest_upper=args.longest_upper,
+        total_seconds=args.total_seconds or 330.0,
+        documents=args.documents,
         json=args.json,
         markdown=args.markdown,
         memory_plot=args.memory_plot,
@@ -145,7 +155,7 @@ def _shape(args: argparse.Namespace) -> Shape:
     values: dict[str, Any] = dict(_TINY) if args.tiny else {}
     values["seq"] = 64 if args.tiny else 4096 if args.quick else 32768
     values |= {f.name: given for f in dataclasses.fields(Shape) if (given := getattr(args, f.name)) is not None}
-    values.setdefault("layers", 4 if args.tiny else 8 if args.longest else default_layers(values["seq"]))
+    values.setdefault("layers", 4 if args.tiny or args.longest else default_layers(values["seq"]))
     shape = Shape(**values)
     shape.check()
     return shape
@@ -215,8 +225,21 @@ def _parser() -> argparse.ArgumentParser:
         "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed",
     )
     parser.add_argument("--longest", action="store_true", help="find the longest sequence that each contender trains")
-    parser.add_argument("--longest-unit", type=int, metavar="N", help="length is found to this many tokens (4096)")
+    parser.add_argument("--longest-unit", type=int, metavar="N", help="length is found to this many tokens (8192)")
     parser.add_argument("--longest-upper", type=int, metavar="N", help="no longer than this; default: by arithmetic")
+    parser.add_argument(
+        "--total-seconds",
+        type=float,
+        metavar="S",
+        help="the search of --longest is over in about so many, with what it has found until then (default 330)",
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        metavar="N",
+        help="the sequence is packed of documents of so many tokens, and attention stays within them: the memory is "
+        "that of attention to all of it, the time grows with the length and not with its square",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown too")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="step time and peak reserved memory of each contender")

@@ -161,6 +161,12 @@ def _engine_record(attached: Attached) -> dict[str, Any]:
     return {"engine": {name: value for name, value in asdict(stats).items() if isinstance(value, int)}}
 
 
+def pinned_of(gauge: Gauge, attached: Attached) -> int:
+    """Pinned bytes of the contender that is on: of torch's allocator, and of our engine."""
+    stats = attached.stats()
+    return gauge.held().pinned_bytes + (0 if stats is None else int(stats.host_bytes))
+
+
 def describe(error: BaseException) -> str:
     """One line for a table."""
     if isinstance(error, Stopped):

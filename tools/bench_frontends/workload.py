@@ -35,8 +35,15 @@ class Timing(NamedTuple):
 class Workload:
     """One model and one sequence; every contender works on these."""
 
-    def __init__(self, shape: Shape, device: str, has_head: bool = False) -> None:
-        """Builds the model with random weights: bf16 on a GPU, fp32 on the CPU."""
+    def __init__(self, shape: Shape, device: str, has_head: bool = False, documents: int | None = None) -> None:
+        """Builds the model with random weights: bf16 on a GPU, fp32 on the CPU.
+
+        Args:
+            shape: of the model and its sequence.
+            device: "cuda" or "cpu".
+            has_head: with the language model head and its loss.
+            documents: tokens of each document of the sequence; attention stays within them. None: it is one.
+        """
         from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
 
         self.shape = shape
@@ -51,7 +58,7 @@ class Workload:
             num_key_value_heads=shape.kv_heads,
             max_position_embeddings=1 << 20,
             use_cache=False,
-            attn_implementation="sdpa",
+            attn_implementation="sdpa" if documents is None else _register_attention(documents),
         )
         torch.manual_seed(SEED)
         kind = Qwen2ForCausalLM if has_head else Qwen2Model
@@ -113,6 +120,12 @@ class Workload:
         parameters = self.model.named_parameters()
         return {name.replace("_checkpoint_wrapped_module.", ""): parameter.grad for name, parameter in parameters}
 
+    def make_gradients(self) -> None:
+        """Zeros where there are none, as a step finds those of the one before it."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def drop_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
@@ -126,6 +139,28 @@ class Workload:
         # A weighted sum over tokens and features: its gradients are not all alike, and it keeps nothing large.
         by_token, by_feature = self._weights
         return torch.dot((self.model(input_ids=self.tokens).last_hidden_state @ by_feature).flatten(), by_token)
+
+
+def _register_attention(length: int) -> str:
+    """The name by which transformers finds attention within documents of `length` tokens.
+
+    What is saved for the backward is what attention to the whole sequence saves: queries, keys, values, the output and
+    a number for each query and head. What it computes grows with the sequence, not with its square.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def forward(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        # [1, heads, seq, dim] -> [documents, heads, length, dim], views
+        cut = (t.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
+        out, _ = sdpa_attention_forward(module, *cut, *args, **kwargs)  # [documents, length, heads, dim]
+        return out.flatten(0, 1).unsqueeze(0), None
+
+    name = f"documents_of_{length}"
+    AttentionInterface.register(name, forward)
+    return name
 
 
 class _CudaStamp:
