@@ -27,6 +27,12 @@ class Pipeline(NamedTuple):
     virtual: int | None = None
     expert: int = 1
     tensor: int = 1
+    context: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The fewest that it takes; experts may be spread over the ranks of one context."""
+        return self.size * self.tensor * max(self.expert, self.context)
 
 
 class PlainGroup(NamedTuple):
@@ -49,7 +55,7 @@ def run_ranks(
     Args:
         fn: a function at module level (it is pickled), run with megatron-core's parallel state and CPU support set up.
         args: for `fn`; pickled.
-        world_size: number of ranks; None: as many as the pipeline has stages.
+        world_size: number of ranks; None: as few as the pipeline takes.
         pipeline: shape of the parallel state; None: one plain process, nothing set up; `PlainGroup()`: that, and a
             process group of gloo.
         timeout_s: for all ranks together.
@@ -58,7 +64,7 @@ def run_ranks(
         RankFailed: if a rank raises, dies, or does not finish in time.
     """
     if world_size is None:
-        world_size = pipeline.size * pipeline.tensor * pipeline.expert if isinstance(pipeline, Pipeline) else 1
+        world_size = pipeline.num_ranks if isinstance(pipeline, Pipeline) else 1
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as directory:
@@ -161,5 +167,6 @@ def set_up_groups(group: Group, shape: Pipeline) -> None:
         pipeline_model_parallel_size=shape.size,
         virtual_pipeline_model_parallel_size=shape.virtual,
         expert_model_parallel_size=shape.expert,
+        context_parallel_size=shape.context,
     )
     model_parallel_cuda_manual_seed(123)

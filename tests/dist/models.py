@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts
@@ -67,11 +69,32 @@ def _grouped_experts(provider: Any, use_grouped_gemm: bool, *legacy: bool) -> An
     return functools.partial(experts.TEGroupedMLP, submodules=submodules)
 
 
-class LatentCoreAttention(DotProductAttention):
-    """Megatron-core's own core attention, which with latents it replaces by TransformerEngine's."""
+class CoreAttention(DotProductAttention):
+    """Megatron-core's own, where it asks for TransformerEngine's: with latents, and with context parallelism.
 
-    def __init__(self, *args: Any, k_channels: object = None, v_channels: object = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    With the latter each rank gathers the keys and values of all, as `cp_comm_type="all_gather"` does.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, k_channels: object = None, v_channels: object = None, **kwargs: Any
+    ) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # else it refuses
+        super().__init__(alone, *args, **kwargs)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        return super().forward(query, _whole_sequence(key), _whole_sequence(value), mask, **kwargs)
+
+
+def _whole_sequence(part: torch.Tensor) -> torch.Tensor:
+    """Of each rank's two slices, one from the front and one as far from the end, which balance its work."""
+    group = ps.get_context_parallel_group()
+    if group.size() == 1:
+        return part
+    slices = gather_from_sequence_parallel_region(part, group=group).chunk(2 * group.size())
+    return torch.cat([*slices[::2], *reversed(slices[1::2])])
 
 
 def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
@@ -84,9 +107,9 @@ def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> t
 
 def _gpt(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
-    if config.multi_latent_attention:
+    if config.multi_latent_attention or config.context_parallel_size > 1:
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+            layer.submodules.self_attention.submodules.core_attention = CoreAttention
     if config.sequence_parallel:
         spec.layer_norm = Norm
         for layer in spec.layer_specs:

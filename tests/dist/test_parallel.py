@@ -1,6 +1,7 @@
-"""Sequence parallelism, and the distributed optimizer with overlapped reductions and gathers: the same bits.
+"""Sequence and context parallelism, and the distributed optimizer with overlapped reductions and gathers.
 
-Context parallelism needs an attention kernel of TransformerEngine, which needs a GPU.
+All to the last bit. Context parallelism needs an attention kernel of TransformerEngine, which needs a GPU; here the
+tests' own core attention is in its place (tests/gpu/test_megatron.py has the real one), all else is megatron-core's.
 """
 
 from __future__ import annotations
@@ -39,8 +40,46 @@ def test_sequence_parallel(pipeline: Pipeline) -> None:
     run_ranks(check_all, cases, [2 * pipeline.size], pipeline=pipeline, timeout_s=240.0)
 
 
+@pytest.mark.parametrize("pipeline", [Pipeline(context=2), Pipeline(2, 2, expert=2, context=2)], ids=str)
+def test_context_parallel(pipeline: Pipeline) -> None:
+    """Each rank has a part of every sequence, and meets the others in the core attention."""
+    settings = {"expert_model_parallel_size": pipeline.expert}
+    kinds = {"dense": NAMES, "mixed": [*NAMES, "dispatched_tokens", "moe_act"]}
+    cases = [Case("dense", [name]) for name in ("qkv_linear", "core_attn", "attn_proj")]
+    cases += [Case(kind, names, settings=settings if kind == "mixed" else {}) for kind, names in kinds.items()]
+    cases.append(Case("dense", ["layer_input", "mlp_act"], settings=_recomputing("core_attn")))
+    run_ranks(check_all, cases, [2 * pipeline.size], pipeline=pipeline, timeout_s=240.0)
+
+
+def test_context_parallel_under_the_overlap() -> None:
+    overlap = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+    names = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "dispatched_tokens", "moe_act"]
+    cases = [Case("moe", names, torch.bfloat16, {**overlap, "delay_wgrad_compute": late}, True) for late in (0, 1)]
+    run_ranks(check_all, cases, [4], pipeline=Pipeline(expert=2, context=2))
+
+
+def test_the_stand_in_for_context_parallel_attention() -> None:
+    """Two ranks that share every sequence learn what one rank with whole sequences learns."""
+    whole = run_ranks(_losses, pipeline=Pipeline())
+    first, second = run_ranks(_losses, pipeline=Pipeline(context=2))
+    # megatron-core has multiplied the losses by the number of ranks; what is reduced in bf16 differs in its last bits
+    assert [(a + b) / 4 for a, b in zip(first, second, strict=True)] == pytest.approx(whole[0], rel=2e-3)
+    assert whole[0][-1] < whole[0][0] - 0.05 and first != second
+
+
+def _losses() -> list[float]:
+    losses: list[float] = []
+    _train("dense", 2, {}, losses)
+    return losses
+
+
 @pytest.mark.parametrize(
-    ("pipeline", "world_size", "kind"), [(Pipeline(), 2, "dense"), (Pipeline(2, 2, expert=2), 4, "moe")]
+    ("pipeline", "world_size", "kind"),
+    [
+        (Pipeline(), 2, "dense"),
+        (Pipeline(context=2), 2, "dense"),
+        (Pipeline(2, 2, expert=2), 4, "moe"),
+    ],
 )
 def test_distributed_optimizer_with_overlap(pipeline: Pipeline, world_size: int, kind: str) -> None:
     """Gradients are reduced during the backward, and parameters gathered during the next forward."""
@@ -61,7 +100,13 @@ def _check_steps(kind: str, pipeline: Pipeline) -> None:
     assert expected[0] != expected[-1], "nothing was learned"
 
 
-def _train(kind: str, num_microbatches: int, settings: dict[str, Any]) -> list[dict[str, str]]:
+def _recomputing(module: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": [module]}
+
+
+def _train(
+    kind: str, num_microbatches: int, settings: dict[str, Any], mean_losses: list[float] | None = None
+) -> list[dict[str, str]]:
     """Three steps; what each leaves in the gradients' buffers, and its losses."""
     config = make_config(kind, torch.bfloat16, **settings)
     chunks = _wrapped(config, make_chunks(config))
@@ -79,6 +124,8 @@ def _train(kind: str, num_microbatches: int, settings: dict[str, Any]) -> list[d
     for _ in range(3):
         losses = run(chunks, num_microbatches)
         steps.append(fingerprint(chunks, losses))
+        if mean_losses is not None:
+            mean_losses.append(sum(losses) / len(losses))
         assert optimizer.step()[0]
     return steps
 

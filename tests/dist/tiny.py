@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from tests.dist.delayed_wgrad import delay_weight_gradients
 from tests.dist.models import make_model
@@ -40,6 +42,7 @@ def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overr
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        context_parallel_size=ps.get_context_parallel_world_size(),
         pipeline_model_parallel_size=ps.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=virtual,
         overlap_p2p_comm=virtual is not None,
@@ -127,7 +130,16 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any, return_schedule_pl
     positions = torch.arange(SEQUENCE)[None].expand(tokens.shape[0], -1)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
     forward = model.build_schedule_plan if return_schedule_plan else model
-    return forward(tokens, positions, mask, labels=tokens.roll(-1, dims=1)), partial(_loss)
+    batch = _of_this_rank(tokens=tokens, positions=positions, attention_mask=mask, labels=tokens.roll(-1, dims=1))
+    output = forward(batch["tokens"], batch["positions"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(_loss)
+
+
+def _of_this_rank(**batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Its part of the sequence, under context parallelism."""
+    has_kinds = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # from 0.19 on
+    options = {"is_hybrid_cp": False} if has_kinds else {}
+    return get_batch_on_this_cp_rank(batch, cp_group=ps.get_context_parallel_group(), **options)
 
 
 def _loss(output: torch.Tensor) -> Any:
