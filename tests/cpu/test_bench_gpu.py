@@ -31,7 +31,7 @@ def tools_on_path() -> Iterator[None]:
 
 
 with tools_on_path():
-    from bench_gpu import contenders, gradients, leftovers, measure, model, report, settings
+    from bench_gpu import contenders, gradients, leftovers, measure, model, report, settings, throughput
 
 
 # ---- the command line ----
@@ -73,6 +73,10 @@ def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() ->
         ("--engine horizon_bytes", "NAME=VALUE"),
         ("--contenders none --profile trace.json", "--profile-contender ours"),
         ("--setup e", "invalid choice"),
+        ("--delay-wgrad", "part of --overlap-a2a"),
+        ("--setup b --overlap-a2a", "ep of at least 2"),
+        ("--setup fine-8 --vpp 0 --overlap-a2a", "virtual stages"),
+        ("--setup fine-2 --overlap-a2a --contenders recompute,none", "excludes full recomputation"),
     ],
 )
 def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +89,35 @@ def test_modules_of_ours_alone_need_not_be_known_to_the_incumbent() -> None:
     found = settings.parse(["--modules", "mlp_fc1", "--contenders", "ours,none", "--engine", "horizon_bytes=1024"])
     assert [entry.modules for entry in found.entries] == [("mlp_fc1",), ()]
     assert found.engine == {"horizon_bytes": 1024}
+
+
+def test_overlap_goes_into_the_configuration_as_megatron_names_it() -> None:
+    flags = ["--setup", "fine-2", "--overlap-a2a", "--contenders", "ours,none"]
+    assert settings.parse(flags).overlap == {
+        "overlap_moe_expert_parallel_comm": True,
+        "delay_wgrad_compute": False,
+    }
+    assert settings.parse([*flags, "--delay-wgrad"]).overlap["delay_wgrad_compute"]
+    assert settings.parse(["--setup", "fine-2"]).overlap == {}
+
+
+def test_with_the_overlap_the_schedule_asks_for_the_plan_of_a_chunk() -> None:
+    class Chunk:
+        def __call__(self, *args: Any, **kwargs: Any) -> str:
+            return "output"
+
+        def build_schedule_plan(self, *args: Any, **kwargs: Any) -> str:
+            return "plan"
+
+    training = model.Training.__new__(model.Training)
+    training._tokens = training._positions = torch.zeros(1)
+    assert training._forward(iter(()), Chunk())[0] == "output"
+    assert training._forward(iter(()), Chunk(), return_schedule_plan=True)[0] == "plan"
+
+
+def test_recomputation_takes_part_once_and_offloads_nothing() -> None:
+    found = settings.parse(["--modules", "core_attn", "--modules", "qkv_linear", "--contenders", "ours,recompute,none"])
+    assert [e.label for e in found.entries] == ["ours core_attn", "recompute", "none", "ours qkv_linear"]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +311,19 @@ def test_a_difference_is_shown_beside_the_spread_of_no_offload() -> None:
     assert (found["none"]["num_differing"], found["ours qkv_linear"]["num_differing"]) == (3, 4)
 
 
+def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
+    shape = {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}
+    records = [{"kind": "run", "shape": shape, "world_size": 4}, *run_records()]
+    records += [turn("recompute", rank, 0, [134.0], modules=[], peak_reserved_bytes=505 * MIB) for rank in (0, 1)]
+    summaries = report.summarize(records)
+    found = {one["contender"]: one for one in throughput.throughput(summaries, records)}
+    assert found["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
+    own = found["ours"]
+    assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
+    assert throughput.throughput_table(list(found.values())).row_count == 4
+    assert throughput.throughput(summaries, run_records()) == [], "whose shape nobody knows"
+
+
 def test_tables_show_every_contender_and_target() -> None:
     from rich.console import Console
 
@@ -359,6 +405,40 @@ def take_turns() -> dict[str, Any]:
     assert timeline.allocated_bytes[-1] == 1
     assert _num_hooks(chunks) == hooks
     return {"turns": turns, "parity": bench.parity(), "steps": len(steps)}
+
+
+def recompute_turns(kind: str) -> dict[str, Any]:
+    """In a process with megatron-core's parallel state: none, recomputation, none; how often each ran a layer."""
+    from tests.dist import tiny
+
+    chunks = tiny.make_chunks(tiny.make_config(kind))
+    training = model.Training(TINY, chunks, "cpu")
+    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 1), lambda what: None, FakeEvent)
+    entry = settings.Entry("recompute")
+    none, recompute = contenders.NoOffload(settings.Entry("none")), contenders.make_contender(entry, chunks, {})
+    ran: list[int] = []
+    layer = chunks[0].decoder.layers[1]
+    hook = layer.register_forward_pre_hook(lambda module, args: ran.append(1))
+    counts = []
+    for number, contender in enumerate((none, recompute, none)):
+        ran.clear()
+        bench.turn(contender, number)
+        counts.append(len(ran))
+    hook.remove()
+    return {"counts": counts, "parity": bench.parity(), "left": chunks[0].config.recompute_granularity}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_recomputation_is_switched_on_and_off_on_the_same_model(kind: str) -> None:
+    pytest.importorskip("megatron.core")
+    from tests.dist.launch import run_ranks
+
+    (found,) = run_ranks(recompute_turns, kind)
+    once = 3 * TINY.nmb  # warm-up, the counted step, the timed one
+    assert found["counts"] == [once, 2 * once, once]
+    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 3
+    assert found["left"] is None
 
 
 def _raise() -> Any:
@@ -484,7 +564,14 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     assert "ours core_attn" in shown and "targets" in shown
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kinds = [record["kind"] for record in records]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"run": 2, "turn": 8, "parity": 8, "summary": 4, "end": 1}
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "run": 2,
+        "turn": 8,
+        "parity": 8,
+        "summary": 4,
+        "throughput": 2,
+        "end": 1,
+    }
     assert all(record["is_bitwise_equal"] for record in records if record["kind"] == "parity")
     assert [r["is_confirmed"] for r in records if r["kind"] == "summary"] == [True, True, False, False]
     assert (tmp_path / "memory.png").exists()

@@ -2,6 +2,8 @@
 
 All of them run on the same chunks, weights and tokens. A contender is attached for one turn and detached after it:
 
+- `recompute`: no offload, and full recomputation of every layer, which megatron-core reads from the configuration in
+  each forward.
 - `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
   off, closes the engine and gives its pinned memory back.
@@ -24,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -292,10 +294,36 @@ class Incumbent:
         return torch_pinned_bytes
 
 
+class Recompute(NoOffload):
+    """Full recomputation, layer by layer, without offload."""
+
+    _FIELDS: ClassVar[Mapping[str, Any]] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+
+    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
+        super().__init__(entry)
+        submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+        configs = {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values()
+        self._before = [(config, {name: getattr(config, name) for name in self._FIELDS}) for config in configs]
+
+    def attach(self) -> None:
+        for config, _ in self._before:
+            vars(config).update(self._FIELDS)
+
+    def detach(self) -> None:
+        for config, before in self._before:
+            vars(config).update(before)
+
+
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
     """The contender of an entry of the command line."""
     if entry.kind == "ours":
         return Ours(entry, engine)
+    if entry.kind == "recompute":
+        return Recompute(entry, chunks)
     return Incumbent(entry, chunks) if entry.kind == "incumbent" else NoOffload(entry)
 
 

@@ -66,7 +66,9 @@ class Run:
             unit="step",
             disable=ranks.rank != 0,
         )
-        self._chunks = build_chunks(settings.shape, make_config(settings.shape, settings.deterministic))
+        self._chunks = build_chunks(
+            settings.shape, make_config(settings.shape, settings.deterministic, **settings.overlap)
+        )
         training = Training(settings.shape, self._chunks)
         self._gauge = CudaGauge()
         self._bench = Bench(training, ranks, self._gauge, counts, self._show)
@@ -76,6 +78,7 @@ class Run:
         from rich.console import Console
 
         from .report import plot_memory, summarize, tables
+        from .throughput import throughput
 
         self._publish([self._description()])
         self._bar.set_description("the machine")
@@ -86,7 +89,8 @@ class Run:
         self._bar.close()
         if self._ranks.rank == 0:
             summaries = summarize(self._records)
-            self._write([*summaries, {"kind": "end", "seconds": time.perf_counter() - self._begin}])
+            self._write([*summaries, *throughput(summaries, self._records)])
+            self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
             if self._settings.memory_plot and self._timelines:
                 plot_memory(self._timelines, self._settings.memory_plot)
             if summaries:
@@ -178,6 +182,7 @@ class Run:
             "iters": self._settings.iters,
             "warmup": self._settings.warmup,
             "engine": self._settings.engine,
+            "overlap": self._settings.overlap,
             "deterministic": self._settings.deterministic,
             "world_size": self._ranks.world_size,
             "device": torch.cuda.get_device_name(),

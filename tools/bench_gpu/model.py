@@ -55,8 +55,14 @@ def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
 
 
-def make_config(shape: Shape, deterministic: bool) -> Any:
-    """The TransformerConfig, with every kind of offload off."""
+def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:
+    """The TransformerConfig, with every kind of offload and of recomputation off.
+
+    Args:
+        shape: of the model.
+        deterministic: kernels that are, where there are any.
+        overlap: fields for the overlap of all-to-all with computation.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
@@ -83,6 +89,7 @@ def make_config(shape: Shape, deterministic: bool) -> Any:
         overlap_p2p_comm=bool(shape.vpp),
         deterministic_mode=deterministic,
         **(_expert_settings(shape) if shape.experts else {}),
+        **overlap,
     )
     config.autocast_dtype = torch.bfloat16
     return config
@@ -171,8 +178,9 @@ class Training:
             for name, parameter in chunk.named_parameters()
         }
 
-    def _forward(self, batches: Any, model: torch.nn.Module, *_: Any) -> Any:
-        return model(self._tokens, self._positions, None, labels=self._tokens), _loss
+    def _forward(self, batches: Any, model: Any, *_: Any, return_schedule_plan: bool = False) -> Any:
+        forward = model.build_schedule_plan if return_schedule_plan else model  # with the overlap, the plan of a chunk
+        return forward(self._tokens, self._positions, None, labels=self._tokens), _loss
 
 
 def _loss(output: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from .measure import MemoryTimeline
 from .settings import incumbent_modules
+from .throughput import throughput, throughput_table
 
 MIB = 1 << 20
 Record = dict[str, Any]
@@ -221,6 +222,7 @@ def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:
 def tables(title: str, summaries: Sequence[Record], records: Sequence[Record]) -> Group:
     """Everything that a person wants to see at the end of a run."""
     parts = [_time_table(title, summaries), _memory_table(summaries), _moves_table(summaries)]
+    parts += [throughput_table(found)] if (found := throughput(summaries, records)) else []
     return Group(*parts, _machine_table(records), _target_table(targets(summaries, records)))
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KINDS = ("none", "ours", "incumbent")
+KINDS = ("none", "ours", "incumbent", "recompute")
+_OFFLOAD = ("ours", "incumbent")
 BF16_BYTES = 2
 
 # What megatron-core's own offload calls what the project's table of modules names otherwise.
@@ -78,6 +79,8 @@ class Setup:
 
 _DENSE = Shape()
 _MOE = Shape(layers=6, ffn=8192, experts=8, topk=2, moeffn=8192)
+# Many small experts: the layout of the published results, and as many of its layers as two GPUs do in a second.
+_FINE = Shape(layers=16, hidden=2048, heads=16, experts=64, topk=6, moeffn=1408, ffn=5632, seq=4096, mbs=2, nmb=8)
 _TWO_STAGES: dict[str, Any] = dict(layers=8, nmb=8, pp=2, vpp=2)
 SETUPS = {
     "a": Setup(1, _DENSE, ("qkv_linear",)),
@@ -85,6 +88,8 @@ SETUPS = {
     "c-dense": Setup(2, dataclasses.replace(_DENSE, **_TWO_STAGES), ("qkv_linear",)),
     "c-moe": Setup(2, dataclasses.replace(_MOE, **_TWO_STAGES), ("qkv_linear",)),
     "d": Setup(8, dataclasses.replace(_MOE, **_TWO_STAGES, ep=4), ("qkv_linear",)),
+    "fine-8": Setup(8, dataclasses.replace(_FINE, pp=2, vpp=2, ep=4), ("qkv_linear",)),
+    "fine-2": Setup(2, dataclasses.replace(_FINE, layers=8, nmb=4, ep=2), ("qkv_linear",)),
 }
 
 
@@ -111,6 +116,8 @@ class Settings:
     iters: int
     warmup: int
     engine: dict[str, Any]
+    overlap: dict[str, bool]
+    """Fields of TransformerConfig."""
     deterministic: bool
     micro: bool
     json: Path | None
@@ -130,18 +137,21 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     try:
         entries = make_entries(words(args.contenders), [words(text) for text in args.modules or ()] or [preset.modules])
         engine = dict(assignment(text) for text in args.engine)
+        shape = dataclasses.replace(preset.shape, **changes)
+        overlap = _overlap(args, shape, entries)
     except ValueError as error:
         parser.error(str(error))
     if args.profile and args.profile_contender not in {entry.kind for entry in entries}:
         parser.error(f"--profile-contender {args.profile_contender} is not among --contenders")
     return Settings(
         setup=args.setup,
-        shape=dataclasses.replace(preset.shape, **changes),
+        shape=shape,
         entries=entries,
         rounds=args.rounds,
         iters=args.iters,
         warmup=args.warmup,
         engine=engine,
+        overlap=overlap,
         deterministic=args.deterministic,
         micro=not args.no_micro,
         json=args.json,
@@ -161,7 +171,7 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> 
     if unknown or not kinds:
         raise ValueError(f"unknown contenders {sorted(unknown)}: there are {', '.join(KINDS)}")
     found: list[Entry] = []
-    for modules in [()] if set(kinds) == {"none"} else module_sets:
+    for modules in module_sets if set(kinds) & set(_OFFLOAD) else [()]:
         for kind in kinds:
             entry = Entry(kind, _modules_for(kind, modules))
             if entry not in found:
@@ -170,9 +180,21 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> 
 
 
 def _modules_for(kind: str, modules: Sequence[str]) -> tuple[str, ...]:
-    if kind == "none":
+    if kind not in _OFFLOAD:
         return ()
     return tuple(modules) if kind == "ours" else incumbent_modules(modules)
+
+
+def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -> dict[str, bool]:
+    if args.delay_wgrad and not args.overlap_a2a:
+        raise ValueError("--delay-wgrad is a part of --overlap-a2a")
+    if not args.overlap_a2a:
+        return {}
+    if shape.ep < 2 or (shape.pp > 1 and not shape.vpp):
+        raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
+    if any(entry.kind == "recompute" for entry in entries):
+        raise ValueError("--overlap-a2a excludes full recomputation: leave it out of --contenders")
+    return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
 
 
 def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
@@ -190,9 +212,18 @@ def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
     return known
 
 
+_EXAMPLES = """examples:
+  python3 tools/bench_gpu.py --setup a
+  torchrun --nproc-per-node 2 tools/bench_gpu.py --setup fine-2 --no-micro --contenders ours,none,recompute
+  torchrun --nproc-per-node 8 tools/bench_gpu.py --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none"""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bench_gpu.py", description="Ours, no offload and megatron-core's own offload, interleaved, on GPUs."
+        prog="bench_gpu.py",
+        description="Ours, no offload, megatron-core's own offload and its full recomputation, interleaved, on GPUs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
     parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
@@ -204,7 +235,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="what to offload; repeated: ours and the incumbent run once for each set",
     )
-    parser.add_argument("--contenders", default=",".join(("ours", "none", "incumbent")), metavar="A,B", help="in order")
+    parser.add_argument(
+        "--contenders",
+        default=",".join(("ours", "none", "incumbent")),
+        metavar="A,B",
+        help=f"in order, of {', '.join(KINDS)} (recompute: all layers, one by one)",
+    )
+    parser.add_argument(
+        "--overlap-a2a",
+        action="store_true",
+        help="overlap all-to-all with computation (overlap_moe_expert_parallel_comm)",
+    )
+    parser.add_argument("--delay-wgrad", action="store_true", help="of --overlap-a2a, with delay_wgrad_compute")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all contenders take their turn")
     parser.add_argument(
         "--iters-per-round", type=int, default=4, dest="iters", metavar="N", help="timed steps of a turn"

@@ -1,0 +1,56 @@
+"""Tokens a second beside the memory that they take: what offload is worth against recomputation. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+Record = dict[str, Any]
+MIB = 1 << 20
+
+
+def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
+    """One record a contender: tokens a second of all ranks, the peak reserved of the worst rank, and both over full
+    recomputation's where that took part."""
+    run = next((record for record in records if record["kind"] == "run"), None)
+    if run is None:
+        return []
+    labels = list(dict.fromkeys(summary["label"] for summary in summaries))
+    found = [_of([s for s in summaries if s["label"] == label], tokens_of_step(run)) for label in labels]
+    base = next((one for one in found if one["contender"] == "recompute"), None)
+    for one in found if base else ():
+        one["over_recompute"] = one["tokens_per_s"] / base["tokens_per_s"]
+        one["reserved_over_recompute"] = one["peak_reserved_bytes"] / base["peak_reserved_bytes"]
+    return found
+
+
+def tokens_of_step(run: Record) -> int:
+    """Of all data-parallel ranks."""
+    shape = run["shape"]
+    return int(shape["seq"] * shape["mbs"] * shape["nmb"] * run["world_size"] // shape["pp"])
+
+
+def _of(own: Sequence[Record], tokens: int) -> Record:
+    return {
+        "kind": "throughput",
+        "label": own[0]["label"],
+        "contender": own[0]["contender"],
+        "tokens_per_s": tokens / own[0]["step_ms_median"] * 1e3,
+        "peak_reserved_bytes": max(summary["peak_reserved_bytes"] for summary in own),
+    }
+
+
+def throughput_table(found: Sequence[Record]) -> Table:
+    """At equal memory is what has a second ratio of 1 or less."""
+    table = Table(title="throughput, all ranks; memory of the worst rank", title_justify="left")
+    columns = ("tokens/s", "reserved MiB", "tokens/s over recompute", "reserved over recompute")
+    table.add_column("contender")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for one in found:
+        ratios = (one.get("over_recompute"), one.get("reserved_over_recompute"))
+        shown = ("" if ratio is None else f"{ratio:.4f}" for ratio in ratios)
+        table.add_row(one["label"], f"{one['tokens_per_s']:,.0f}", f"{one['peak_reserved_bytes'] / MIB:,.0f}", *shown)
+    return table
