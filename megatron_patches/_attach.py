@@ -45,7 +45,7 @@ class Attachment:
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
         self._stretches: list[GroupBracket] = []
-        self.nodes: PlanNodes = PlanNodes(engine, self._stretches)
+        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 

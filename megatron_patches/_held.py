@@ -6,7 +6,9 @@ While somebody keeps a tensor its copy-out frees nothing, unless the engine is t
    the gradient of it; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
    layer reads it last.
 2. What `CheckpointWithoutOutput` recomputes from: it saves detached leaves, and autograd keeps those together with the
-   node that accumulates their gradient. The layer around it reads the tensor last, in a residual connection.
+   node that accumulates their gradient. The layer around it reads the tensor last, in a residual connection. That layer
+   may be one inside a layer that predicts a token more, whose own input and norms are never recomputed that way; under
+   the all-to-all overlap it is a node that runs its attention.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ class HeldTensors:
 
     def attach(self, chunk: torch.nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
         """Hooks on one model chunk; nothing on one without layers."""
+        for layer in _layers_ahead(chunk):
+            yield layer.register_forward_pre_hook(self._enter_layer)
+            yield layer.register_forward_hook(self._leave_layer)
         decoder = getattr(chunk, "decoder", None)
         layers = getattr(decoder, "layers", None)
         if not layers:
@@ -46,6 +51,16 @@ class HeldTensors:
             else:
                 yield layer.register_forward_hook(self._leave_layer)
         yield decoder.register_forward_hook(self._leave_decoder)
+
+    def begin_layer(self) -> None:
+        """From now on what `CheckpointWithoutOutput` saves is read last by the layer that begins."""
+        self._recomputed_from = [] if self._engine.is_active and not self._are_outputs_read else None
+
+    def end_layer(self) -> None:
+        """The layer has read it."""
+        recomputed_from, self._recomputed_from = self._recomputed_from, None
+        if recomputed_from:
+            self._tell([], recomputed_from)
 
     def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
         """`CheckpointWithoutOutput` has saved detached copies of `tensors`."""
@@ -78,7 +93,7 @@ class HeldTensors:
             self._input = [_hidden_states(args, kwargs)]
 
     def _enter_layer(self, layer: torch.nn.Module, args: Any) -> None:
-        self._recomputed_from = [] if self._engine.is_active and not self._are_outputs_read else None
+        self.begin_layer()
 
     def _leave_first_layer(
         self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -96,9 +111,7 @@ class HeldTensors:
         self._tell(self._input, recomputed_from)
 
     def _leave_layer(self, layer: torch.nn.Module, args: Any, output: Any) -> None:
-        recomputed_from, self._recomputed_from = self._recomputed_from, None
-        if recomputed_from:
-            self._tell([], recomputed_from)
+        self.end_layer()
 
     def _leave_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> None:
         # Again: full recomputation calls the layers without gradients, and saves their inputs behind them.
@@ -112,6 +125,14 @@ class HeldTensors:
         num_copies = Counter(map(_storage, recomputed_from))
         for storage, named in holders.items():
             self._engine.held_elsewhere(*named, num_copies=num_copies[storage])
+
+
+def _layers_ahead(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers inside those that predict a token more."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    ahead = getattr(chunk, "mtp", None)
+    return [m for m in ahead.modules() if isinstance(m, TransformerLayer)] if ahead is not None else []
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

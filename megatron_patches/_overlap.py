@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_patches._bracket import GroupBracket
+from megatron_patches._held import HeldTensors
 from megatron_patches._registry import Patch
 from offload_engine import OffloadEngine
 
@@ -69,11 +70,13 @@ class PlanNodes:
 
     Args:
         engine: that moves the groups.
+        held: to which a node that runs attention is a layer.
         stretches: brackets that may begin in one node and end in another; the list may grow.
     """
 
-    def __init__(self, engine: OffloadEngine, stretches: Sequence[GroupBracket]) -> None:
+    def __init__(self, engine: OffloadEngine, held: HeldTensors, stretches: Sequence[GroupBracket]) -> None:
         self._engine: OffloadEngine = engine
+        self._held: HeldTensors = held
         self._stretches: Sequence[GroupBracket] = stretches
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
@@ -92,14 +95,18 @@ class PlanNodes:
         chunk = self._engine.current_chunk if self._engine.is_active else None
         if chunk is None:
             return forward(*inputs)
-        if node.name in _ATTENTION:
+        is_attention = node.name in _ATTENTION
+        if is_attention:
             self._tell_residual()  # in front of it this stream waits for the node before it
+            self._held.begin_layer()
         residual = node.layer_state.residual if node.name == "moe_combine" else None
-        is_computation = node.name in (*_ATTENTION, "mlp")
+        is_computation = is_attention or node.name == "mlp"
         if is_computation:
             self._engine.note_home(inputs[0], self._communication)
         with chunk.rest_hooks(), self._open_stretches():
             outputs = forward(*inputs)
+        if is_attention:
+            self._held.end_layer()
         if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
             self._engine.held_elsewhere(inputs[0], num_copies=1)

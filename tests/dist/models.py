@@ -107,20 +107,24 @@ def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> t
 
 def _gpt(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
-    if config.multi_latent_attention or config.context_parallel_size > 1:
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    for layer in spec.layer_specs:
+        _adapt(layer, config)
     if config.sequence_parallel:
         spec.layer_norm = Norm
-        for layer in spec.layer_specs:
-            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.mtp_num_layers:
-        layers = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, None, None)
-        ahead = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, spec if spec.layer_specs else layers[-1], use_transformer_engine=False, vp_stage=stage
+        layer = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, None, False)[-1]
+        _adapt(layer, config)
+        common["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec if spec.layer_specs else layer, use_transformer_engine=False, vp_stage=stage
         )
-        common["mtp_block_spec"] = ahead
     return GPTModel(config, spec, vp_stage=stage, **common)
+
+
+def _adapt(layer: ModuleSpec, config: TransformerConfig) -> None:
+    if config.multi_latent_attention or config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    if config.sequence_parallel:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
 
 
 def _hybrid(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:

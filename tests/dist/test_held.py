@@ -18,7 +18,7 @@ from offload_engine import IterationStats, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
 from tests.dist.parity import Case, actions, run_with, run_without  # noqa: E402
-from tests.dist.tiny import forward_step, make_chunks, make_config, run  # noqa: E402
+from tests.dist.tiny import NUM_LAYERS, forward_step, make_chunks, make_config, run  # noqa: E402
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -137,7 +137,18 @@ def test_what_is_recomputed_from() -> None:
     run_ranks(_check_recomputed_from, Case("dense", ["self_attn"], settings={**LATENT, **recompute}))
 
 
-def _check_recomputed_from(case: Case) -> None:
+def test_what_is_recomputed_from_by_a_layer_that_predicts_a_token_more() -> None:
+    """The layer inside it is a layer like any other: as many storages are emptied for it. (Those of the last stay.)"""
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    counts = [
+        run_ranks(_check_recomputed_from, Case("dense", ["self_attn"], settings={**LATENT, **recompute, **more}))
+        for more in ({}, {"mtp_num_layers": 1})
+    ]
+    (plain,), (ahead,) = counts
+    assert ahead == plain * NUM_LAYERS // (NUM_LAYERS - 1)
+
+
+def _check_recomputed_from(case: Case) -> int:
     gc.disable()
     run_with(case, [2], run_without(case, [2]))
     with _applied() as handle:
@@ -145,6 +156,7 @@ def _check_recomputed_from(case: Case) -> None:
         run(chunks, 2)
         stats = _stats(handle)
         assert stats.num_viewed_storages == 0 and stats.num_emptied_storages > 0
+        return stats.num_emptied_storages
 
 
 def _applied() -> Handle:

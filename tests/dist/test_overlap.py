@@ -21,6 +21,7 @@ from megatron_patches._schedules import unwrap  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import LATENT  # noqa: E402
 from tests.dist.parity import EXPERTS, Case, check_all, run_with, run_without  # noqa: E402
 from tests.dist.streams import adversarial_device  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
@@ -104,6 +105,17 @@ def _check_emptied(microbatches: list[int]) -> None:
             # The residual of a step's last layer with experts is told to nobody: no plan follows.
             num_told = stats.num_offloaded_groups - (name == "mlp_norm")
             assert num_told <= stats.num_emptied_storages <= stats.num_offloaded_groups, (case, stats)
+
+
+def test_what_attention_is_recomputed_from_is_emptied() -> None:
+    """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
+    latent = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    run_ranks(_check_recomputed_from, _case("moe", ["self_attn"], **latent), pipeline=SHAPES[0])
+
+
+def _check_recomputed_from(case: Case) -> None:
+    (stats,) = run_with(case, [4], run_without(case, [4]))
+    assert stats.num_viewed_storages == 0 and stats.num_emptied_storages > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
