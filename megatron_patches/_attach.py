@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
-from megatron_patches._sites import Site, count_layers, find_sites
+from megatron_patches._sites import Site, count_layers, find_sites, last_block
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
 logger = logging.getLogger(__name__)
+
+
+class _Called(NamedTuple):
+    """A chunk between the call of its forward and the return."""
+
+    chunk: ChunkOffloadHandler
+    rest_hooks: AbstractContextManager[Any]
 
 
 class Attachment:
@@ -54,7 +61,7 @@ class Attachment:
         self._brackets: list[GroupBracket] = []
         self._last_groups: list[frozenset[int]] = []
         self._unused_names: set[str] = set()
-        self._rest_hooks: AbstractContextManager[Any] | None = None  # around the forward of the running chunk
+        self._called: _Called | None = None  # the chunk whose forward runs, unless it runs as the nodes of a plan
         self._num_forwards: list[int] = [0] * len(chunks)
         self._comes_back_at_once: set[ChunkKey] = set()  # of the running step; the brackets of last places look it up
         for stage, chunk in enumerate(chunks):
@@ -94,7 +101,7 @@ class Attachment:
         """Leaves every bracket that an exception kept open."""
         for bracket in reversed(self._brackets):
             bracket.leave()
-        self._leave_rest()
+        self._leave_called()
         self.held.clear()
         self.nodes.clear()
 
@@ -129,19 +136,31 @@ class Attachment:
         def enter_chunk(module: torch.nn.Module, args: Any) -> None:
             handler = self.start_chunk(stage)
             if handler is not None:
-                self._rest_hooks = handler.rest_hooks()
-                self._rest_hooks.__enter__()
+                self._called = _Called(handler, handler.rest_hooks())
+                self._called.rest_hooks.__enter__()
+
+        def begin_last_block(module: torch.nn.Module, args: Any) -> None:
+            if self._called is not None:
+                self._called.chunk.begin_tail()
 
         def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._leave_rest()
+            handler = self._leave_called()
+            if handler is not None and output is not None:  # no output: it raised
+                handler.end_forward()
+                when_backward_begins(output, handler.begin_backward)
 
         self._handles.append(chunk.register_forward_pre_hook(enter_chunk))
+        block = last_block(chunk)
+        if block is not None:
+            self._handles.append(block.register_forward_pre_hook(begin_last_block))
         self._handles.append(chunk.register_forward_hook(leave_chunk, always_call=True))
 
-    def _leave_rest(self) -> None:
-        hooks, self._rest_hooks = self._rest_hooks, None
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
+    def _leave_called(self) -> ChunkOffloadHandler | None:
+        called, self._called = self._called, None
+        if called is None:
+            return None
+        called.rest_hooks.__exit__(None, None, None)
+        return called.chunk
 
     def _attach_sites(self, chunk: torch.nn.Module, sites: Sequence[Site]) -> None:
         # Hooks run in the order of registration. On one submodule a stretch that ends there ends first, then comes
@@ -184,6 +203,14 @@ class Attachment:
             return bracket.leave_with_arguments(args, kwargs)
 
         self._handles.append(module.register_forward_pre_hook(leave, with_kwargs=True))
+
+
+def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
+    """Has `do` called when the gradient of a chunk's output arrives; never where it has none."""
+    for tensor in output if isinstance(output, (tuple, list)) else (output,):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: do())
+            return
 
 
 def last_of_each_name(sites: Sequence[Site]) -> frozenset[int]:

@@ -10,6 +10,8 @@ import torch
 
 from megatron_patches._modules import MODULES, ModuleRow
 
+_BLOCKS = ("self_attention", "cross_attention", "mlp", "mixer")  # in the order in which a layer runs those it has
+
 
 class Site(NamedTuple):
     """One bracket found in a model chunk."""
@@ -42,6 +44,17 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
                 for site, expert in _sites_in_layer(row, modules):
                     found.append(((depth, expert, rank), _under(prefix, site)))
     return [site for _, site in sorted(found, key=lambda entry: entry[0])]
+
+
+def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
+    """The attention, MLP or mixer that a model chunk runs last; None: it has none."""
+    found = None
+    for _, layer in _layers(chunk):
+        for name in _BLOCKS:
+            block = getattr(layer, name, None)
+            if isinstance(block, torch.nn.Module) and not _is_identity(block):
+                found = block
+    return found
 
 
 def count_layers(chunk: torch.nn.Module) -> int:

@@ -8,7 +8,15 @@ from offload_engine.config import OffloadConfig
 
 
 class Horizon:
-    """Decides whether the copy-in of one more group may be issued. This one, the base of the others, always agrees."""
+    """Decides whether the copy-in of one more group may be issued. This one, the base of the others, always agrees.
+
+    Attributes:
+        is_asked_for: somebody has set how far it reaches, so it alone bounds what comes back for a chunk whose backward
+            has not begun; else that is less, see `Prefetcher`.
+    """
+
+    def __init__(self, is_asked_for: bool = True) -> None:
+        self.is_asked_for: bool = is_asked_for
 
     def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
         """True if another group may come back, or stay before its release, ahead of its backward."""
@@ -45,6 +53,7 @@ class HorizonBytes(Horizon):
     """
 
     def __init__(self, accounts: Accounts, limit: int | None) -> None:
+        super().__init__(is_asked_for=limit is not None)
         self._accounts = accounts
         self._limit = limit
         self._largest_bytes = 0
@@ -92,6 +101,7 @@ class ResidentHorizon(Horizon):
     """As far as `Accounts.resident_limit_bytes` has room."""
 
     def __init__(self, accounts: Accounts) -> None:
+        super().__init__()
         self._accounts = accounts
 
     def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
@@ -106,6 +116,7 @@ class HorizonGroups(Horizon):
     """
 
     def __init__(self, num_ahead: int) -> None:
+        super().__init__()
         self._num_ahead = num_ahead
         self._ahead: list[TensorGroup] = []  # issued, or not released, and not reached yet
 

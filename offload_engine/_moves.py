@@ -32,6 +32,15 @@ class Mover:
         self.prefetcher.start_chunk(chunk)
         self._advance()
 
+    def begin_tail(self) -> None:
+        """A long computation begins that ends a forward."""
+        self.releases.begin_tail()
+
+    def turn_around(self, chunk: ChunkGroups) -> None:
+        """The backward of `chunk` begins, perhaps long before that of its last group."""
+        self.releases.advance()
+        self.releases.turn_around(chunk.key)
+
     def commit(self, group: TensorGroup) -> None:
         """The forward of `group` is over."""
         has_limit = self.store.accounts.resident_limit_bytes is not None

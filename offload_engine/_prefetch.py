@@ -100,8 +100,8 @@ class Prefetcher:
 
     def _issue_next(self, chunk: ChunkGroups) -> bool:
         """Issue the copy-in of one more group; False if that would go beyond the horizon."""
-        if not self._actions and chunk is not self._backward_chunk and chunk.next_index < len(chunk.groups) - 1:
-            return False  # nobody has said that this backward will come: not more than what it needs first
+        if chunk is not self._backward_chunk and not self._is_needed_first(chunk):
+            return False
         group = chunk.groups[chunk.next_index]
         on_host_bytes = leaving_bytes = 0
         for saved in list(group.storages):  # a copy, see `on_host_storages`
@@ -118,6 +118,17 @@ class Prefetcher:
         if on_host_bytes:
             self._store.issue_copy_in(group.storages)
         return True
+
+    def _is_needed_first(self, chunk: ChunkGroups) -> bool:
+        """Whether the next group of `chunk` may come back before the backward of that chunk has begun."""
+        if not self._actions:  # nobody has said that this backward will come
+            return chunk.next_index == len(chunk.groups) - 1
+        if self._horizon.is_asked_for:
+            return True
+        # The groups of its last layer, which are the last of each name. Where they are used memory has its peak; those
+        # of the layer before have the whole of that backward to come back.
+        name = chunk.groups[chunk.next_index].name
+        return all(group.name != name for group in chunk.groups[chunk.next_index + 1 :])
 
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
         """The backward overtook the prefetch: everything down to `index` is late, and is issued in one go."""

@@ -14,8 +14,11 @@ class ReleaseQueue:
 
     A group whose copy has completed is released at the next group boundary. Beyond `max_inflight_bytes`, or
     `max_inflight_groups`, of unreleased copies the compute stream is made to wait for the oldest: that is the
-    back-pressure, and it never blocks a host that runs ahead of its device. Where a backward begins, and with it the
-    peak, half as many bytes may be left by other chunks.
+    back-pressure, and it never blocks a host that runs ahead of its device.
+
+    Where the backward of one chunk begins behind the forward of another, memory has its peak. What that forward copied
+    out before its tail is released there: the wait costs nothing, for the tail took longer than the copies. Of the rest
+    half the limit may be left.
 
     Where resident bytes have a limit of their own (`Accounts.resident_limit_bytes`), that alone decides: nothing
     is released before it has to be, for what is still there when the backward begins need not come back.
@@ -32,6 +35,7 @@ class ReleaseQueue:
         self.largest_bytes: int = 0
         self.inflight_bytes: int = 0
         self._queue: deque[CopyOut] = deque()
+        self._num_before_tail: int = 0  # how many of them, the oldest, are older than the tail of the last forward
 
     def push(self, issued: CopyOut) -> None:
         """Queue a copy-out that was just issued."""
@@ -51,15 +55,19 @@ class ReleaseQueue:
         while self._queue and (self._is_over_limit() or self._device.is_complete(self._queue[0].copied_out)):
             self._release_oldest()
 
-    def turn_around(self, chunk: ChunkKey) -> None:
-        """The backward of `chunk` begins: what it allocates shall find the bytes that older copies hold.
+    def begin_tail(self) -> None:
+        """A computation begins that ends the forward, and takes longer than the copies issued so far."""
+        self._num_before_tail = len(self._queue)
 
-        Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
-        copy may just have been issued, and compute would wait for all of it.
+    def turn_around(self, chunk: ChunkKey) -> None:
+        """The backward of `chunk` begins: what it allocates shall find the bytes that older copies hold. Idempotent.
+
+        Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit and
+        no tail came behind it: its copy may just have been issued, and compute would wait for all of it.
         """
         if self._accounts.resident_limit_bytes is not None:
             return
-        while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
+        while self._queue and self._queue[0].chunk != chunk and (self._num_before_tail or self._is_half_full()):
             self._release_oldest()
 
     def before_kept(self) -> None:
@@ -75,7 +83,7 @@ class ReleaseQueue:
     def clear(self) -> None:
         """Forget everything, after the store has abandoned it."""
         self._queue.clear()
-        self.inflight_bytes = 0
+        self.inflight_bytes = self._num_before_tail = 0
 
     @property
     def has_resident_room(self) -> bool:
@@ -91,7 +99,12 @@ class ReleaseQueue:
             return True
         return self._max_inflight_groups is not None and len(self._queue) > self._max_inflight_groups
 
+    def _is_half_full(self) -> bool:
+        return 2 * self.inflight_bytes > self._limit_bytes
+
     def _release_oldest(self) -> None:
         oldest = self._queue.popleft()
         self.inflight_bytes -= oldest.nbytes
+        if self._num_before_tail:
+            self._num_before_tail -= 1
         self._store.release(oldest.storages)

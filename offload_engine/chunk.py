@@ -117,6 +117,25 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover.keep(group)
         return group
 
+    def begin_tail(self) -> None:
+        """A computation begins that ends the forward and takes longer than the copies issued so far, such as the MLP of
+        the last layer. It may save groups of its own. The next backward may then wait for those copies at no cost."""
+        self._mover.begin_tail()
+
+    def end_forward(self) -> None:
+        """The forward is over: from now on the chunk may be prefetched, and what comes behind it. Idempotent.
+
+        Else the next forward, or this chunk's own backward, says so.
+        """
+        self.chunk_groups.end_forward()
+
+    def begin_backward(self) -> None:
+        """The backward of the chunk begins: what it allocates shall find the bytes of older copies. Idempotent.
+
+        Else the first of its groups says so, which may come behind the peak.
+        """
+        self._mover.turn_around(self.chunk_groups)
+
     def recall_groups(self) -> None:
         """The backward comes next: what is still being copied out stays on the device, where its bytes still are."""
         for group in self.chunk_groups.groups:

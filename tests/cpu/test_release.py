@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
@@ -16,16 +17,21 @@ ORDER = [Action(kind, key) for kind, key in (("F", FIRST), ("F", SECOND), ("B", 
 class Bench:
     """Two chunks, and copies that complete when somebody waits for them or `device.synchronize_all()` is called."""
 
-    def __init__(self, **settings: int) -> None:
+    def __init__(self, order: list[Action] = ORDER, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device, self.meter)
-        self.engine.begin_iteration(ORDER)
+        self.engine.begin_iteration(order)
         self.handles: dict[ChunkKey, list[object]] = {}
 
-    def forward(self, key: ChunkKey) -> ChunkOffloadHandler:
+    def forward(self, key: ChunkKey, num_in_tail: int | None = None) -> ChunkOffloadHandler:
         chunk = self.engine.start_chunk(key)
-        self.handles[key] = [self._save(chunk) for _ in range(NUM_GROUPS)]
+        handles = self.handles[key] = []
+        for num_left in reversed(range(NUM_GROUPS)):
+            handles.append(self._save(chunk))
+            if num_left == num_in_tail:
+                chunk.begin_tail()
+        chunk.end_forward()
         return chunk
 
     def begin_backward(self, chunk: ChunkOffloadHandler) -> None:
@@ -52,11 +58,69 @@ def test_half_of_what_another_chunk_left_is_released_where_a_backward_begins() -
     bench = Bench()
     first = bench.forward(FIRST)
     bench.forward(SECOND)
-    assert bench.resident_groups == 2 + 2  # not released yet, and there for the backward that comes next
+    assert bench.resident_groups == 2 + 1  # not released yet, and there for the backward that comes next
     bench.meter.reset_peak()
     bench.begin_backward(first)
-    assert bench.resident_groups == 1 + 3  # the third takes the bytes of what was released
+    assert bench.resident_groups == 1 + 3  # the one in use, and two ahead of it
     assert bench.meter.peak_bytes == 4 * GROUP_BYTES
+    bench.finish()
+
+
+@pytest.mark.parametrize(("num_in_tail", "num_left"), [(0, 0), (1, 1), (2, 1)])
+def test_what_was_copied_out_before_the_tail_is_released_where_the_next_backward_begins(
+    num_in_tail: int, num_left: int
+) -> None:
+    """Of what the tail copied out itself, half the limit may be left."""
+    bench = Bench(horizon_bytes=0)
+    first = bench.forward(FIRST)
+    bench.forward(SECOND, num_in_tail)
+    assert bench.resident_groups == 2  # a wait any sooner would delay what the next stage of the pipeline gets
+    first.begin_backward()
+    assert bench.resident_groups == num_left
+    first.begin_backward()
+    bench.begin_backward(first)
+    assert bench.resident_groups == num_left + 1  # the one in use
+    bench.finish()
+
+
+def test_a_tail_ends_with_its_forward() -> None:
+    bench = Bench(horizon_bytes=0)
+    first = bench.forward(FIRST, num_in_tail=0)
+    bench.forward(SECOND)
+    first.begin_backward()
+    assert bench.resident_groups == 1
+    bench.finish()
+
+
+def test_groups_before_the_tail_stay_for_the_backward_of_their_own_chunk() -> None:
+    bench = Bench(horizon_bytes=0)
+    bench.forward(FIRST)
+    second = bench.forward(SECOND, num_in_tail=0)
+    second.begin_backward()
+    assert bench.resident_groups == 2
+    bench.finish()
+
+
+def test_under_a_budget_nothing_is_released_for_a_tail() -> None:
+    # The second backward comes first: what the first chunk has in flight is not recalled for its own.
+    bench = Bench([*ORDER[:2], *reversed(ORDER[2:])], resident_bytes=4 * NUM_GROUPS * GROUP_BYTES)
+    bench.forward(FIRST)
+    second = bench.forward(SECOND, num_in_tail=0)
+    second.begin_backward()
+    assert bench.resident_groups == 2 * NUM_GROUPS
+    bench.finish()
+
+
+def test_after_a_reset_there_is_no_tail() -> None:
+    bench = Bench(horizon_bytes=0, max_inflight_bytes=1 << 20)
+    bench.forward(FIRST, num_in_tail=0)
+    bench.handles.clear()
+    bench.engine.reset_iteration()
+    bench.engine.begin_iteration(ORDER)
+    bench.forward(FIRST)
+    second = bench.forward(SECOND)
+    second.begin_backward()
+    assert bench.resident_groups == 2 * NUM_GROUPS
     bench.finish()
 
 

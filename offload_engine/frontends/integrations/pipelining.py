@@ -143,7 +143,7 @@ class ScheduleOffload:
         if key not in self._comes_back_at_once:
             self._groups.close_group()
         if chunk is not None:
-            chunk.chunk_groups.end_forward()  # or its prefetch would begin no earlier than the next forward
+            chunk.end_forward()
 
     def _begin_step(self) -> None:
         # Anew for each step: whoever made the schedule may have given it another order.

@@ -1,0 +1,97 @@
+"""What comes back before the backward of its chunk has begun: the groups of its last layer, the last of each name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine.schedule import parse_actions
+from tests.adversarial import AdversarialDevice
+
+NUMEL = 64
+GROUP_BYTES = 4 * NUMEL
+FIRST, SECOND = ChunkKey(0, 0), ChunkKey(0, 1)
+
+
+class Bench:
+    """Chunks whose groups leave as they commit; one named `large` makes the horizon wide."""
+
+    def __init__(self, order: str, **settings: int) -> None:
+        self.device = AdversarialDevice()
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0, **settings), self.device)
+        self.engine.begin_iteration(parse_actions(order))
+        self.handles: dict[ChunkKey, list[object]] = {}
+
+    def forward(self, key: ChunkKey, names: str, *, ends: bool = True) -> ChunkOffloadHandler:
+        chunk = self.engine.start_chunk(key)
+        self.handles[key] = []
+        for name in names.split():
+            chunk.open_group(name)
+            self.handles[key].append(chunk.tensor_push(torch.ones(4 * NUMEL if name == "large" else NUMEL)))
+            chunk.close_group()
+        if ends:
+            chunk.end_forward()
+        return chunk
+
+    def backward(self, chunk: ChunkOffloadHandler) -> None:
+        handles = self.handles[chunk.key]
+        while handles:
+            chunk.on_group_commit_backward(chunk.chunk_groups.groups[len(handles) - 1])
+            chunk.tensor_pop(handles.pop())
+            chunk.on_group_start_backward()
+
+    @property
+    def num_copied_in(self) -> int:
+        return self.device.num_copies["in"]
+
+    def finish(self) -> int:
+        """Returns how many storages were late."""
+        self.handles.clear()
+        misses = self.engine.end_iteration().prefetch_misses
+        self.engine.close()
+        assert self.device.hazards == []
+        return misses
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("large qkv qkv qkv", 1), ("large qkv attn qkv attn", 2), ("large qkv attn fc qkv attn fc", 3)],
+)
+def test_only_the_last_of_each_name(names: str, expected: int) -> None:
+    bench = Bench("F0.0 F0.1 B0.0 B0.1")
+    first = bench.forward(FIRST, names)
+    bench.forward(SECOND, names)
+    assert bench.num_copied_in == expected
+    bench.backward(first)
+    assert bench.finish() == 0
+
+
+def test_the_groups_of_the_layers_before_come_when_that_backward_has_begun() -> None:
+    bench = Bench("F0.0 F0.1 B0.0 B0.1")
+    first = bench.forward(FIRST, "large qkv qkv qkv")
+    bench.forward(SECOND, "large qkv qkv qkv")
+    first.begin_backward()
+    assert bench.num_copied_in == 1  # of its last group it has not: memory has its peak before that
+    first.on_group_commit_backward(first.chunk_groups.groups[-1])
+    assert bench.num_copied_in == 4 + 1  # all its own, and the last of the chunk behind it
+    bench.finish()
+
+
+def test_whoever_says_how_far_to_look_ahead_is_obeyed() -> None:
+    bench = Bench("F0.0 F0.1 B0.0 B0.1", horizon_bytes=3 * GROUP_BYTES)
+    bench.forward(FIRST, "qkv qkv qkv qkv")
+    bench.forward(SECOND, "qkv")
+    assert bench.num_copied_in == 3
+    bench.finish()
+
+
+@pytest.mark.parametrize(("ends", "misses"), [(True, 0), (False, 1)])
+def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
+    """Else the first group of that chunk, and of those behind it, would be late: no other forward says it is over."""
+    bench = Bench("F0.0 F0.1 B0.0 B0.1")
+    first = bench.forward(FIRST, "qkv qkv")
+    second = bench.forward(SECOND, "qkv qkv", ends=ends)
+    bench.backward(first)
+    bench.backward(second)
+    assert bench.finish() == misses
