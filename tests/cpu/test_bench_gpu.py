@@ -115,6 +115,35 @@ def test_with_the_overlap_the_schedule_asks_for_the_plan_of_a_chunk() -> None:
     assert training._forward(iter(()), Chunk(), return_schedule_plan=True)[0] == "plan"
 
 
+class Delaying(torch.nn.Linear):
+    """Sets the gradient of its weight behind the backward, as TransformerEngine's modules do."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.weight.skip_backward_post_hook = True
+        self.hooks: list[Any] = []
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def backward_dw(self, value: float) -> None:
+        self.weight.grad = torch.full_like(self.weight, value)
+        for hook in self.hooks:
+            hook()
+
+
+def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_backward() -> None:
+    module, plain = Delaying(), torch.nn.Linear(1, 1)
+    delayed = model.DelayedGradients([module, plain])
+    module.bias.grad = torch.ones(1)  # added up by autograd
+    for value in (1.0, 2.0, 4.0):
+        module.backward_dw(value)
+    assert [float(delayed.of(p)) for p in (module.weight, module.bias)] == [7.0, 1.0]
+    delayed.clear()
+    module.backward_dw(8.0)
+    assert float(delayed.of(module.weight)) == 8.0 and delayed.of(plain.weight) is None
+
+
 def test_recomputation_takes_part_once_and_offloads_nothing() -> None:
     found = settings.parse(["--modules", "core_attn", "--modules", "qkv_linear", "--contenders", "ours,recompute,none"])
     assert [e.label for e in found.entries] == ["ours core_attn", "recompute", "none", "ours qkv_linear"]

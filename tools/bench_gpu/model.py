@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +146,7 @@ class Training:
         self._shape = shape
         self._chunks = list(chunks)
         self._parameters = [p for chunk in chunks for p in chunk.parameters()]
+        self._delayed = DelayedGradients(module for chunk in chunks for module in chunk.modules())
         # The same tokens on every stage of a pipeline: its first reads them, its last has them as labels.
         generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
         tokens = torch.randint(0, shape.vocab, (shape.mbs, shape.seq), generator=generator)
@@ -158,6 +160,7 @@ class Training:
 
         for parameter in self._parameters:
             parameter.grad = None
+        self._delayed.clear()
         has_stages = bool(self._shape.vpp)
         results = get_forward_backward_func()(
             forward_step_func=self._forward,
@@ -173,7 +176,7 @@ class Training:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The gradients of the last step by name."""
         return {
-            f"{stage}.{name}": parameter.grad
+            f"{stage}.{name}": self._delayed.of(parameter)
             for stage, chunk in enumerate(self._chunks)
             for name, parameter in chunk.named_parameters()
         }
@@ -181,6 +184,40 @@ class Training:
     def _forward(self, batches: Any, model: Any, *_: Any, return_schedule_plan: bool = False) -> Any:
         forward = model.build_schedule_plan if return_schedule_plan else model  # with the overlap, the plan of a chunk
         return forward(self._tokens, self._positions, None, labels=self._tokens), _loss
+
+
+class DelayedGradients:
+    """Sums of the weight gradients that TransformerEngine computes behind the backward.
+
+    It sets `grad` anew for each microbatch, and leaves adding to data parallelism, which this benchmark has none of.
+
+    Args:
+        modules: those among them that may delay tell when they are done.
+    """
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for module in modules:
+            if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks"):
+                module.register_wgrad_accumulation_and_reduce_hooks(partial(self._add, module))
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The gradient of a step, delayed or not."""
+        return self._sums.get(parameter, parameter.grad)
+
+    def clear(self) -> None:
+        """Another step begins."""
+        self._sums.clear()
+
+    def _add(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            if not getattr(parameter, "skip_backward_post_hook", False) or parameter.grad is None:
+                continue  # autograd adds to it
+            if parameter in self._sums:
+                self._sums[parameter] += parameter.grad
+            else:
+                self._sums[parameter] = parameter.grad
+            parameter.grad = None
 
 
 def _loss(output: torch.Tensor) -> Any:
