@@ -72,6 +72,7 @@ def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() ->
         ("--rounds 0", "at least 1"),
         ("--engine horizon_bytes", "NAME=VALUE"),
         ("--contenders none --profile trace.json", "--profile-contender ours"),
+        ("--contenders none,ours --profile trace.json --profile-contender none,incumbent", "incumbent is not among"),
         ("--setup e", "invalid choice"),
         ("--delay-wgrad", "part of --overlap-a2a"),
         ("--setup b --overlap-a2a", "ep of at least 2"),
@@ -142,6 +143,13 @@ def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_back
     delayed.clear()
     module.backward_dw(8.0)
     assert float(delayed.of(module.weight)) == 8.0 and delayed.of(plain.weight) is None
+
+
+def test_each_of_several_traces_has_a_file_of_its_own() -> None:
+    file, entry = Path("folder/trace.json.gz"), settings.Entry("ours", ("core_attn", "expert_fc1"))
+    assert settings.profile_file(file, entry, is_only=True) == file
+    named = settings.profile_file(file, entry, is_only=False)
+    assert named == Path("folder/trace-ours-core_attn-expert_fc1.json.gz")
 
 
 def test_recomputation_takes_part_once_and_offloads_nothing() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .leftovers import notice
 from .provenance import provenance
-from .settings import Settings, parse
+from .settings import Settings, parse, profile_file
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -147,8 +147,10 @@ class Run:
         label = contender.entry.label
         if self._settings.memory_plot:
             self._timelines.append(record_memory(label, self._gauge, self._bench.step))
-        if self._settings.profile and contender.entry.kind == self._settings.profile_contender:
-            profile_step(self._bench.step, self._settings.profile if self._ranks.rank == 0 else None)
+        profiled = [e for e in self._settings.entries if e.kind in self._settings.profile_contenders]
+        if self._settings.profile and contender.entry in profiled:
+            file = profile_file(self._settings.profile, contender.entry, is_only=len(profiled) == 1)
+            profile_step(self._bench.step, file if self._ranks.rank == 0 else None)
 
     def _show(self, what: str) -> None:
         self._bar.set_description(what, refresh=False)

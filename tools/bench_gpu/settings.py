@@ -123,7 +123,7 @@ class Settings:
     json: Path | None
     memory_plot: Path | None
     profile: Path | None
-    profile_contender: str
+    profile_contenders: tuple[str, ...]
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
@@ -141,8 +141,9 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         overlap = _overlap(args, shape, entries)
     except ValueError as error:
         parser.error(str(error))
-    if args.profile and args.profile_contender not in {entry.kind for entry in entries}:
-        parser.error(f"--profile-contender {args.profile_contender} is not among --contenders")
+    absent = [kind for kind in words(args.profile_contender) if kind not in {entry.kind for entry in entries}]
+    if args.profile and absent:
+        parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
     return Settings(
         setup=args.setup,
         shape=shape,
@@ -157,7 +158,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         json=args.json,
         memory_plot=args.memory_plot,
         profile=args.profile,
-        profile_contender=args.profile_contender,
+        profile_contenders=words(args.profile_contender),
     )
 
 
@@ -264,10 +265,26 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender, rank 0"
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="chrome trace of one step of one contender, rank 0"
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="chrome trace of one step of a contender, rank 0 (.json or .json.gz; tools/trace_waits.py reads it)",
     )
-    parser.add_argument("--profile-contender", choices=KINDS, default="ours")
+    parser.add_argument(
+        "--profile-contender",
+        default="ours",
+        metavar="A,B",
+        help="whose; of several, each has a file with its name at the end",
+    )
     return parser
+
+
+def profile_file(file: Path, entry: Entry, is_only: bool) -> Path:
+    """Where the trace of a contender goes: into `file`, and beside it with its name where there are several."""
+    if is_only:
+        return file
+    stem, dot, suffixes = file.name.partition(".")
+    return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
 
 
 def words(text: str) -> tuple[str, ...]:

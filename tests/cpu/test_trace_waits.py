@@ -1,0 +1,207 @@
+"""tools/trace_waits.py, on small traces of known content."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cpu.test_bench_gpu import tools_on_path
+
+pytest.importorskip("rich")
+pytest.importorskip("tqdm")
+ROOT = Path(__file__).parents[2]
+
+with tools_on_path():
+    from trace_waits import caused, picture, trace
+    from trace_waits.spans import Span, total, union, within, without
+
+MIB = 1 << 20
+START = 5_000_000.0  # a profiler's clock does not begin at zero
+
+
+def event(cat: str, name: str, begin: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": START + begin, "dur": end - begin, "tid": tid, "args": args}
+
+
+def kernel(begin: float, end: float, stream: int = 7) -> dict[str, Any]:
+    return event("kernel", "gemm", begin, end, stream=stream)
+
+
+def copy_out(begin: float, end: float, nbytes: int = 64 * MIB, correlation: int = 0) -> dict[str, Any]:
+    name = "Memcpy DtoH (Device -> Pinned)"
+    return event("gpu_memcpy", name, begin, end, stream=20, bytes=nbytes, correlation=correlation)
+
+
+def call(name: str, begin: float, end: float, correlation: int = 0, tid: int = 1) -> dict[str, Any]:
+    return event("cuda_runtime", name, begin, end, tid=tid, correlation=correlation)
+
+
+FIRST = event("cpu_op", "aten::empty", 0, 1)  # the step begins here
+
+
+def judged(*events: dict[str, Any]) -> list[caused.Judged]:
+    return caused.judge(trace.make_trace([FIRST, *events]), MIB)
+
+
+# ---- spans ----
+
+
+def brute_force(spans: list[Span]) -> set[int]:
+    return {point for span in spans for point in range(int(span.begin), int(span.end))}
+
+
+def test_spans_are_sets_of_time() -> None:
+    random.seed(1)
+    for _ in range(200):
+        one, other = (
+            [Span(begin, begin + random.randrange(1, 9)) for begin in random.choices(range(60), k=5)] for _ in range(2)
+        )
+        bound = Span(20, 45)
+        assert brute_force(union(one)) == brute_force(one)
+        assert total(union(one)) == len(brute_force(one))
+        assert brute_force(within(union(one), bound)) == brute_force(one) & brute_force([bound])
+        assert brute_force(without(union(one), union(other))) == brute_force(one) - brute_force(other)
+
+
+# ---- what counts as a wait ----
+
+
+def test_a_wait_has_the_name_of_the_operation_that_made_it() -> None:
+    found = trace.make_trace(
+        [
+            FIRST,
+            event("cpu_op", "aten::item", 10, 60),
+            event("cpu_op", "aten::_local_scalar_dense", 12, 58),
+            call("cudaStreamSynchronize", 20, 55),
+            call("cudaStreamSynchronize", 70, 75),
+            call("cudaLaunchKernel", 80, 90),
+        ]
+    )
+    assert [(wait.what, wait.span) for wait in found.waits] == [
+        ("aten::item, cudaStreamSynchronize", Span(20, 55)),
+        ("cudaStreamSynchronize", Span(70, 75)),
+    ]
+
+
+def test_queries_that_follow_each_other_are_one_wait_and_a_single_one_is_none() -> None:
+    queries = [call("cudaEventQuery", begin, begin + 2) for begin in (10, 15, 20, 500)]
+    other_thread = call("cudaEventQuery", 17, 18, tid=2)
+    found = trace.make_trace([FIRST, *queries, other_thread])
+    assert [(wait.what, wait.span) for wait in found.waits] == [("spin of cudaEventQuery", Span(10, 22))]
+
+
+# ---- whose fault it is ----
+
+
+def test_a_wait_for_computation_is_not_the_copy_s_fault() -> None:
+    (one,) = judged(kernel(0, 1000), copy_out(0, 2000), call("cudaStreamSynchronize", 100, 1000))
+    assert one.copying_us == 900 and one.caused_us == 0
+
+
+def test_a_wait_in_which_the_gpu_only_copies_is_the_copy_s_fault() -> None:
+    (one,) = judged(kernel(0, 300), copy_out(0, 2000), call("cudaStreamSynchronize", 100, 1000))
+    assert one.caused_us == 700
+
+
+def test_a_small_read_behind_large_copies_is_the_copies_fault_even_while_the_gpu_computes() -> None:
+    (issue, one) = judged(
+        kernel(0, 5000),
+        copy_out(0, 2000),
+        copy_out(2005, 4000),  # queued directly behind the first
+        copy_out(4004, 4006, nbytes=256, correlation=9),
+        call("cudaMemcpyAsync", 90, 95, correlation=9),
+        call("cudaEventSynchronize", 100, 4010),
+    )
+    assert issue.caused_us == 0
+    assert one.caused_us == 4004 - 100
+
+
+def test_a_small_read_is_blamed_on_no_copy_of_the_other_way_or_of_long_ago() -> None:
+    copy_in = event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, 1000, stream=21, bytes=64 * MIB)
+    small = copy_out(1002, 1004, nbytes=256)
+    (other_way,) = judged(kernel(0, 1100), copy_in, small, call("cudaEventSynchronize", 100, 1010))
+    (long_ago,) = judged(kernel(0, 1100), copy_out(0, 500), small, call("cudaEventSynchronize", 100, 1010))
+    assert other_way.caused_us == long_ago.caused_us == 0
+
+
+def test_a_read_by_a_kernel_waits_for_no_copy() -> None:
+    spin = [call("cudaEventQuery", begin, begin + 2) for begin in range(100, 130, 5)]
+    (one,) = judged(kernel(0, 128), kernel(128, 130), copy_out(0, 2000), *spin)
+    assert one.wait.what == "spin of cudaEventQuery" and one.caused_us <= 2
+
+
+def test_rows_have_counts_and_the_longest_of_each_kind() -> None:
+    found = judged(
+        kernel(0, 300),
+        copy_out(0, 2000),
+        call("cudaStreamSynchronize", 100, 1000),
+        call("cudaStreamSynchronize", 2000, 2010),
+        call("cudaEventSynchronize", 3000, 3100),
+    )
+    rows = caused.summarize("ours", found)
+    assert [(row["what"], row["count"], row["longest_us"], row["longest_caused_us"]) for row in rows] == [
+        ("cudaStreamSynchronize", 2, 900, 700),
+        ("cudaEventSynchronize", 1, 100, 0),
+        ("all", 3, 900, 700),
+    ]
+
+
+# ---- the picture and the program ----
+
+
+def write_trace(file: Path, *events: dict[str, Any]) -> Path:
+    content = json.dumps({"traceEvents": [FIRST, {"ph": "M", "name": "process_name"}, *events]})
+    if file.suffix == ".gz":
+        file.write_bytes(gzip.compress(content.encode()))
+    else:
+        file.write_text(content)
+    return file
+
+
+def test_the_picture_shows_the_longest_wait_that_a_copy_caused() -> None:
+    made = trace.make_trace(
+        [
+            FIRST,
+            kernel(0, 300),
+            copy_out(50_000, 60_000),
+            call("cudaStreamSynchronize", 52_000, 59_000),
+            kernel(90_000, 91_000),
+        ]
+    )
+    shown = picture.window(made, caused.judge(made, MIB), 10_000)
+    assert shown == Span(50_500, 60_500)
+    assert picture.window(trace.Trace(), [], 10.0).length == 10.0
+
+
+def test_the_program_prints_a_table_draws_and_fails_beyond_the_limit(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    quiet = write_trace(tmp_path / "quiet.json.gz", kernel(0, 300), call("cudaStreamSynchronize", 100, 310))
+    blocked = write_trace(
+        tmp_path / "blocked.json", kernel(0, 300), copy_out(0, 2000), call("cudaStreamSynchronize", 100, 1000)
+    )
+    tool, plot, rows = str(ROOT / "tools" / "trace_waits.py"), tmp_path / "waits.png", tmp_path / "rows.jsonl"
+    more = ["--picture", str(plot), "--json", str(rows), "--limit-ms", "0.5", "--markdown"]
+
+    def run(*traces: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, tool, *traces, *more], capture_output=True, text=True, check=False)
+
+    done = run(f"none={quiet}", f"ours={blocked}")
+    assert done.returncode == 1, done.stderr
+    assert "| ours | cudaStreamSynchronize | 1 | 0.900 | 0.900 | 0.900 | 0.700 | 0.700 |" in done.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [json.loads(line)["label"] for line in rows.read_text().splitlines()] == ["none", "none", "ours", "ours"]
+    assert run(f"none={quiet}").returncode == 0
+
+
+def test_what_is_no_trace_is_an_error_that_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="no chrome trace"):
+        trace.read_trace(file)

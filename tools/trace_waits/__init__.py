@@ -1,0 +1,1 @@
+"""Host waits in chrome traces of torch's profiler."""

@@ -1,0 +1,90 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .caused import Judged, judge, summarize
+from .trace import Trace, read_trace
+
+_COLUMNS = ("count", "longest_us", "total_us", "copying_us", "longest_caused_us", "total_caused_us")
+_HEAD = ("trace", "wait", "count", "longest ms", "total ms", "while copying ms", "caused: longest ms", "total ms")
+_EXAMPLES = """examples:
+  python3 tools/trace_waits.py trace.json.gz
+  python3 tools/trace_waits.py none=a.json.gz ours=b.json.gz incumbent=c.json.gz --picture waits.png --limit-ms 0.1"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 where --limit-ms is given and the last trace has a longer wait that a copy caused."""
+    args = _parse(arguments)
+    from tqdm import tqdm
+
+    found: dict[str, tuple[Trace, list[Judged]]] = {}
+    rows: list[dict[str, Any]] = []
+    for label, file in tqdm(args.traces, desc="traces", unit="file"):
+        trace = read_trace(file)
+        found[label] = trace, judge(trace, args.activation_bytes)
+        rows += summarize(label, found[label][1])
+    _print(rows, args.markdown)
+    if args.json:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if args.picture:
+        from .picture import draw
+
+        draw(found, args.picture, args.activation_bytes, args.span_ms * 1e3, 1e3 * (args.limit_ms or 0.1))
+    return int(args.limit_ms is not None and rows[-1]["longest_caused_us"] > 1e3 * args.limit_ms)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="trace_waits.py",
+        description="Host waits in chrome traces of one step, and which of them copies of activations caused.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("traces", nargs="+", type=_labelled, metavar="[LABEL=]FILE", help="of bench_gpu.py --profile")
+    parser.add_argument(
+        "--activation-bytes", type=int, default=1 << 20, metavar="N", help="copies of activations have so many or more"
+    )
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="what streams and host did around the longest wait")
+    parser.add_argument("--span-ms", type=float, default=40.0, metavar="MS", help="how much time it shows")
+    parser.add_argument(
+        "--limit-ms", type=float, metavar="MS", help="fail if a copy caused a longer wait in the last trace"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON object a row of the table")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    args = parser.parse_args(arguments)
+    for _, file in args.traces:
+        if not file.is_file():
+            parser.error(f"there is no file {file}")
+    return args
+
+
+def _labelled(text: str) -> tuple[str, Path]:
+    label, separator, file = text.partition("=")
+    return (label, Path(file)) if separator else (Path(text).name.partition(".")[0], Path(text))
+
+
+def _print(rows: Sequence[dict[str, Any]], as_markdown: bool) -> None:
+    cells = [_HEAD, *((row["label"], row["what"], *_numbers(row)) for row in rows)]
+    if as_markdown:
+        lines = [cells[0], ("---",) * len(_HEAD), *cells[1:]]
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="host waits of one step", title_justify="left")
+    for index, name in enumerate(_HEAD):
+        table.add_column(name, justify="left" if index < 2 else "right")
+    for line in cells[1:]:
+        table.add_row(*line)
+    Console(width=max(140, Console().width)).print(table)
+
+
+def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
+    return (str(row["count"]), *(f"{row[name] / 1e3:.3f}" for name in _COLUMNS[1:]))

@@ -1,0 +1,77 @@
+"""Draws what streams and host did around the longest wait that a copy caused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .caused import Judged
+from .spans import Span, union, within
+from .trace import Trace
+
+_LANES = ("host waits", "copy-in", "copy-out", "other kernels", "compute")
+_COLORS = {"host waits": "tab:gray", "copy-in": "tab:blue", "copy-out": "tab:orange", "other kernels": "tab:olive"}
+_CAUSED = "tab:red"
+
+
+def draw(
+    traces: Mapping[str, tuple[Trace, Sequence[Judged]]],
+    file: Path,
+    activation_bytes: int,
+    span_us: float,
+    noticed_us: float,
+) -> None:
+    """One panel for each trace.
+
+    Args:
+        traces: by label, with their waits.
+        file: PNG.
+        activation_bytes: copies of so many bytes or more are drawn.
+        span_us: how much time each panel shows.
+        noticed_us: waits of which copies caused more are red.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(traces), 1, figsize=(12, 0.8 + 1.9 * len(traces)), squeeze=False, layout="constrained"
+    )
+    for axes, (label, (trace, judged)) in zip(panels[:, 0], traces.items(), strict=True):
+        bound = window(trace, judged, span_us)
+        for height, name in enumerate(_LANES):
+            _bars(axes, within(union(_lane(trace, name, activation_bytes)), bound), bound, height, _COLORS.get(name))
+        red = [one.wait.span for one in judged if one.caused_us > noticed_us]
+        _bars(axes, within(union(red), bound), bound, 0, _CAUSED)
+        longest = max((one.caused_us for one in judged), default=0.0)
+        axes.set_title(f"{label}: the longest wait that a copy caused takes {longest / 1e3:.3f} ms", loc="left")
+        axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, xlim=(0, bound.length / 1e3))
+    panels[-1, 0].set_xlabel(f"ms; host waits of which a copy caused more than {noticed_us / 1e3:g} ms are red")
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def window(trace: Trace, judged: Sequence[Judged], span_us: float) -> Span:
+    """The time that is drawn: around the longest wait that a copy caused, else around the longest of all."""
+    worst = max(judged, key=lambda one: (one.caused_us, one.wait.span.length), default=None)
+    middle = (worst.wait.span.begin + worst.wait.span.end) / 2 if worst else (trace.begin + trace.end) / 2
+    begin = max(trace.begin, min(middle - span_us / 2, trace.end - span_us))
+    return Span(begin, begin + span_us)
+
+
+def _lane(trace: Trace, name: str, activation_bytes: int) -> list[Span]:
+    if name == "host waits":
+        return [wait.span for wait in trace.waits]
+    if name in ("copy-in", "copy-out"):
+        is_out = name == "copy-out"
+        return [c.span for c in trace.copies if c.is_out is is_out and c.nbytes >= activation_bytes]
+    main = trace.compute_stream
+    streams = [stream for stream in trace.kernels if (stream == main) == (name == "compute")]
+    return [span for stream in streams for span in trace.kernels[stream]]
+
+
+def _bars(axes: Any, spans: Sequence[Span], bound: Span, height: int, color: str | None) -> None:
+    ranges = [((span.begin - bound.begin) / 1e3, span.length / 1e3) for span in spans]
+    axes.broken_barh(ranges, (height - 0.35, 0.7), facecolors=color or "tab:green")
