@@ -17,6 +17,10 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 That a contender really moved bytes is counted where the copies are issued (`counting()`), not taken from its word:
 `Device.copy_out` and `copy_in` for ours, `ChunkOffloadHandler.offload` and `reload` for the incumbent. The same place
 times each copy with a pair of events on the stream that does it.
+
+What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any two calls of the
+device by which it releases or allocates. Of the incumbent it is what has no storage on the device any more, as it
+stands at the next copy that it issues.
 """
 
 from __future__ import annotations
@@ -25,12 +29,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from .copies import CopyCounter, HostCopies, Moved, moved_of
 from .settings import Entry
+
+# Each release of the engine's asks the first before it changes anything, each copy-in one of the others.
+_BEFORE_CHANGES = ("is_complete", "allocate", "restore")
 
 # Attribute of attention and experts -> name in offload_modules.
 _CACHED = {
@@ -42,97 +50,6 @@ _CACHED = {
     "offload_fused_group_mlp": "fused_group_mlp",
 }
 _OF_LAYERS = {"offload_attn_norm": "attn_norm", "offload_mlp_norm": "mlp_norm"}
-
-
-@dataclass
-class Direction:
-    """Copies one way during one step."""
-
-    nbytes: int = 0
-    num_copies: int = 0
-    events: list[tuple[Any, Any]] = field(default_factory=list)
-
-    @property
-    def milliseconds(self) -> float:
-        """Time that the copies themselves took; wait for the device first."""
-        return float(sum(begin.elapsed_time(end) for begin, end in self.events))
-
-    @property
-    def gigabytes_per_second(self) -> float | None:
-        spent = self.milliseconds
-        return self.nbytes / spent / 1e6 if spent else None
-
-
-class CopyCounter:
-    """Bytes and times of the copies of one step, counted where they are issued."""
-
-    def __init__(self, new_event: Callable[[], Any] | None = None) -> None:
-        self.out = Direction()
-        self.back = Direction()
-        self.host_bytes = 0
-        self.peak_host_bytes = 0
-        self.misses = 0
-        self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
-
-    @contextmanager
-    def copy_out(self, nbytes: int, stream: Any) -> Iterator[None]:
-        with self._copy(self.out, nbytes, stream):
-            yield
-        self.host_bytes += nbytes
-        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
-
-    @contextmanager
-    def copy_in(self, nbytes: int, stream: Any) -> Iterator[None]:
-        with self._copy(self.back, nbytes, stream):
-            yield
-        self.host_bytes -= nbytes
-
-    @contextmanager
-    def _copy(self, direction: Direction, nbytes: int, stream: Any) -> Iterator[None]:
-        if isinstance(stream, int):  # a raw handle, as the CUDA device of the engine uses them
-            stream = torch.cuda.ExternalStream(stream)
-        pair = self._new_event(), self._new_event()
-        pair[0].record(stream)
-        yield
-        pair[1].record(stream)
-        direction.nbytes += nbytes
-        direction.num_copies += 1
-        direction.events.append(pair)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What one step moved."""
-
-    copied_out_bytes: int = 0
-    copied_in_bytes: int = 0
-    num_copies_out: int = 0
-    peak_host_bytes: int = 0
-    """The most bytes that were on the host at once, in the order of issue."""
-    prefetch_misses: int = 0
-    out_gbps: float | None = None
-    in_gbps: float | None = None
-    is_confirmed: bool = False
-    """Whether bytes were moved, and as many as the contender says."""
-    engine: Mapping[str, int] = field(default_factory=dict)
-    """The contender's own counters."""
-
-    def as_record(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def moved_of(counter: CopyCounter, **more: Any) -> Moved:
-    values: dict[str, Any] = dict(
-        is_confirmed=counter.out.nbytes > 0,
-        copied_out_bytes=counter.out.nbytes,
-        copied_in_bytes=counter.back.nbytes,
-        num_copies_out=counter.out.num_copies,
-        peak_host_bytes=counter.peak_host_bytes,
-        prefetch_misses=counter.misses,
-        out_gbps=counter.out.gigabytes_per_second,
-        in_gbps=counter.back.gigabytes_per_second,
-    )
-    return Moved(**{**values, **more})
 
 
 class Contender(Protocol):
@@ -203,8 +120,11 @@ class Ours:
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
-        device = self._engine().device
+        device, accounts = self._engine().device, self._engine()._store.accounts
         out, back = device.copy_out, device.copy_in
+
+        def mark() -> None:
+            counter.at_peak.mark(accounts.saved_bytes - accounts.resident_bytes)
 
         def copy_out(stream: Any, source: torch.Tensor, target: Any, *more: Any) -> None:
             with counter.copy_out(target.nbytes, stream):
@@ -215,17 +135,21 @@ class Ours:
                 back(stream, source, target, *more)
 
         device.copy_out, device.copy_in = copy_out, copy_in
+        for name in _BEFORE_CHANGES:
+            setattr(device, name, _with_mark(mark, getattr(device, name)))
         try:
             yield
+            mark()
         finally:
-            del device.copy_out, device.copy_in  # the class's come to light again
+            for name in ("copy_out", "copy_in", *_BEFORE_CHANGES):
+                delattr(device, name)  # the class's come to light again
 
     def moved(self, counter: CopyCounter) -> Moved:
         stats = self._engine().stats
         return moved_of(
             counter,
             is_confirmed=stats.copied_out_bytes == counter.out.nbytes > 0,
-            peak_host_bytes=stats.peak_host_bytes,
+            host_bytes_max=stats.peak_host_bytes,
             prefetch_misses=stats.prefetch_misses,
             engine={name: value for name, value in asdict(stats).items() if isinstance(value, int)},
         )
@@ -267,12 +191,18 @@ class Incumbent:
         from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler as Handler
 
         offload, reload = Handler.offload, Handler.reload
+        copies = HostCopies()
 
         def counted_offload(handler: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            counter.at_peak.mark(copies.only_bytes)
             with counter.copy_out(tensor.nbytes, torch.cuda.current_stream()):
-                return offload(handler, tensor, *args, **kwargs)
+                state = offload(handler, tensor, *args, **kwargs)
+            copies.add(state[1], tensor)
+            return state
 
         def counted_reload(handler: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            counter.at_peak.mark(copies.only_bytes)
+            copies.remove(state[1])
             stream = torch.cuda.current_stream()
             counter.misses += stream != handler.h2d_stream  # in line, when autograd asked for it
             with counter.copy_in(state[1].nbytes, stream):
@@ -281,6 +211,7 @@ class Incumbent:
         Handler.offload, Handler.reload = counted_offload, counted_reload
         try:
             yield
+            counter.at_peak.mark(copies.only_bytes)
         finally:
             Handler.offload, Handler.reload = offload, reload
 
@@ -316,6 +247,14 @@ class Recompute(NoOffload):
     def detach(self) -> None:
         for config, before in self._before:
             vars(config).update(before)
+
+
+def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(*args: Any) -> Any:
+        mark()
+        return call(*args)
+
+    return marked
 
 
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .contenders import Contender, CopyCounter
+from .contenders import Contender
+from .copies import CopyCounter
 from .gradients import Fingerprint, compare, fingerprint
 from .leftovers import Held, leftovers
 from .model import Ranks
@@ -33,6 +34,9 @@ class Gauge(Protocol):
 
     def read(self) -> dict[str, int]: ...
 
+    def take_peak(self) -> int:
+        """The most bytes allocated since `start()`, or since the last call. `read()` has the peaks since `start()`."""
+
     def release(self) -> None:
         """After a contender: frees what it left, pinned memory too."""
 
@@ -48,6 +52,7 @@ class CudaGauge:
 
     def __init__(self) -> None:
         self._at_start: dict[str, int] = {}
+        self._peaks_taken = (0, 0)
 
     def wait(self) -> None:
         torch.cuda.synchronize()
@@ -57,18 +62,26 @@ class CudaGauge:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        self._peaks_taken = (0, 0)
         self._at_start = self._counters()
 
     def read(self) -> dict[str, int]:
         import psutil
 
+        allocated, reserved = self._peaks()
         return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "peak_allocated_bytes": max(allocated, self._peaks_taken[0]),
+            "peak_reserved_bytes": max(reserved, self._peaks_taken[1]),
             "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **{name: value - self._at_start.get(name, 0) for name, value in self._counters().items()},
         }
+
+    def take_peak(self) -> int:
+        allocated, reserved = self._peaks()
+        self._peaks_taken = max(allocated, self._peaks_taken[0]), max(reserved, self._peaks_taken[1])
+        torch.cuda.reset_peak_memory_stats()
+        return allocated
 
     def release(self) -> None:
         self.wait()
@@ -83,6 +96,9 @@ class CudaGauge:
     def held(self) -> Held:
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
         return Held(torch.cuda.memory_allocated(), int(pinned))
+
+    def _peaks(self) -> tuple[int, int]:
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
     def _counters(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats()
@@ -151,7 +167,7 @@ class Bench:
             contender.attach()
             before = self._warm_up(label)
             self._gauge.start()
-            counter = CopyCounter(self._new_event)
+            counter = CopyCounter(self._new_event, self._gauge.take_peak)
             with contender.counting(counter):
                 self._run(f"{label}, counted")
                 self._gauge.wait()

@@ -18,7 +18,17 @@ MIB = 1 << 20
 Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes", "host_rss_bytes")
-_MOVES = ("copied_out_bytes", "copied_in_bytes", "peak_host_bytes", "prefetch_misses", "alloc_retries", "device_allocs")
+_MOVES = (
+    *("copied_out_bytes", "copied_in_bytes", "host_bytes_max", "host_bytes_at_peak"),
+    *("prefetch_misses", "alloc_retries", "device_allocs"),
+)
+
+
+_FALLS = (
+    ("fall of reserved over the most bytes on host", "fall_reserved_over_max", 0.95),
+    ("R, fall of allocated over bytes on host at the peak", "fall_allocated_over_at_peak", 0.998),
+    ("fall of allocated over the most bytes on host", "fall_allocated_over_max", 0.998),
+)
 
 
 class Target(NamedTuple):
@@ -83,12 +93,14 @@ def _summary(own: Sequence[Record], rank: int, times: Record, records: Sequence[
 
 
 def _falls(summary: Record, base: Sequence[Record]) -> Record:
+    """How far the peaks fell: in bytes, over what was on the host at the peak, and over the most that was there."""
     falls: Record = {}
-    on_host = summary["peak_host_bytes"]
     for name in ("allocated", "reserved"):
         fall = max(turn[f"peak_{name}_bytes"] for turn in base) - summary[f"peak_{name}_bytes"]
         falls[f"fall_{name}_bytes"] = fall
-        falls[f"fall_{name}_share"] = fall / on_host if on_host else None
+        for on_host in ("max", "at_peak"):
+            nbytes = summary[f"host_bytes_{on_host}"]
+            falls[f"fall_{name}_over_{on_host}"] = fall / nbytes if nbytes else None
     return falls
 
 
@@ -105,7 +117,7 @@ def _against_link(summary: Record, links: Sequence[Record]) -> Record:
         "link_out_ms": out_ms,
         "link_in_ms": in_ms,
         "link_both_ms": both_ms,
-        "pinned_share": summary["pinned_bytes"] / summary["peak_host_bytes"] if summary["peak_host_bytes"] else None,
+        "pinned_share": summary["pinned_bytes"] / summary["host_bytes_max"] if summary["host_bytes_max"] else None,
         **shares,
         **both,
     }
@@ -155,18 +167,20 @@ def _targets_of(own: Sequence[Record], summaries: Sequence[Record]) -> list[Targ
     label, modules = own[0]["label"], own[0]["modules"]
     slack = 1.003 if modules == ["qkv_linear"] else 1.005
     found = [
-        _at_least(f"{label}: fall of reserved over bytes on host", _worst(own, "fall_reserved_share", min), 0.95),
-        _at_least(f"{label}: R, fall of allocated over bytes on host", _worst(own, "fall_allocated_share", min), 0.998),
+        *(_at_least(f"{label}: {what}", _worst(own, field, min), limit) for what, field, limit in _FALLS),
         _time_target(label, own, slack),
         _at_least(f"{label}: copy-out over a plain copy", _worst(own, "out_share", min), 0.95),
         _at_least(f"{label}: copy-in over a plain copy", _worst(own, "in_share", min), 0.95),
         _at_most(f"{label}: pinned over bytes on host", _worst(own, "pinned_share", max), 1.10),
     ]
-    rival = _incumbent_of(modules, summaries)
-    if rival:
-        found.append(
-            _at_most(f"{label}: step ms (limit: the incumbent's)", own[0]["step_ms_median"], rival["step_ms_median"])
-        )
+    rivals = _incumbents_of(modules, summaries)
+    if rivals:
+        limit = next(iter(rivals.values()))["step_ms_median"]
+        found.append(_at_most(f"{label}: step ms (limit: the incumbent's)", own[0]["step_ms_median"], limit))
+        ratios = [
+            s["peak_allocated_bytes"] / rivals[s["rank"]]["peak_allocated_bytes"] for s in own if s["rank"] in rivals
+        ]
+        found.append(_at_most(f"{label}: allocated over the incumbent's", max(ratios, default=None), 1.0))
     flags = [s["is_bitwise_equal"] for s in own if s["is_bitwise_equal"] is not None]
     if flags:
         found.append(Target(f"{label}: losses and gradients bitwise equal", all(flags), "yes", all(flags)))
@@ -191,12 +205,13 @@ def _machine_targets(records: Sequence[Record]) -> list[Target]:
     return found
 
 
-def _incumbent_of(modules: Sequence[str], summaries: Sequence[Record]) -> Record | None:
+def _incumbents_of(modules: Sequence[str], summaries: Sequence[Record]) -> dict[int, Record]:
+    """By rank, with the same modules."""
     try:
         names = list(incumbent_modules(modules))
     except ValueError:
-        return None
-    return next((s for s in summaries if s["contender"] == "incumbent" and s["modules"] == names), None)
+        return {}
+    return {s["rank"]: s for s in summaries if s["contender"] == "incumbent" and s["modules"] == names}
 
 
 def _worst(records: Sequence[Record], field: str, worst: Any) -> float | None:
@@ -247,16 +262,18 @@ def _time_table(title: str, summaries: Sequence[Record]) -> Table:
 def _memory_table(summaries: Sequence[Record]) -> Table:
     table = _table(
         "memory, MiB (peaks of the turn)",
-        *("rank", "contender", "allocated", "reserved", "fall alloc.", "fall res.", "on host", "R alloc.", "R res."),
-        *("pinned", "RSS", "retries"),
+        *("rank", "contender", "allocated", "reserved", "fall alloc.", "fall res.", "host max", "host at peak"),
+        *("R at peak", "R of max", "res. of max", "pinned", "RSS", "retries"),
     )
     for s in sorted(summaries, key=lambda s: s["rank"]):
         table.add_row(
             str(s["rank"]),
             s["label"],
             *(_mib(s.get(name)) for name in ("peak_allocated_bytes", "peak_reserved_bytes")),
-            *(_mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes", "peak_host_bytes")),
-            *(_number(s.get(name), 4) for name in ("fall_allocated_share", "fall_reserved_share")),
+            *(_mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes")),
+            *(_mib(s[name]) for name in ("host_bytes_max", "host_bytes_at_peak")),
+            *(_number(s.get(f"fall_allocated_over_{of}"), 4) for of in ("at_peak", "max")),
+            _number(s.get("fall_reserved_over_max"), 4),
             *(_mib(s.get(name)) for name in ("pinned_bytes", "host_rss_bytes")),
             str(s["alloc_retries"]),
         )

@@ -1,0 +1,160 @@
+"""What the copies of one step moved, and what was on the host, and there only, at the peak of device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+@dataclass
+class Direction:
+    """Copies one way during one step."""
+
+    nbytes: int = 0
+    num_copies: int = 0
+    events: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def milliseconds(self) -> float:
+        """Time that the copies themselves took; wait for the device first."""
+        return float(sum(begin.elapsed_time(end) for begin, end in self.events))
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        spent = self.milliseconds
+        return self.nbytes / spent / 1e6 if spent else None
+
+
+class HostAtPeak:
+    """Finds the peak of one step among stretches in which the bytes on the host only stay the same.
+
+    Args:
+        take_peak: the most bytes allocated since it was called last; None: nobody measures them.
+    """
+
+    def __init__(self, take_peak: Callable[[], int] | None = None) -> None:
+        self.peak_allocated_bytes = 0
+        self.host_bytes = 0
+        self._take_peak = take_peak or (lambda: 0)
+
+    def mark(self, host_bytes: int) -> None:
+        """Ends a stretch: call it in front of whatever takes bytes off the device or back, and at the end of the step.
+
+        Args:
+            host_bytes: on the host only, in the stretch that ends.
+        """
+        peak = self._take_peak()
+        # Not where it is equal: what leaves the device behind a mark is gone already by `host_bytes` of the next one.
+        if peak > self.peak_allocated_bytes:
+            self.peak_allocated_bytes, self.host_bytes = peak, host_bytes
+
+
+class CopyCounter:
+    """Bytes and times of the copies of one step, counted where they are issued.
+
+    Args:
+        new_event: makes the events that time copies; None: those of CUDA.
+        take_peak: see `HostAtPeak`.
+    """
+
+    def __init__(self, new_event: Callable[[], Any] | None = None, take_peak: Callable[[], int] | None = None) -> None:
+        self.out = Direction()
+        self.back = Direction()
+        self.host_bytes = 0
+        self.host_bytes_max = 0
+        self.at_peak = HostAtPeak(take_peak)
+        self.misses = 0
+        self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
+
+    @contextmanager
+    def copy_out(self, nbytes: int, stream: Any) -> Iterator[None]:
+        with self._copy(self.out, nbytes, stream):
+            yield
+        self.host_bytes += nbytes
+        self.host_bytes_max = max(self.host_bytes_max, self.host_bytes)
+
+    @contextmanager
+    def copy_in(self, nbytes: int, stream: Any) -> Iterator[None]:
+        with self._copy(self.back, nbytes, stream):
+            yield
+        self.host_bytes -= nbytes
+
+    @contextmanager
+    def _copy(self, direction: Direction, nbytes: int, stream: Any) -> Iterator[None]:
+        if isinstance(stream, int):  # a raw handle, as the CUDA device of the engine uses them
+            stream = torch.cuda.ExternalStream(stream)
+        pair = self._new_event(), self._new_event()
+        pair[0].record(stream)
+        yield
+        pair[1].record(stream)
+        direction.nbytes += nbytes
+        direction.num_copies += 1
+        direction.events.append(pair)
+
+
+class HostCopies:
+    """Copies on the host, for a contender that keeps no account of which of them have no twin on the device."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, copy: torch.Tensor, source: torch.Tensor) -> None:
+        """`copy` holds what `source` held on the device. It must live until `remove`."""
+        self._sources[id(copy)] = StorageWeakRef(source.untyped_storage()), copy.nbytes
+
+    def remove(self, copy: torch.Tensor) -> None:
+        """It is on its way back. No-op for a copy that is not there."""
+        self._sources.pop(id(copy), None)
+
+    @property
+    def only_bytes(self) -> int:
+        """Bytes whose storage on the device is gone, or has been emptied."""
+        return sum(nbytes for source, nbytes in self._sources.values() if _is_gone(source))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What one step moved."""
+
+    copied_out_bytes: int = 0
+    copied_in_bytes: int = 0
+    num_copies_out: int = 0
+    host_bytes_max: int = 0
+    """The most bytes that were on the host at once, in the order of issue: with those not released yet."""
+    host_bytes_at_peak: int = 0
+    """Bytes that were on the host only when the most device memory was allocated."""
+    prefetch_misses: int = 0
+    out_gbps: float | None = None
+    in_gbps: float | None = None
+    is_confirmed: bool = False
+    """Whether bytes were moved, and as many as the contender says."""
+    engine: Mapping[str, int] = field(default_factory=dict)
+    """The contender's own counters."""
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def moved_of(counter: CopyCounter, **more: Any) -> Moved:
+    values: dict[str, Any] = dict(
+        is_confirmed=counter.out.nbytes > 0,
+        copied_out_bytes=counter.out.nbytes,
+        copied_in_bytes=counter.back.nbytes,
+        num_copies_out=counter.out.num_copies,
+        host_bytes_max=counter.host_bytes_max,
+        host_bytes_at_peak=counter.at_peak.host_bytes,
+        prefetch_misses=counter.misses,
+        out_gbps=counter.out.gigabytes_per_second,
+        in_gbps=counter.back.gigabytes_per_second,
+    )
+    return Moved(**{**values, **more})
+
+
+def _is_gone(reference: StorageWeakRef) -> bool:
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage is None or storage.nbytes() == 0
