@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine._saved import without_graph
+
+_TENSOR: Final = torch.Tensor  # constants: each saved tensor is compared with them
+_STRIDED: Final = torch.strided
 
 
 class Eligibility:
@@ -43,9 +47,9 @@ class Eligibility:
         """The storage of `tensor` if its bytes may move, else None."""
         # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
         if (
-            type(tensor) is not torch.Tensor
+            type(tensor) is not _TENSOR
             or tensor.device != self._torch_device
-            or tensor.layout is not torch.strided
+            or tensor.layout is not _STRIDED
             or tensor.is_quantized
             or hasattr(tensor, "_TE_do_not_offload")
         ):

@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 Event = Any
 
 
-class Guard(NamedTuple):
+class Guard:
     """Bytes `start .. end` of a slab may be written only after all of `events`."""
 
-    start: int
-    end: int
-    events: tuple[Event, ...]
+    __slots__ = ("start", "end", "events")
+
+    def __init__(self, start: int, end: int, events: tuple[Event, ...]) -> None:
+        self.start = start
+        self.end = end
+        self.events = events
 
 
 class Extent:

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
-from offload_engine._devices.base import CopyError, Device, Event, HostRegion, HostSlab
+from offload_engine._devices.base import CopyError, Device, Event, HostSlab
+from offload_engine._devices.regions import HostRegion
 from offload_engine._extents import Extent, FreeExtents
 
 MIB = 1 << 20

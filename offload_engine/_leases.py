@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload_engine._devices.base import Event, HostRegion
+from offload_engine._devices.base import Event
+from offload_engine._devices.regions import HostRegion
 from offload_engine._host_pool import HostLease, HostPool
 from offload_engine._saved import SavedStorage
 
@@ -44,7 +45,7 @@ def lend(pool: HostPool, storages: Sequence[SavedStorage], alignment: int) -> Ho
     lease = pool.lend(total)
     if lease is None:
         return None
-    slab, offset, _ = lease.region
+    slab, offset = lease.region.slab, lease.region.offset
     group_lease = GroupLease(pool, lease, len(storages))
     for saved in storages:
         saved.lease, saved.region = group_lease, HostRegion(slab, offset, saved.nbytes)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from types import TracebackType
 
 from offload_engine._saved import SavedStorage
-
-_Store = TypeVar("_Store", bound="Retirement")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class Retirement(ABC):
     """What a store needs so that nothing it works on goes under its hands.
 
     The last handle may go at any time: the garbage collector finds graphs in cycles, in the middle of a step and in any
-    thread.
+    thread. So a store is a context manager, not reentrant, whose body is one step. In the middle of it no storage
+    retires; what autograd drops meanwhile retires after.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held during a step
         self._dropped: deque[SavedStorage] = deque()  # without a handle, not retired yet
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._lock.release()
+        if self._dropped:
+            self._retire_dropped()
 
     def retire(self, saved: SavedStorage) -> None:
         """Autograd has dropped the last handle: give everything back, where a step is under way after it."""
@@ -54,20 +59,3 @@ class Retirement(ABC):
                         self._retire(saved)
             finally:
                 self._lock.release()
-
-
-def undisturbed(
-    step: Callable[Concatenate[_Store, _Arguments], _Result],
-) -> Callable[Concatenate[_Store, _Arguments], _Result]:
-    """One step of the store, in the middle of which no storage retires; what autograd drops meanwhile retires after."""
-
-    @functools.wraps(step)
-    def undisturbed_step(store: _Store, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            with store._lock:
-                return step(store, *args, **kwargs)
-        finally:
-            if store._dropped:
-                store._retire_dropped()
-
-    return undisturbed_step

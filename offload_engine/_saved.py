@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine.schedule import ChunkKey
 
 if TYPE_CHECKING:
-    from offload_engine._devices.base import Event, HostRegion, Stream
+    from offload_engine._devices.base import Event, Stream
+    from offload_engine._devices.regions import HostRegion
     from offload_engine._leases import GroupLease
     from offload_engine._store import ActivationStore
 
@@ -29,6 +29,18 @@ class Residency(enum.Enum):
     """A copy-in is issued; the compute stream has not waited for it (`ActivationStore.issue_copy_in`)."""
     RETIRED = "retired"
     """No handle is left: the bytes are gone (`ActivationStore.retire`)."""
+
+
+# The compiled core reads a constant in no time, a member of an enumeration as slowly as any attribute of a class.
+RESIDENT: Final = Residency.RESIDENT
+COPYING_OUT: Final = Residency.COPYING_OUT
+ON_HOST: Final = Residency.ON_HOST
+COPYING_IN: Final = Residency.COPYING_IN
+RETIRED: Final = Residency.RETIRED
+
+_free_weak_ref: Final[Any] = torch.UntypedStorage._free_weak_ref
+_next_node: Final[Any] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_storage_use_count: Final[Any] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
 class SavedStorage:
@@ -65,7 +77,7 @@ class SavedStorage:
         self.key: int = storage._cdata
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
-        self.residency: Residency = Residency.RESIDENT
+        self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
@@ -81,7 +93,7 @@ class SavedStorage:
         self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
         self.home: Stream = None  # another stream, whose pool the bytes may have come from
         self.last_read: Event | None = None  # by the holders, as far as `stream` or `home` may not know of it
-        self._pin: StorageWeakRef | None = None
+        self._pin: _AddressPin | None = None
 
     def pin_address(self) -> bool:
         """Before the buffer goes: keep the address `key` from being given to another storage, but no byte alive.
@@ -93,7 +105,7 @@ class SavedStorage:
         storage = self.buffer.untyped_storage()
         if _num_tensors(storage) == 1:  # `buffer`
             return False
-        self._pin = StorageWeakRef(storage)
+        self._pin = _AddressPin(storage)
         return True
 
     def is_modified(self) -> bool:
@@ -115,15 +127,29 @@ class SavedStorage:
         return f"<SavedStorage {self.nbytes:,} bytes {self.residency.value} of {self.group}>"
 
 
+class _AddressPin:
+    """As torch's `StorageWeakRef`, in a third of the time when compiled: there is one for each released storage."""
+
+    __slots__ = ("_weak", "_free")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._weak: Any = storage._weak_ref()
+        self._free = _free_weak_ref  # held here: at the end of the interpreter globals go first
+
+    def __del__(self) -> None:
+        self._free(self._weak)
+
+
 def _num_tensors(storage: torch.UntypedStorage) -> int:
     """How many tensors there are over `storage`: aliases and views, in Python, C++ and graphs, each once."""
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]  # one is `storage`
+    num_tensors: int = _storage_use_count(storage._cdata) - 1  # one is `storage`
+    return num_tensors
 
 
 class TensorGroup:
     """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`)."""
 
-    __slots__ = ("chunk", "index", "name", "is_kept", "is_rest", "storages", "nbytes", "own_bytes")
+    __slots__ = ("chunk", "index", "name", "is_kept", "is_rest", "storages", "nbytes", "own_bytes", "_first_node")
 
     def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_rest: bool = False) -> None:
         self.chunk = chunk
@@ -134,6 +160,7 @@ class TensorGroup:
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
         self.nbytes = 0
         self.own_bytes = 0  # of what no group saved before
+        self._first_node: int = _next_node()
 
     def add(self, storage: SavedStorage) -> None:
         """Note that this group saved `storage`. Idempotent."""
@@ -142,6 +169,11 @@ class TensorGroup:
             self.nbytes += storage.nbytes
             if storage.group is self:
                 self.own_bytes += storage.nbytes
+
+    def has_made(self, node: torch.autograd.graph.Node) -> bool:
+        """True if `node` came into the graph after the group was opened, in the same thread."""
+        number: int = node._sequence_nr()  # type: ignore[attr-defined]
+        return number >= self._first_node
 
     def __repr__(self) -> str:
         stage, microbatch = self.chunk

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,8 +13,17 @@ from offload_engine._devices.base import Event, Stream
 from offload_engine._eligibility import Eligibility
 from offload_engine._host_pool import HostPool
 from offload_engine._leases import give_up_region, give_up_regions, lend
-from offload_engine._retirement import Retirement, undisturbed
-from offload_engine._saved import PackedTensor, Residency, SavedStorage, TensorGroup
+from offload_engine._retirement import Retirement
+from offload_engine._saved import (
+    COPYING_IN,
+    COPYING_OUT,
+    ON_HOST,
+    RESIDENT,
+    RETIRED,
+    PackedTensor,
+    SavedStorage,
+    TensorGroup,
+)
 from offload_engine._stats import IterationStats
 from offload_engine._transfers import (
     TransferContext,
@@ -35,13 +43,16 @@ from offload_engine.schedule import ChunkKey
 logger = logging.getLogger(__name__)
 
 
-class CopyOut(NamedTuple):
+class CopyOut:
     """Storages whose copy-out was issued together."""
 
-    chunk: ChunkKey
-    storages: list[SavedStorage]
-    nbytes: int
-    copied_out: Event
+    __slots__ = ("chunk", "storages", "nbytes", "copied_out")
+
+    def __init__(self, chunk: ChunkKey, storages: list[SavedStorage], nbytes: int, copied_out: Event) -> None:
+        self.chunk = chunk
+        self.storages = storages
+        self.nbytes = nbytes
+        self.copied_out = copied_out
 
 
 class ActivationStore(Retirement):
@@ -95,20 +106,20 @@ class ActivationStore(Retirement):
         storage = tensor.untyped_storage()
         self._homes[storage._cdata] = StorageWeakRef(storage), stream
 
-    @undisturbed
     def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Nobody reads `holders`, tensors over one storage, until its backward: release it in spite of them."""
-        saved = self._by_key.get(holders[0].untyped_storage()._cdata)
-        if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
-            return
-        if saved.residency not in (Residency.COPYING_OUT, Residency.ON_HOST):
-            return
-        tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
-        saved.num_holders = len(set(map(id, tensors))) + num_copies
-        note_last_read(saved, self._context)
-        if saved.residency is Residency.ON_HOST:  # released already, but its bytes are still there
-            self._hold_again(saved, holders[0])
-            self._let_go(saved)
+        with self:
+            saved = self._by_key.get(holders[0].untyped_storage()._cdata)
+            if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
+                return
+            if saved.residency not in (COPYING_OUT, ON_HOST):
+                return
+            tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
+            saved.num_holders = len(set(map(id, tensors))) + num_copies
+            note_last_read(saved, self._context)
+            if saved.residency is ON_HOST:  # released already, but its bytes are still there
+                self._hold_again(saved, holders[0])
+                self._let_go(saved)
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """What autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
@@ -148,7 +159,7 @@ class ActivationStore(Retirement):
             CopyError: if its copy-in failed.
         """
         saved = handle.storage
-        if saved.residency is not Residency.RESIDENT:
+        if saved.residency is not RESIDENT:
             self._bring_back(saved)
         if saved.copied_in is None:
             self._check_unmodified(saved)
@@ -160,76 +171,76 @@ class ActivationStore(Retirement):
             empty = self._empties[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._torch_device)
         return handle.view(saved.buffer, empty)
 
-    @undisturbed
     def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
         """Copy out what no group saved before `group`; returns what is now being copied (None where there is no room).
 
         What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
         """
-        storages, nbytes = [], 0
-        for saved in group.storages:
-            if (
-                saved.group is group
-                and saved.residency is Residency.RESIDENT
-                and saved.copied_in is None
-                and saved.lease is None
-                and not saved.is_modified()
-            ):
-                storages.append(saved)
-                nbytes += saved.nbytes
-        if not storages:
-            return None
-        lease = lend(self._pool, storages, self._context.device.host_alignment)
-        if lease is None:
-            self._note_no_room(group, nbytes)
-            return None
-        copied_out = copy_out(storages, lease, self._context)
-        for saved in storages:
-            saved.pending = saved.copied_out = copied_out
-            saved.residency = Residency.COPYING_OUT
-        self.accounts.stats.copied_out_bytes += nbytes
-        self.accounts.stats.num_offloaded_groups += 1
-        return CopyOut(group.chunk, storages, nbytes, copied_out)
+        with self:
+            storages, nbytes = [], 0
+            for saved in group.storages:
+                if (
+                    saved.group is group
+                    and saved.residency is RESIDENT
+                    and saved.copied_in is None
+                    and saved.lease is None
+                    and not saved.is_modified()
+                ):
+                    storages.append(saved)
+                    nbytes += saved.nbytes
+            if not storages:
+                return None
+            lease = lend(self._pool, storages, self._context.device.host_alignment)
+            if lease is None:
+                self._note_no_room(group, nbytes)
+                return None
+            copied_out = copy_out(storages, lease, self._context)
+            for saved in storages:
+                saved.pending = saved.copied_out = copied_out
+                saved.residency = COPYING_OUT
+            self.accounts.stats.copied_out_bytes += nbytes
+            self.accounts.stats.num_offloaded_groups += 1
+            return CopyOut(group.chunk, storages, nbytes, copied_out)
 
-    @undisturbed
     def release(self, storages: Sequence[SavedStorage]) -> None:
         """Drop the device bytes of storages copied out together, but for those recalled or gone since.
 
         Raises:
             CopyError: if the copy-out failed; names the group.
         """
-        leaving = [s for s in storages if s.residency is Residency.COPYING_OUT and not s.is_modified()]
-        try:
-            settle(leaving, self._context)
-        except CopyError as error:
-            raise self._failed(error, "copy-out", leaving[0]) from error
-        for saved in leaving:
-            self._let_go(saved)
+        with self:
+            leaving = [s for s in storages if s.residency is COPYING_OUT and not s.is_modified()]
+            try:
+                settle(leaving, self._context)
+            except CopyError as error:
+                raise self._failed(error, "copy-out", leaving[0]) from error
+            for saved in leaving:
+                self._let_go(saved)
 
-    @undisturbed
     def recall(self, group: TensorGroup) -> None:
         """`group` is needed soon: what is still being copied out stays on the device, where its bytes still are."""
-        for saved in group.storages:
-            if saved.residency is Residency.COPYING_OUT:
-                self._keep(saved)
+        with self:
+            for saved in group.storages:
+                if saved.residency is COPYING_OUT:
+                    self._keep(saved)
 
-    @undisturbed
     def issue_copy_in(self, storages: Iterable[SavedStorage]) -> None:
         """Copy in what is on host; the leases go back at once, together with the event of the copy."""
-        on_host = [saved for saved in storages if saved.residency is Residency.ON_HOST]
-        if on_host:
-            self._issue_copy_in(on_host)
+        with self:
+            on_host = [saved for saved in storages if saved.residency is ON_HOST]
+            if on_host:
+                self._issue_copy_in(on_host)
 
-    @undisturbed
     def await_copy_in(self, group: TensorGroup) -> None:
         """The backward of `group` begins: the current stream waits for its copy-in, if one is issued.
 
         Raises:
             CopyError: if the copy-in failed; names the group.
         """
-        arriving = [saved for saved in group.storages if saved.residency is Residency.COPYING_IN]
-        if arriving:
-            self._await(arriving)
+        with self:
+            arriving = [saved for saved in group.storages if saved.residency is COPYING_IN]
+            if arriving:
+                self._await(arriving)
 
     def raise_failure(self) -> None:
         """Raise the failure of a copy whose storage autograd dropped before anybody waited for it.
@@ -245,20 +256,20 @@ class ActivationStore(Retirement):
         finally:
             del failure  # else this frame and the error keep each other, and the step's graph, alive
 
-    @undisturbed
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
-        self._wait_for_copies()
-        # What must be restored last: the memory for it is there when all else has gone.
-        for saved in sorted(self.live, key=SavedStorage.is_still_held):
-            saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
-            self._retire(saved)
-        self._wait_for_copies()
-        self.accounts.prefetched_bytes = 0
-        self.eligibility.clear()
-        self._homes.clear()
-        self._failure = None
-        self.has_failed = False
+        with self:
+            self._wait_for_copies()
+            # What must be restored last: the memory for it is there when all else has gone.
+            for saved in sorted(self.live, key=SavedStorage.is_still_held):
+                saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
+                self._retire(saved)
+            self._wait_for_copies()
+            self.accounts.prefetched_bytes = 0
+            self.eligibility.clear()
+            self._homes.clear()
+            self._failure = None
+            self.has_failed = False
 
     def _find_home(self, saved: SavedStorage) -> None:
         home = self._homes.get(saved.key)
@@ -267,11 +278,11 @@ class ActivationStore(Retirement):
 
     def _retire(self, saved: SavedStorage) -> None:
         """No-op for a storage that is gone."""
-        if saved.residency is Residency.RETIRED:
+        if saved.residency is RETIRED:
             return
         if saved.emptied is not None and saved.is_still_held():
             self._restore(saved)
-        if saved.residency is Residency.COPYING_IN:
+        if saved.residency is COPYING_IN:
             self.accounts.prefetched_bytes -= saved.nbytes
         if saved.buffer is not None:
             if saved.pending is not None:
@@ -280,7 +291,7 @@ class ActivationStore(Retirement):
             drop_buffer(saved, self._context)
         if saved.lease is not None:
             give_up_region(saved, saved.copied_out)
-        saved.residency = Residency.RETIRED
+        saved.residency = RETIRED
         group = saved.group
         if not group.is_rest:
             self.accounts.saved_bytes -= saved.nbytes
@@ -304,7 +315,7 @@ class ActivationStore(Retirement):
             self._keep(saved)
             self.accounts.stats.num_viewed_storages += 1
             return
-        saved.residency = Residency.ON_HOST
+        saved.residency = ON_HOST
 
     def _hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo `drop_buffer`, where a holder has kept the bytes there."""
@@ -331,7 +342,7 @@ class ActivationStore(Retirement):
         copied_in = copy_in(storages, self._context)
         total = 0
         for saved in storages:
-            saved.residency = Residency.COPYING_IN
+            saved.residency = COPYING_IN
             saved.pending = saved.copied_in = copied_in
             total += saved.nbytes
         give_up_regions(storages, copied_in)
@@ -339,18 +350,20 @@ class ActivationStore(Retirement):
         if self.accounts.is_metered:
             self.accounts.hold(storages)
 
-    @undisturbed
     def _bring_back(self, saved: SavedStorage) -> None:
         """Have the device bytes there, or on their way: the prefetch did not."""
-        if saved.residency is Residency.RETIRED:
-            raise OffloadError(f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again")
-        if saved.residency is Residency.COPYING_OUT:
-            self._keep(saved)
-            return
-        if saved.residency is Residency.ON_HOST:
-            self.accounts.stats.prefetch_misses += 1
-            self._issue_copy_in([saved])
-        self._await([saved])
+        with self:
+            if saved.residency is RETIRED:
+                raise OffloadError(
+                    f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again"
+                )
+            if saved.residency is COPYING_OUT:
+                self._keep(saved)
+                return
+            if saved.residency is ON_HOST:
+                self.accounts.stats.prefetch_misses += 1
+                self._issue_copy_in([saved])
+            self._await([saved])
 
     def _await(self, storages: Sequence[SavedStorage]) -> None:
         try:
@@ -358,8 +371,8 @@ class ActivationStore(Retirement):
         except CopyError as error:
             raise self._failed(error, "copy-in", storages[0]) from error
         for saved in storages:
-            if saved.residency is Residency.COPYING_IN:
-                saved.residency = Residency.RESIDENT
+            if saved.residency is COPYING_IN:
+                saved.residency = RESIDENT
                 self.accounts.prefetched_bytes -= saved.nbytes
 
     def _check_unmodified(self, saved: SavedStorage) -> None:
@@ -389,7 +402,7 @@ class ActivationStore(Retirement):
 
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
-        saved.residency = Residency.RESIDENT
+        saved.residency = RESIDENT
         give_up_region(saved, saved.copied_out)
 
     def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:

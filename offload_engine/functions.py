@@ -1,6 +1,6 @@
-"""Autograd identities that mark where a group begins and ends, in forward and in backward.
+"""What marks in the graph where a group begins and ends, in forward and in backward: hooks and autograd identities.
 
-Each returns an alias of its input that is not a view of it, so a model may go on to modify it in place.
+An identity returns an alias of its input that is not a view of it, so a model may go on to modify it in place.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offload_engine._saved import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 
 
@@ -46,6 +47,19 @@ class GroupCommitFunction(torch.autograd.Function):
         return grads[0], None
 
 
+class _BackwardBegins:
+    """Hook in front of the last node of a group."""
+
+    __slots__ = ("_chunk", "_group")
+
+    def __init__(self, chunk: ChunkOffloadHandler, group: TensorGroup | None) -> None:
+        self._chunk = chunk
+        self._group = group
+
+    def __call__(self, grads: tuple[torch.Tensor, ...]) -> None:
+        self._chunk.on_group_commit_backward(self._group)
+
+
 def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> torch.Tensor:
     """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input.
 
@@ -58,4 +72,10 @@ def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> 
 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
     """Commit the open group of `chunk` behind a submodule; use the returned tensor as its output."""
-    return GroupCommitFunction.apply(tensor, chunk)
+    group, node = chunk.innermost_group, tensor.grad_fn
+    if group is None or node is None or not group.has_made(node):
+        # The group did not compute it, so what did may run its backward long after that of the group.
+        return GroupCommitFunction.apply(tensor, chunk)
+    # The group's backward begins with this node: a hook there takes a fourth of the time of an identity behind it.
+    node.register_prehook(_BackwardBegins(chunk, chunk.on_group_commit_forward()))
+    return tensor

@@ -9,9 +9,11 @@ Streams and events are opaque: only the device that made them looks inside.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
+
+from .regions import HostRegion as HostRegion
 
 Stream = Any
 Event = Any
@@ -28,14 +30,6 @@ class HostSlab(Protocol):
 
     def close(self) -> None:
         """Give the bytes back to the system. Idempotent; no copy may be in flight."""
-
-
-class HostRegion(NamedTuple):
-    """Bytes `offset .. offset + nbytes` of a slab: the source of a copy-in, the target of a copy-out."""
-
-    slab: HostSlab
-    offset: int
-    nbytes: int
 
 
 class HostRead(Protocol):

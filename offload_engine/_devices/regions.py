@@ -1,23 +1,39 @@
-"""Raw bytes: tensors over them, and what every device checks before it moves them."""
+"""Raw bytes: where they are on the host, tensors over them, and what every device checks before it moves them."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from .base import HostRegion
+if TYPE_CHECKING:
+    from .base import HostSlab
 
 
-def check_copy(tensor: torch.Tensor, region: HostRegion) -> None:
-    """Refuse a copy between the storage of `tensor` and `region` that would touch any other byte.
+class HostRegion:
+    """Bytes `offset .. offset + nbytes` of a slab: the source of a copy-in, the target of a copy-out."""
+
+    __slots__ = ("slab", "offset", "nbytes")
+
+    def __init__(self, slab: HostSlab, offset: int, nbytes: int) -> None:
+        self.slab = slab
+        self.offset = offset
+        self.nbytes = nbytes
+
+
+def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage:
+    """Refuse a copy between the storage of `tensor`, which is returned, and `region` that would touch any other byte.
 
     Raises:
         ValueError: if the storage is not of the region's size, or the region is not inside its slab.
     """
-    nbytes, storage_bytes = region.nbytes, tensor.untyped_storage().nbytes()
+    storage = tensor.untyped_storage()
+    nbytes, storage_bytes = region.nbytes, storage.nbytes()
     if storage_bytes != nbytes:
         raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {storage_bytes:,}")
     if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
+    return storage
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
