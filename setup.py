@@ -14,11 +14,11 @@ COMPILE = "OFFLOAD_ENGINE_COMPILE"  # in the environment, "1" asks for the compi
 CORE = Path("offload_engine")
 # Not on the path of a group, or what the interpreter must see: a base class that is found at run time.
 INTERPRETED = {"__init__.py", "_smp.py", "_te_base.py"}
-ALSO_COMPILED = ("meter.py", "tracker.py")
+ALSO_COMPILED = ("meter.py", "tracker.py", "_devices/cuda_runtime.py", "_devices/regions.py")
 
 
 def compiled_modules() -> list[Extension]:
-    """The core, compiled from its own Python source. All other modules, torch's too, are objects like any to it."""
+    """CUDA's calls in C, and the core from its own Python source. All else, torch too, is opaque to that."""
     try:
         from mypyc.build import mypycify
     except ImportError as error:
@@ -30,7 +30,7 @@ def compiled_modules() -> list[Extension]:
     modules: list[Extension] = mypycify(
         [*arguments, *(str(CORE / name) for name in sorted(names))], opt_level="2", group_name="offload_engine"
     )
-    return modules
+    return [*modules, Extension("offload_engine._devices._cuda_calls", [str(CORE / "_devices" / "_cuda_calls.c")])]
 
 
 class BuildCompiled(build_ext):

@@ -11,16 +11,17 @@ import logging
 import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 
-from .base import CopyError, Event, HostRead, HostRegion, HostSlab, Stream
-from .cuda_runtime import DEVICE_TO_HOST, HOST_TO_DEVICE, CudaRuntime
+from .base import CopyError, Event, HostRead, HostSlab, Stream
+from .cuda_runtime import CudaRuntime
 from .host_memory import available_host_bytes
 from .host_read import MappedReader
 from .pinned import PinnedSlab, numa_node_of
-from .regions import check_copy, check_slab_size, whole
+from .regions import check_slab_size, whole
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ class CudaDevice:
         self.host_alignment = 512  # as the device allocator's blocks: no two copies share a cache line
         self._index: int = self.torch_device.index
         self._runtime = CudaRuntime(self.torch_device)
+        # Each group makes many of these calls: nothing stands between the engine and the runtime.
+        self.current_stream = partial(torch._C._cuda_getCurrentRawStream, self._index)
+        self.record_event, self.wait_event = self._runtime.record, self._runtime.wait
+        self.is_complete = self._runtime.is_complete
+        self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self._reader: MappedReader | None = None  # made by the first read
         self._numa_node = numa_node_of(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
@@ -74,18 +80,6 @@ class CudaDevice:
         self._streams.append(stream)
         logger.debug("copy stream %s: %s", name, stream)
         return stream.cuda_stream
-
-    def current_stream(self) -> Stream:
-        return torch._C._cuda_getCurrentRawStream(self._index)
-
-    def record_event(self, stream: Stream) -> Event:
-        return self._runtime.record(stream)
-
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        self._runtime.wait(stream, event)
-
-    def is_complete(self, event: Event) -> bool:
-        return self._runtime.is_complete(event)
 
     def synchronize(self, event: Event) -> None:
         try:
@@ -108,16 +102,6 @@ class CudaDevice:
         with self._on(stream):  # a storage grows in the pool of the current stream
             storage.resize_(nbytes)
         return whole(storage)
-
-    def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
-        check_copy(source, target)
-        device = source.untyped_storage().data_ptr()
-        self._runtime.copy(_host_address(target), device, target.nbytes, DEVICE_TO_HOST, stream)
-
-    def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
-        check_copy(target, source)
-        device = target.untyped_storage().data_ptr()
-        self._runtime.copy(device, _host_address(source), source.nbytes, HOST_TO_DEVICE, stream)
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         if self._reader is None:
@@ -155,10 +139,6 @@ def _with_index(device: torch.device | str | int | None) -> torch.device:
         raise ValueError(f"torch_device must be a CUDA device, got {found}")
     # Tensors always carry an index; a device without one would equal none of them.
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-
-
-def _host_address(region: HostRegion) -> int:
-    return cast(PinnedSlab, region.slab).address + region.offset
 
 
 def _shut_down(

@@ -7,15 +7,17 @@ about fifteen of them. Here a stream is its handle, and an event is a handle tha
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .base import CopyError
+from .regions import HostRegion, check_copy
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
-HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 _HANDLE = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -47,24 +49,24 @@ class CudaEvent:
 class CudaRuntime:
     """Calls on one device. A stream is the integer handle that `torch.cuda.Stream.cuda_stream` holds.
 
+    Args:
+        device: with an index.
+        library: the CUDA runtime; None: the one that torch has loaded.
+
     Raises:
         CopyError: from every call that CUDA refuses, with its name for the reason.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, library: ctypes.CDLL | None = None) -> None:
         self._device = device
-        library = _load_library()
-        for name, arguments in _SIGNATURES.items():
-            getattr(library, name).argtypes = arguments
-            getattr(library, name).restype = ctypes.c_int
-        self._library = library
+        self._index: int = device.index
+        self._library: Any = library or _load_library()
         # Bound once: an attribute look-up in the library costs as much as the call.
-        self._record, self._wait = library.cudaEventRecord, library.cudaStreamWaitEvent
-        self._query, self._copy = library.cudaEventQuery, library.cudaMemcpyAsync
+        self._record, self._wait, self._query, self._copy = hot_calls(self._library)
         self._idle: list[int] = []  # handles of events that nobody holds
 
     def record(self, stream: int) -> CudaEvent:
-        """A new event after all work issued to `stream` so far."""
+        """As `Device.record_event`: a new event after all work issued to `stream` so far."""
         event = CudaEvent(self._idle.pop() if self._idle else self._new_handle(), self._idle)
         if stream or self._is_current:
             self._check(self._record(event.handle, stream))
@@ -74,7 +76,7 @@ class CudaRuntime:
         return event
 
     def wait(self, stream: int, event: CudaEvent) -> None:
-        """Work issued to `stream` from now on starts after `event`."""
+        """As `Device.wait_event`: work issued to `stream` from now on starts after `event`."""
         if event.is_done:
             return
         if stream or self._is_current:
@@ -84,7 +86,7 @@ class CudaRuntime:
                 self._check(self._wait(stream, event.handle, 0))
 
     def is_complete(self, event: CudaEvent) -> bool:
-        """True if `event` has completed; never blocks."""
+        """As `Device.is_complete`: True if `event` has completed; never blocks."""
         if event.is_done:
             return True
         code = self._query(event.handle)
@@ -99,11 +101,15 @@ class CudaRuntime:
         """Block the host until `event` has completed, and let other threads run meanwhile."""
         self._check(self._library.cudaEventSynchronize(event.handle))
 
-    def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-        """Issue a copy of `nbytes` bytes between the addresses `source` and `target`."""
-        code = self._copy(target, source, nbytes, kind, stream)
-        if code != 0:  # here, not in a call: this runs twice for each storage
-            self._check(code)
+    def copy_out(self, stream: int, source: torch.Tensor, target: HostRegion) -> None:
+        """As `Device.copy_out`; `target` is in a slab of pinned memory."""
+        device = check_copy(source, target).data_ptr()
+        self._check(self._copy(_address(target), device, target.nbytes, _DEVICE_TO_HOST, stream))
+
+    def copy_in(self, stream: int, source: HostRegion, target: torch.Tensor) -> None:
+        """As `Device.copy_in`; `source` is in a slab of pinned memory."""
+        device = check_copy(target, source).data_ptr()
+        self._check(self._copy(device, _address(source), source.nbytes, _HOST_TO_DEVICE, stream))
 
     def destroy_idle_events(self) -> None:
         """Give the handles of events that nobody holds back to CUDA."""
@@ -113,7 +119,7 @@ class CudaRuntime:
     @property
     def _is_current(self) -> bool:
         """The default stream has the handle 0 on every device, and means that of the current one."""
-        return bool(torch._C._cuda_getDevice() == self._device.index)
+        return bool(torch._C._cuda_getDevice() == self._index)
 
     def _new_handle(self) -> int:
         handle = _HANDLE()
@@ -129,6 +135,24 @@ class CudaRuntime:
             raise CopyError(f"CUDA error {code}: {runtime.cudaGetErrorString(runtime.cudaError(code))}")
 
 
+def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
+    """The calls that each group makes: record, wait, query and copy, of the runtime in `library`.
+
+    Through our own extension module where the package was compiled, else through ctypes. Arguments are those of CUDA.
+    """
+    for name, arguments in _SIGNATURES.items():
+        getattr(library, name).argtypes = arguments
+        getattr(library, name).restype = ctypes.c_int
+    functions = (library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery, library.cudaMemcpyAsync)
+    try:
+        from ._cuda_calls import Calls
+    except ImportError:  # installed as pure Python
+        return functions
+    record, wait, query, copy = (ctypes.cast(function, _HANDLE).value or 0 for function in functions)
+    calls = Calls(record, wait, query, copy)
+    return calls.record, calls.wait, calls.query, calls.copy
+
+
 def _load_library() -> ctypes.CDLL:
     """The runtime that torch itself uses: with another copy, streams and errors would not be the same ones."""
     process = ctypes.CDLL(None)
@@ -136,3 +160,9 @@ def _load_library() -> ctypes.CDLL:
         return process
     major = (torch.version.cuda or "").partition(".")[0]
     return ctypes.CDLL(f"libcudart.so.{major}")  # loaded already: this only finds it
+
+
+def _address(region: HostRegion) -> int:
+    slab: Any = region.slab  # a `PinnedSlab`
+    address: int = slab.address
+    return address + region.offset

@@ -1,0 +1,132 @@
+/* The CUDA runtime's calls of the hot path, without the microsecond that ctypes takes for each.
+ *
+ * Neither CUDA's headers nor its libraries are needed to build this: Python passes the addresses of the functions, in
+ * the runtime that torch has loaded. Arguments and results are integers, as with ctypes. What may block, where a queue
+ * of the device is full, lets other threads run meanwhile.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+typedef int (*record_t)(void *event, void *stream);
+typedef int (*wait_t)(void *stream, void *event, unsigned flags);
+typedef int (*query_t)(void *event);
+typedef int (*copy_t)(void *target, const void *source, size_t nbytes, int kind, void *stream);
+
+typedef struct {
+    PyObject_HEAD
+    record_t record;
+    wait_t wait;
+    query_t query;
+    copy_t copy;
+} Calls;
+
+/* Parses `count` non-negative integers; false, with an exception set, if there are more or fewer or others. */
+static int parse(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t count, size_t *values)
+{
+    if (given != count) {
+        PyErr_Format(PyExc_TypeError, "%s() takes %zd arguments, got %zd", name, count, given);
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        values[i] = PyLong_AsSize_t(args[i]);
+        if (values[i] == (size_t)-1 && PyErr_Occurred())
+            return 0;
+    }
+    return 1;
+}
+
+static PyObject *calls_record(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t values[2];
+    int code;
+    if (!parse("record", args, given, 2, values))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    code = ((Calls *)self)->record((void *)values[0], (void *)values[1]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(code);
+}
+
+static PyObject *calls_wait(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t values[3];
+    int code;
+    if (!parse("wait", args, given, 3, values))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    code = ((Calls *)self)->wait((void *)values[0], (void *)values[1], (unsigned)values[2]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(code);
+}
+
+static PyObject *calls_query(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t values[1];
+    if (!parse("query", args, given, 1, values))
+        return NULL;
+    return PyLong_FromLong(((Calls *)self)->query((void *)values[0]));
+}
+
+static PyObject *calls_copy(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t values[5];
+    int code;
+    if (!parse("copy", args, given, 5, values))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    code = ((Calls *)self)->copy((void *)values[0], (const void *)values[1], values[2], (int)values[3],
+                                 (void *)values[4]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(code);
+}
+
+static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"record", "wait", "query", "copy", NULL};
+    unsigned long long record, wait, query, copy;
+    Calls *calls = (Calls *)self;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKK", names, &record, &wait, &query, &copy))
+        return -1;
+    if (!record || !wait || !query || !copy) {
+        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of four functions, and 0 is none");
+        return -1;
+    }
+    calls->record = (record_t)(uintptr_t)record;
+    calls->wait = (wait_t)(uintptr_t)wait;
+    calls->query = (query_t)(uintptr_t)query;
+    calls->copy = (copy_t)(uintptr_t)copy;
+    return 0;
+}
+
+static PyMethodDef calls_methods[] = {
+    {"record", (PyCFunction)(void (*)(void))calls_record, METH_FASTCALL, "cudaEventRecord(event, stream)"},
+    {"wait", (PyCFunction)(void (*)(void))calls_wait, METH_FASTCALL, "cudaStreamWaitEvent(stream, event, flags)"},
+    {"query", (PyCFunction)(void (*)(void))calls_query, METH_FASTCALL, "cudaEventQuery(event)"},
+    {"copy", (PyCFunction)(void (*)(void))calls_copy, METH_FASTCALL,
+     "cudaMemcpyAsync(target, source, nbytes, kind, stream)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject CallsType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "offload_engine._devices._cuda_calls.Calls",
+    .tp_doc = "Four functions of the CUDA runtime, by their addresses.",
+    .tp_basicsize = sizeof(Calls),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = calls_methods,
+    .tp_init = calls_init,
+    .tp_new = PyType_GenericNew,
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cuda_calls", .m_size = -1};
+
+PyMODINIT_FUNC PyInit__cuda_calls(void)
+{
+    PyObject *created;
+    if (PyType_Ready(&CallsType) < 0)
+        return NULL;
+    created = PyModule_Create(&module);
+    if (created != NULL && PyModule_AddObjectRef(created, "Calls", (PyObject *)&CallsType) < 0)
+        Py_CLEAR(created);
+    return created;
+}
