@@ -77,15 +77,11 @@ def run_ranks(
             writer.close()
             ranks.append((process, reader))
         try:
-            outcomes = _collect([reader for _, reader in ranks], time.monotonic() + timeout_s)
+            return collect([reader for _, reader in ranks], timeout_s)
         finally:
             for process, _ in ranks:
                 process.kill()
                 process.join()
-    failures = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
-    if failures:
-        raise RankFailed("\n".join(failures))
-    return [outcome.result for outcome in outcomes]
 
 
 class Group(NamedTuple):
@@ -95,14 +91,30 @@ class Group(NamedTuple):
     pipeline: Pipeline | PlainGroup | None
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
+    """What a rank sends back, as a tuple."""
+
     result: Any = None
     error: str | None = None
 
 
-def _collect(readers: Sequence[Connection], deadline: float) -> list[_Outcome]:
-    """Waits for all ranks, but no longer than a moment once one has failed: the others may wait for it for ever."""
-    outcomes: dict[int, _Outcome] = {}
+def collect(readers: Sequence[Connection], timeout_s: float) -> list[Any]:
+    """The results of all ranks in their order.
+
+    Waits no longer than a moment once one has failed: the others may wait for it for ever.
+
+    Raises:
+        RankFailed: if a rank has raised or died, or does not finish in time.
+    """
+    outcomes = _receive_all(readers, time.monotonic() + timeout_s)
+    failures = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return [outcome.result for outcome in outcomes]
+
+
+def _receive_all(readers: Sequence[Connection], deadline: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(readers) and time.monotonic() < deadline:
         waiting = [reader for rank, reader in enumerate(readers) if rank not in outcomes]
         for reader in multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
@@ -110,14 +122,14 @@ def _collect(readers: Sequence[Connection], deadline: float) -> list[_Outcome]:
             outcomes[readers.index(reader)] = outcome
             if outcome.error:
                 deadline = min(deadline, time.monotonic() + 5.0)
-    return [outcomes.get(rank, _Outcome(error="did not finish in time")) for rank in range(len(readers))]
+    return [outcomes.get(rank, Outcome(error="did not finish in time")) for rank in range(len(readers))]
 
 
-def _receive(reader: Any) -> _Outcome:
+def _receive(reader: Any) -> Outcome:
     try:
-        return _Outcome(*reader.recv())
+        return Outcome(*reader.recv())
     except EOFError:
-        return _Outcome(error="died without a word")
+        return Outcome(error="died without a word")
 
 
 def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -126,9 +138,9 @@ def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: t
             _set_up(group, group.pipeline)
         elif group.pipeline is not None:
             set_up_process_group(group)
-        outcome = _Outcome(result=fn(*args))
+        outcome = Outcome(result=fn(*args))
     except BaseException:
-        outcome = _Outcome(error=traceback.format_exc())
+        outcome = Outcome(error=traceback.format_exc())
     writer.send(tuple(outcome))
     writer.close()
     os._exit(0)  # without waiting for gloo's threads, whose peers may be gone
@@ -158,10 +170,15 @@ def set_up_process_group(group: Group) -> None:
 
 
 def set_up_groups(group: Group, shape: Pipeline) -> None:
+    set_up_process_group(group)
+    set_up_parallel_state(shape)
+
+
+def set_up_parallel_state(shape: Pipeline) -> None:
+    """megatron-core's groups, over the process group that there is, and its seeds."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    set_up_process_group(group)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=shape.tensor,
         pipeline_model_parallel_size=shape.size,

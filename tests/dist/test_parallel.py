@@ -6,7 +6,6 @@ tests' own core attention is in its place (tests/gpu/test_megatron.py has the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,22 +13,15 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.parity import Case, check_all  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from tests.dist.training import train  # noqa: E402
 
 NAMES = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline(tensor=2), Pipeline(2, 2, tensor=2)], ids=str)
@@ -108,37 +100,12 @@ def _train(
     kind: str, num_microbatches: int, settings: dict[str, Any], mean_losses: list[float] | None = None
 ) -> list[dict[str, str]]:
     """Three steps; what each leaves in the gradients' buffers, and its losses."""
-    config = make_config(kind, torch.bfloat16, **settings)
-    chunks = _wrapped(config, make_chunks(config))
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=0.01,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-        overlap_param_gather=True,
-    )
-    optimizer = get_megatron_optimizer(optimizer_config, chunks)
-    config.grad_scale_func = optimizer.scale_loss
-    steps = []
-    for _ in range(3):
+
+    def step(chunks: list[Any]) -> dict[str, str]:
         losses = run(chunks, num_microbatches)
-        steps.append(fingerprint(chunks, losses))
         if mean_losses is not None:
             mean_losses.append(sum(losses) / len(losses))
-        assert optimizer.step()[0]
-    return steps
+        return fingerprint(chunks, losses)
 
-
-def _wrapped(config: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **OVERLAP)
-    wrapped = [DistributedDataParallel(config, settings, Float16Module(config, chunk)) for chunk in chunks]
-    config.finalize_model_grads_func = finalize_model_grads
-    for name, function in (
-        ("no_sync_func", "no_sync"),
-        ("grad_sync_func", "start_grad_sync"),
-        ("param_sync_func", "start_param_sync"),
-    ):
-        functions = [getattr(chunk, function) for chunk in wrapped]
-        setattr(config, name, functions if len(functions) > 1 else functions[0])
-    return wrapped
+    config = make_config(kind, torch.bfloat16, **settings)
+    return train(config, make_chunks(config), step)

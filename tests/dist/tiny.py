@@ -130,12 +130,12 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any, return_schedule_pl
     positions = torch.arange(SEQUENCE)[None].expand(tokens.shape[0], -1)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
     forward = model.build_schedule_plan if return_schedule_plan else model
-    batch = _of_this_rank(tokens=tokens, positions=positions, attention_mask=mask, labels=tokens.roll(-1, dims=1))
+    batch = of_this_rank(tokens=tokens, positions=positions, attention_mask=mask, labels=tokens.roll(-1, dims=1))
     output = forward(batch["tokens"], batch["positions"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(_loss)
 
 
-def _of_this_rank(**batch: torch.Tensor) -> dict[str, torch.Tensor]:
+def of_this_rank(**batch: torch.Tensor | None) -> dict[str, Any]:
     """Its part of the sequence, under context parallelism."""
     has_kinds = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # from 0.19 on
     options = {"is_hybrid_cp": False} if has_kinds else {}
@@ -156,4 +156,4 @@ def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
 def _digest(grad: torch.Tensor | None) -> str:
     if grad is None:
         return "none"
-    return hashlib.sha1(grad.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha1(grad.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.gpu.parity import CUBLAS_WORKSPACE, deterministic_algorithms
+from tests.gpu.ranks import GpuRanks, require_gpus
 
 # Read once, at the first product of matrices in the process; processes that tests start inherit it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
@@ -18,3 +19,17 @@ def deterministic() -> Iterator[None]:
     """For every test that compares bits."""
     with deterministic_algorithms():
         yield
+
+
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[Callable[[int], GpuRanks]]:
+    """`ranks_of(n)`: n ranks with a GPU each, the same ones for all tests; skips the test if there are not as many."""
+    started: dict[int, GpuRanks] = {}
+
+    def get(num_ranks: int) -> GpuRanks:
+        require_gpus(num_ranks)
+        return started.setdefault(num_ranks, GpuRanks(num_ranks))
+
+    yield get
+    for ranks in started.values():
+        ranks.close()

@@ -16,15 +16,17 @@ T = TypeVar("T")
 
 
 @contextmanager
-def deterministic_algorithms() -> Iterator[None]:
+def deterministic_algorithms(warn_only: bool = False) -> Iterator[None]:
     """Gradients are summed in one order.
 
-    Not with `warn_only`: that warns of attention's backward and leaves it as it is.
+    Args:
+        warn_only: for models that choose their attention kernels themselves; else it warns of attention's backward and
+            leaves that as it is.
     """
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     was_filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Training has no such kernels: one for each new buffer would change what runs before what.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:

@@ -1,0 +1,109 @@
+"""Ranks with a GPU each, joined over NCCL. They stay for many tests, because they import TransformerEngine for long."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.util import find_spec
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.launch import Outcome, Pipeline, collect, set_up_parallel_state
+from tests.gpu.parity import CUBLAS_WORKSPACE
+
+TIMEOUT_S = 150.0
+_ENVIRONMENT = {
+    "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "NCCL_ALGO": "Ring",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+class GpuRanks:
+    """Owns the processes; `run` starts them when it needs them, and again after one has failed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks: int = num_ranks
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None  # where they meet
+
+    def run(self, fn: Callable[..., Any], *args: Any, shape: Pipeline = Pipeline()) -> list[Any]:  # noqa: B008
+        """Runs `fn(*args)` on every rank; returns the results in their order.
+
+        Args:
+            fn: a function at module level (it is pickled).
+            args: for `fn`; pickled.
+            shape: of the parallel state; what it leaves over is data parallel.
+
+        Raises:
+            RankFailed: if a rank raises, dies, or does not finish in time.
+        """
+        if not self._ranks:
+            self._start()
+        for _, connection in self._ranks:
+            connection.send((shape, fn, args))
+        try:
+            return collect([connection for _, connection in self._ranks], TIMEOUT_S)
+        except BaseException:
+            self.close()  # those that did not fail may be waiting for the one that did
+            raise
+
+    def close(self) -> None:
+        """Ends the processes. Idempotent."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks = []
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        store = f"file://{self._directory.name}/store"
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, self.num_ranks, store), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+
+def require_gpus(num_gpus: int) -> None:
+    """Skips the test where GPUs are missing, or a library."""
+    for package, name in (("megatron", "megatron-core"), ("transformer_engine", "TransformerEngine")):
+        if find_spec(package) is None:
+            pytest.skip(f"needs {name}, which is not installed")
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs of one machine, there are {torch.cuda.device_count()}")
+
+
+def _serve(connection: Connection, rank: int, num_ranks: int, store: str) -> None:
+    os.environ.update(_ENVIRONMENT, RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl", store, timedelta(seconds=TIMEOUT_S), num_ranks, rank, device_id=device)
+    while True:
+        shape, fn, args = connection.recv()
+        connection.send(tuple(_outcome(shape, fn, args)))
+
+
+def _outcome(shape: Pipeline, fn: Callable[..., Any], args: tuple[Any, ...]) -> Outcome:
+    from megatron.core import parallel_state
+
+    try:
+        set_up_parallel_state(shape)
+        result = fn(*args)
+        parallel_state.destroy_model_parallel()
+        return Outcome(result=result)
+    except BaseException:
+        return Outcome(error=traceback.format_exc())

@@ -1,0 +1,108 @@
+"""A small GPT of TransformerEngine's layers on this rank's GPU, and steps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.dist.tiny import of_this_rank
+
+VOCABULARY, SEQUENCE, MICRO_BATCH, HIDDEN = 256, 512, 2, 256
+DEVICE = "cuda"
+
+
+def make_config(num_experts: int = 0, **more: Any) -> TransformerConfig:
+    """A configuration for the parallel state of this process; with experts in every layer, or in none."""
+    experts = dict(
+        num_moe_experts=num_experts,
+        moe_router_topk=2,
+        moe_grouped_gemm=True,
+        moe_ffn_hidden_size=HIDDEN,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+    )
+    settings: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=2 * HIDDEN,
+        num_attention_heads=4,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_dtype=torch.bfloat16,
+        tensor_model_parallel_size=ps.get_tensor_model_parallel_world_size(),
+        context_parallel_size=ps.get_context_parallel_world_size(),
+        expert_model_parallel_size=ps.get_expert_model_parallel_world_size(),
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=True,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        deterministic_mode=True,
+        **(experts if num_experts else {}),
+    )
+    return TransformerConfig(**{**settings, **more})
+
+
+def make_model(config: TransformerConfig) -> torch.nn.Module:
+    """The whole model, with the same weights every time."""
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+    model = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    return model.to(DEVICE, torch.bfloat16)
+
+
+def run(model: torch.nn.Module, num_microbatches: int) -> list[float]:
+    """One forward and backward of all microbatches; returns this rank's losses."""
+    getattr(model, "zero_grad_buffer", model.zero_grad)()
+    out = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=_batches(num_microbatches),
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=False,
+    )
+    return [entry["loss"].item() for entry in out]
+
+
+def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7 + ps.get_data_parallel_rank())
+    for _ in range(num_microbatches):
+        yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator).to(DEVICE)
+
+
+def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE, device=DEVICE)[None].expand_as(tokens).contiguous()
+    batch = of_this_rank(tokens=tokens, positions=positions, labels=tokens.roll(-1, dims=1))
+    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(_loss)
+
+
+def _loss(output: torch.Tensor) -> Any:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}

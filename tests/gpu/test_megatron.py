@@ -1,0 +1,63 @@
+"""megatron-core's parallelism over NCCL, with TransformerEngine's layers: the same bits with and without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import eq
+from typing import Any
+
+import pytest
+
+from tests.dist.launch import Pipeline
+from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.gpu.ranks import GpuRanks
+
+DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
+EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "settings"),
+    [
+        pytest.param(Pipeline(context=2), DENSE, {}, id="context"),
+        pytest.param(Pipeline(tensor=2), DENSE, {"sequence_parallel": True}, id="tensor and sequence"),
+        pytest.param(Pipeline(), DENSE, {}, id="data"),
+        pytest.param(Pipeline(expert=2), EXPERTS, {"num_experts": 4}, id="experts"),
+        pytest.param(Pipeline(expert=2, context=2), EXPERTS, {"num_experts": 4}, id="experts and context"),
+    ],
+)
+def test_three_steps_of_the_distributed_optimizer(
+    shape: Pipeline, names: Sequence[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
+) -> None:
+    """Gradients are reduced during the backward, and parameters gathered during the next forward."""
+    ranks_of(2).run(_check_steps, names, settings, shape=shape)
+
+
+def _check_steps(names: Sequence[str], settings: dict[str, Any]) -> None:
+    with deterministic_algorithms(warn_only=True):
+        expected = run_twice(lambda: _train(settings), eq)
+        got = _train_with_offload(names, settings)
+    assert expected[0] != expected[-1], "nothing was learned"
+    wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
+    assert not any(wrong), f"steps differ from those without offload: {wrong}"
+
+
+def _train_with_offload(names: Sequence[str], settings: dict[str, Any]) -> list[dict[str, str]]:
+    from megatron_patches import apply
+    from offload_engine import OffloadConfig
+
+    with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
+        got = _train({**settings, "offload_activation": True, "offload_modules": list(names)})
+        stats = handle.stats
+        assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes
+        assert stats.num_storages_left == 0
+    return got
+
+
+def _train(settings: dict[str, Any]) -> list[dict[str, str]]:
+    from tests.dist.tiny import fingerprint
+    from tests.dist.training import train
+    from tests.gpu.small_gpt import make_config, make_model, run
+
+    config = make_config(**settings)
+    return train(config, [make_model(config)], lambda chunks: fingerprint(chunks, run(chunks[0], 2)))
