@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 Event = Any
 
@@ -45,12 +45,15 @@ class Extent:
         return self.start + self.nbytes
 
 
-class Taken(NamedTuple):
+class Taken:
     """What `FreeExtents.take` found: the range starts at byte `start` of `slab`."""
 
-    slab: int
-    start: int
-    events: tuple[Event, ...]
+    __slots__ = ("slab", "start", "events")
+
+    def __init__(self, slab: int, start: int, events: tuple[Event, ...]) -> None:
+        self.slab = slab
+        self.start = start
+        self.events = events
 
 
 class FreeExtents:

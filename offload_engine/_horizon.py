@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload_engine._accounts import Accounts
-from offload_engine._saved import Residency, TensorGroup
+from offload_engine._saved import COPYING_IN, ON_HOST, RESIDENT, TensorGroup
 from offload_engine.config import OffloadConfig
 
 
@@ -165,7 +165,7 @@ def _staying_bytes(group: TensorGroup) -> int:
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
     nbytes = 0
     for saved in list(group.storages):
-        if saved.copied_in is None and saved.copied_out is not None and saved.residency is Residency.RESIDENT:
+        if saved.copied_in is None and saved.copied_out is not None and saved.residency is RESIDENT:
             nbytes += saved.nbytes if saved.group is group else 0
     return nbytes
 
@@ -175,7 +175,7 @@ def _arriving_bytes(group: TensorGroup) -> int:
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
     nbytes = 0
     for saved in list(group.storages):
-        if saved.residency is Residency.COPYING_IN and saved.group is group:
+        if saved.residency is COPYING_IN and saved.group is group:
             nbytes += saved.nbytes
     return nbytes
 
@@ -183,4 +183,4 @@ def _arriving_bytes(group: TensorGroup) -> int:
 def _is_on_device(group: TensorGroup) -> bool:
     """True if bytes that `group` saved first are there; what it shares with an earlier group stays for that one too."""
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
-    return any(saved.group is group and saved.residency is not Residency.ON_HOST for saved in list(group.storages))
+    return any(saved.group is group and saved.residency is not ON_HOST for saved in list(group.storages))

@@ -207,12 +207,12 @@ class HostPool:
             taken = self._free.take(need)
         if taken is None:
             return None
-        slab, offset, events = taken
         self.num_leases += 1
         self.lent_bytes += nbytes
         if self.lent_bytes > self.peak_lent_bytes:
             self.peak_lent_bytes = self.lent_bytes
-        return HostLease(self, slab, need, HostRegion(self._slabs[slab], offset, nbytes), events)
+        region = HostRegion(self._slabs[taken.slab], taken.start, nbytes)
+        return HostLease(self, taken.slab, need, region, taken.events)
 
     def _round_up(self, nbytes: int) -> int:
         return (nbytes + self._device.host_alignment - 1) & -self._device.host_alignment

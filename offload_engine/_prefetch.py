@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload_engine._horizon import Horizon
-from offload_engine._saved import Residency, SavedStorage, TensorGroup
+from offload_engine._saved import COPYING_OUT, ON_HOST, SavedStorage, TensorGroup
 from offload_engine._store import ActivationStore
 from offload_engine.schedule import Action, ChunkKey
 
@@ -105,9 +105,9 @@ class Prefetcher:
         group = chunk.groups[chunk.next_index]
         on_host_bytes = leaving_bytes = 0
         for saved in list(group.storages):  # a copy, see `on_host_storages`
-            if saved.residency is Residency.ON_HOST:
+            if saved.residency is ON_HOST:
                 on_host_bytes += saved.nbytes
-            elif saved.residency is Residency.COPYING_OUT:
+            elif saved.residency is COPYING_OUT:
                 leaving_bytes += saved.nbytes
         if not self._horizon.has_room(on_host_bytes, leaving_bytes):
             return False
@@ -168,4 +168,4 @@ class Prefetcher:
 def on_host_storages(group: TensorGroup) -> list[SavedStorage]:
     """What a copy-in of `group` would have to move."""
     # Of a copy: the collector may retire one of them meanwhile, which takes it out of its group.
-    return [saved for saved in list(group.storages) if saved.residency is Residency.ON_HOST]
+    return [saved for saved in list(group.storages) if saved.residency is ON_HOST]

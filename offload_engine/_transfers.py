@@ -68,8 +68,9 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     ]
     for compute in _streams_of(storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
-    for storage, buffer in zip(storages, buffers, strict=True):
+    for i, storage in enumerate(storages):
         assert storage.region is not None
+        buffer = buffers[i]
         device.copy_in(stream, storage.region, buffer)
         storage.buffer, storage.emptied, storage.home = buffer, None, None
     return device.record_event(stream)

@@ -11,6 +11,7 @@ typedef int (*record_t)(void *event, void *stream);
 typedef int (*wait_t)(void *stream, void *event, unsigned flags);
 typedef int (*query_t)(void *event);
 typedef int (*copy_t)(void *target, const void *source, size_t nbytes, int kind, void *stream);
+typedef int (*last_error_t)(void);
 
 typedef struct {
     PyObject_HEAD
@@ -18,6 +19,7 @@ typedef struct {
     wait_t wait;
     query_t query;
     copy_t copy;
+    last_error_t last_error;
 } Calls;
 
 /* Parses `count` non-negative integers; false, with an exception set, if there are more or fewer or others. */
@@ -80,21 +82,27 @@ static PyObject *calls_copy(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return PyLong_FromLong(code);
 }
 
+static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
+{
+    return PyLong_FromLong(((Calls *)self)->last_error());
+}
+
 static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"record", "wait", "query", "copy", NULL};
-    unsigned long long record, wait, query, copy;
+    static char *names[] = {"record", "wait", "query", "copy", "last_error", NULL};
+    unsigned long long record, wait, query, copy, last_error;
     Calls *calls = (Calls *)self;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKK", names, &record, &wait, &query, &copy))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKK", names, &record, &wait, &query, &copy, &last_error))
         return -1;
-    if (!record || !wait || !query || !copy) {
-        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of four functions, and 0 is none");
+    if (!record || !wait || !query || !copy || !last_error) {
+        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of five functions, and 0 is none");
         return -1;
     }
     calls->record = (record_t)(uintptr_t)record;
     calls->wait = (wait_t)(uintptr_t)wait;
     calls->query = (query_t)(uintptr_t)query;
     calls->copy = (copy_t)(uintptr_t)copy;
+    calls->last_error = (last_error_t)(uintptr_t)last_error;
     return 0;
 }
 
@@ -104,13 +112,14 @@ static PyMethodDef calls_methods[] = {
     {"query", (PyCFunction)(void (*)(void))calls_query, METH_FASTCALL, "cudaEventQuery(event)"},
     {"copy", (PyCFunction)(void (*)(void))calls_copy, METH_FASTCALL,
      "cudaMemcpyAsync(target, source, nbytes, kind, stream)"},
+    {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
     {NULL, NULL, 0, NULL},
 };
 
 static PyTypeObject CallsType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "offload_engine._devices._cuda_calls.Calls",
-    .tp_doc = "Four functions of the CUDA runtime, by their addresses.",
+    .tp_doc = "Functions of the CUDA runtime, by their addresses.",
     .tp_basicsize = sizeof(Calls),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = calls_methods,

@@ -62,7 +62,7 @@ class CudaRuntime:
         self._index: int = device.index
         self._library: Any = library or _load_library()
         # Bound once: an attribute look-up in the library costs as much as the call.
-        self._record, self._wait, self._query, self._copy = hot_calls(self._library)
+        self._record, self._wait, self._query, self._copy, self._last_error = hot_calls(self._library)
         self._idle: list[int] = []  # handles of events that nobody holds
 
     def record(self, stream: int) -> CudaEvent:
@@ -91,7 +91,7 @@ class CudaRuntime:
             return True
         code = self._query(event.handle)
         if code == _NOT_READY:
-            self._library.cudaGetLastError()  # else torch's next check takes it for an error of its own
+            self._last_error()  # else torch's next check takes it for an error of its own
             return False
         self._check(code)
         event.is_done = True
@@ -130,27 +130,27 @@ class CudaRuntime:
 
     def _check(self, code: int) -> None:
         if code != 0:
-            self._library.cudaGetLastError()
+            self._last_error()
             runtime = torch.cuda.cudart()
             raise CopyError(f"CUDA error {code}: {runtime.cudaGetErrorString(runtime.cudaError(code))}")
 
 
 def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
-    """The calls that each group makes: record, wait, query and copy, of the runtime in `library`.
+    """The calls that each group makes: record, wait, query, copy and last error, of the runtime in `library`.
 
     Through our own extension module where the package was compiled, else through ctypes. Arguments are those of CUDA.
     """
     for name, arguments in _SIGNATURES.items():
         getattr(library, name).argtypes = arguments
         getattr(library, name).restype = ctypes.c_int
-    functions = (library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery, library.cudaMemcpyAsync)
+    events = (library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery)
+    functions = (*events, library.cudaMemcpyAsync, library.cudaGetLastError)
     try:
         from ._cuda_calls import Calls
     except ImportError:  # installed as pure Python
         return functions
-    record, wait, query, copy = (ctypes.cast(function, _HANDLE).value or 0 for function in functions)
-    calls = Calls(record, wait, query, copy)
-    return calls.record, calls.wait, calls.query, calls.copy
+    calls = Calls(*[ctypes.cast(function, _HANDLE).value or 0 for function in functions])
+    return calls.record, calls.wait, calls.query, calls.copy, calls.last_error
 
 
 def _load_library() -> ctypes.CDLL:

@@ -50,7 +50,7 @@ int cudaMemcpyAsync(void *to, const void *from, size_t nbytes, int kind, void *s
 int cudaEventCreateWithFlags(void **event, unsigned flags) { return 0; }
 int cudaEventSynchronize(void *event) { return 0; }
 int cudaEventDestroy(void *event) { return 0; }
-int cudaGetLastError(void) { return 0; }
+int cudaGetLastError(void) { return note(5, 0, 0, 0, 0, 0); }
 """
 # As on a GPU: addresses beyond 2^47, a copy beyond 2^32, and 0 for the default stream.
 EVENT, STREAM, DEVICE, HOST, NBYTES = 0x7F00_1234_5678, 0x55AA_0000_1000, 0x7FFF_F000_0200, 0x7F12_0000_0000, 5 << 32
@@ -62,9 +62,10 @@ CALLS = [
     ("query", (EVENT,), (3, EVENT, 0, 0, 0, 0)),
     ("copy", (HOST, DEVICE, NBYTES, 2, STREAM), (4, HOST, DEVICE, NBYTES, 2, STREAM)),
     ("copy", (DEVICE, HOST, 1, 1, 0), (4, DEVICE, HOST, 1, 1, 0)),
+    ("last_error", (), (5, 0, 0, 0, 0, 0)),
 ]
-NAMES = ("record", "wait", "query", "copy")
-SYMBOLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaMemcpyAsync")
+NAMES = ("record", "wait", "query", "copy", "last_error")
+SYMBOLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaMemcpyAsync", "cudaGetLastError")
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +152,8 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
         native.query("event")
     with pytest.raises(OverflowError):
         native.wait(-1, EVENT, 0)
-    with pytest.raises(ValueError, match="four functions"):
-        extension.Calls(1, 2, 3, 0)
+    with pytest.raises(ValueError, match="five functions"):
+        extension.Calls(1, 2, 3, 4, 0)
 
 
 # ---- the class around them ----
@@ -186,6 +187,7 @@ def test_events_are_reused_and_asked_until_they_are_done(runtime: ctypes.CDLL) -
     result = ctypes.c_int.in_dll(runtime, "result")
     result.value = 600  # cudaErrorNotReady
     assert not cuda.is_complete(event)
+    assert last_call(runtime)[0] == 5, "torch would take the answer for an error of its own"
     result.value = 0
     cuda.wait(STREAM, event)
     assert last_call(runtime) == (2, STREAM, EVENT, 0, 0, 0)
