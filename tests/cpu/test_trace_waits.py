@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cpu.test_bench_gpu import tools_on_path
 
@@ -198,6 +199,15 @@ def test_the_program_prints_a_table_draws_and_fails_beyond_the_limit(tmp_path: P
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["label"] for line in rows.read_text().splitlines()] == ["none", "none", "ours", "ours"]
     assert run(f"none={quiet}").returncode == 0
+
+
+def test_a_trace_that_torch_wrote_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json.gz"
+    with torch.profiler.profile() as profiler:
+        torch.ones(8).sum().item()
+    profiler.export_chrome_trace(str(file))
+    found = trace.read_trace(file)
+    assert found.end > 0 and found.waits == [], "without a GPU nothing waits for one"
 
 
 def test_what_is_no_trace_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from .spans import Span
 
 Event = dict[str, Any]
 
+# Without cudaDeviceSynchronize, with which the profiled step ends.
 _SYNCHRONIZE = frozenset({"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync"})
 _QUERY = "cudaEventQuery"
 _READS = frozenset({"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::to"})
