@@ -13,6 +13,7 @@ import torch
 from megatron_patches._arguments import Settings, config_rows, resolve
 from megatron_patches._attach import Attachment
 from megatron_patches._bracket import GroupBracket
+from megatron_patches._fused_wgrad import fused_wgrad_rows
 from megatron_patches._graphs import check_cuda_graphs
 from megatron_patches._modules import canonical_names, drop_parts
 from megatron_patches._moe import moe_rows
@@ -225,4 +226,5 @@ def _rows(handle: Handle) -> list[Any]:
         *overlap_rows(handle),
         *recompute_rows(handle),
         *moe_rows(handle),
+        *fused_wgrad_rows(handle),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from operator import eq
 from typing import Any
 
@@ -14,6 +15,10 @@ from tests.gpu.ranks import GpuRanks
 
 DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]
+NEEDS_APEX = pytest.mark.skipif(
+    find_spec("fused_weight_gradient_mlp_cuda") is None,
+    reason="needs apex with its CUDA extensions: the module fused_weight_gradient_mlp_cuda is not installed",
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +27,7 @@ EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", 
         pytest.param(Pipeline(context=2), DENSE, {}, id="context"),
         pytest.param(Pipeline(tensor=2), DENSE, {"sequence_parallel": True}, id="tensor and sequence"),
         pytest.param(Pipeline(), DENSE, {}, id="data"),
+        pytest.param(Pipeline(), DENSE, {"gradient_accumulation_fusion": True}, id="fused", marks=NEEDS_APEX),
         pytest.param(Pipeline(expert=2), EXPERTS, {"num_experts": 4}, id="experts"),
         pytest.param(Pipeline(expert=2, context=2), EXPERTS, {"num_experts": 4}, id="experts and context"),
     ],

@@ -1,0 +1,93 @@
+"""Weight gradients that a linear layer adds to `main_grad` itself: it finds the very parameter in backward.
+
+The kernel is apex's, which needs a GPU (tests/gpu/test_megatron.py has it); here a function of the tests is in its
+place, all else is megatron-core's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+
+from megatron_patches import Handle, apply  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.parity import EXPERTS, Case, run_with, run_without  # noqa: E402
+from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from tests.dist.training import train  # noqa: E402
+
+FUSED = {"gradient_accumulation_fusion": True}
+NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
+
+
+@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2, 2, expert=2)], ids=str)
+def test_parity(shape: Pipeline) -> None:
+    settings = {**FUSED, "expert_model_parallel_size": shape.expert}
+    cases = [Case("mixed", names, torch.bfloat16, settings, wrap=True) for names in (NAMES, ["self_attn", "experts"])]
+    run_ranks(_check, cases, 2 * shape.size, pipeline=shape)
+
+
+def _check(cases: list[Case], num_microbatches: int) -> None:
+    for case in cases:
+        with _kernels() as kernel:
+            run_with(case, [num_microbatches], run_without(case, [num_microbatches]))
+            assert kernel.call_count > 0
+
+
+def test_every_weight_says_that_its_gradient_was_added() -> None:
+    run_ranks(_check_flags)
+
+
+def _check_flags() -> None:
+    with _kernels() as kernel, _applied() as handle:
+        (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
+        run([chunk], 3)
+        assert handle.stats is not None and handle.stats.copied_out_bytes > 0
+        linears = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+        weights = [module.weight for module in chunk.modules() if isinstance(module, linears)]
+        assert kernel.call_count == 3 * len(weights) > 0
+        assert all(weight.grad_added_to_main_grad and weight.main_grad.any() for weight in weights)
+
+
+def test_gradients_reduced_during_the_backward() -> None:
+    """Data parallelism wants a gradient of every parameter then, though nobody reads it."""
+    run_ranks(_check_reduced, world_size=2)
+
+
+def _check_reduced() -> None:
+    with _kernels():
+        expected = _train()
+        with _applied():
+            assert _train() == expected
+
+
+def _train() -> list[dict[str, str]]:
+    config = make_config("dense", torch.bfloat16, **FUSED)
+    return train(config, make_chunks(config), lambda chunks: fingerprint(chunks, run(chunks, 2)))
+
+
+def _applied() -> Handle:
+    return apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=NAMES[:6])
+
+
+@contextmanager
+def _kernels() -> Iterator[mock.Mock]:
+    """In the place of apex's module; what it gives counts the calls."""
+    kernel = mock.Mock(side_effect=_add)
+    names = {"fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=kernel)}
+    # TransformerEngine would make the gradient that nobody reads, on the GPU.
+    with mock.patch.multiple(layers, create=True, **names, _grad_accum_fusion_available=True, HAVE_TE=False):
+        yield kernel
+
+
+def _add(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    main_grad.add_(grad.float().t() @ inputs.float())
