@@ -29,6 +29,7 @@ class Mover:
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
         self.budget.note_forward()
+        self.store.begin_forward()
         self.prefetcher.start_chunk(chunk)
         self._advance()
 
@@ -36,10 +37,10 @@ class Mover:
         """A long computation begins that ends a forward."""
         self.releases.begin_tail()
 
-    def turn_around(self, chunk: ChunkGroups) -> None:
+    def end_tail(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` begins, perhaps long before that of its last group."""
         self.releases.advance()
-        self.releases.turn_around(chunk.key)
+        self.releases.end_tail(chunk.key)
 
     def commit(self, group: TensorGroup) -> None:
         """The forward of `group` is over."""

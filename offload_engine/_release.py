@@ -18,7 +18,7 @@ class ReleaseQueue:
 
     Where the backward of one chunk begins behind the forward of another, memory has its peak. What that forward copied
     out before its tail is released there: the wait costs nothing, for the tail took longer than the copies. Of the rest
-    half the limit may be left.
+    half the limit may be left when the first group of that chunk is reached.
 
     Where resident bytes have a limit of their own (`Accounts.resident_limit_bytes`), that alone decides: nothing
     is released before it has to be, for what is still there when the backward begins need not come back.
@@ -56,18 +56,35 @@ class ReleaseQueue:
             self._release_oldest()
 
     def begin_tail(self) -> None:
-        """A computation begins that ends the forward, and takes longer than the copies issued so far."""
-        self._num_before_tail = len(self._queue)
+        """A computation begins that ends the forward, and takes longer than the copies issued so far.
 
-    def turn_around(self, chunk: ChunkKey) -> None:
-        """The backward of `chunk` begins: what it allocates shall find the bytes that older copies hold. Idempotent.
+        Not longer than one that first waits for a copy-in to make room on the host, nor than what stands behind that.
+        """
+        self._num_before_tail = 0
+        for issued in self._queue:
+            if issued.is_late:
+                return
+            self._num_before_tail += 1
 
-        Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit and
-        no tail came behind it: its copy may just have been issued, and compute would wait for all of it.
+    def end_tail(self, chunk: ChunkKey) -> None:
+        """The backward of `chunk` begins, behind a tail if there was one: release what others copied out before that.
+
+        Idempotent.
         """
         if self._accounts.resident_limit_bytes is not None:
             return
-        while self._queue and self._queue[0].chunk != chunk and (self._num_before_tail or self._is_half_full()):
+        while self._num_before_tail and self._queue[0].chunk != chunk:
+            self._release_oldest()
+
+    def turn_around(self, chunk: ChunkKey) -> None:
+        """The backward of the first group of `chunk` begins: what it allocates shall find the bytes of older copies.
+
+        Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
+        copy may just have been issued, and compute would wait for all of it.
+        """
+        if self._accounts.resident_limit_bytes is not None:
+            return
+        while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
             self._release_oldest()
 
     def before_kept(self) -> None:
@@ -98,9 +115,6 @@ class ReleaseQueue:
         if self.inflight_bytes > self._limit_bytes:
             return True
         return self._max_inflight_groups is not None and len(self._queue) > self._max_inflight_groups
-
-    def _is_half_full(self) -> bool:
-        return 2 * self.inflight_bytes > self._limit_bytes
 
     def _release_oldest(self) -> None:
         oldest = self._queue.popleft()

@@ -134,7 +134,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
         Else the first of its groups says so, which may come behind the peak.
         """
-        self._mover.turn_around(self.chunk_groups)
+        self._mover.end_tail(self.chunk_groups)
 
     def recall_groups(self) -> None:
         """The backward comes next: what is still being copied out stays on the device, where its bytes still are."""
