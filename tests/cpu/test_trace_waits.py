@@ -120,8 +120,7 @@ def test_a_small_read_behind_large_copies_is_the_copies_fault_even_while_the_gpu
         call("cudaMemcpyAsync", 90, 95, correlation=9),
         call("cudaEventSynchronize", 100, 4010),
     )
-    assert issue.caused_us == 0
-    assert one.caused_us == 4004 - 100
+    assert issue.caused_us == 0 and one.caused_us == 4004 - 100
 
 
 def test_a_small_read_is_blamed_on_no_copy_of_the_other_way_or_of_long_ago() -> None:
@@ -130,6 +129,17 @@ def test_a_small_read_is_blamed_on_no_copy_of_the_other_way_or_of_long_ago() -> 
     (other_way,) = judged(kernel(0, 1100), copy_in, small, call("cudaEventSynchronize", 100, 1010))
     (long_ago,) = judged(kernel(0, 1100), copy_out(0, 500), small, call("cudaEventSynchronize", 100, 1010))
     assert other_way.caused_us == long_ago.caused_us == 0
+
+
+def test_a_small_write_behind_large_copies_in_is_the_copies_fault_too() -> None:
+    name = "Memcpy HtoD (Pinned -> Device)"
+    large, small = (
+        event("gpu_memcpy", name, *span, stream=21, bytes=nbytes, correlation=9)
+        for span, nbytes in (((0, 1000), 64 * MIB), ((1004, 1006), 256))
+    )
+    calls = call("cudaMemcpyAsync", 90, 95, correlation=9), call("cudaStreamSynchronize", 100, 1010)
+    (_, one) = judged(kernel(0, 5000), large, small, *calls)
+    assert one.caused_us == 1004 - 100
 
 
 def test_a_read_by_a_kernel_waits_for_no_copy() -> None:
