@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,10 +120,13 @@ def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path) -> Non
 
 def test_the_longest_sequence_of_two_contenders(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    run_tool("--longest", "--contenders", "none,any_model", "--longest-upper", "128", "--json", str(file))
+    plot = tmp_path / "plot.png"
+    flags = ("--longest-upper", "128", "--json", str(file), "--plot", str(plot))
+    run_tool("--longest", "--contenders", "none,any_model", *flags)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     found = {record["label"]: record for record in records if record["kind"] == "longest"}
-    assert list(found) == ["any_model", "none"], "ours comes first"
+    assert list(found) == ["none", "any_model"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
     for one in found.values():
         assert (one["trained"], one["failed"], one["is_final"]) == (128, None, True)
 
@@ -143,6 +147,87 @@ def test_a_contender_is_stopped_before_the_host_is_out_of_memory() -> None:
         watch.Watch(60, 2 << 30, lambda: next(held)),
     ):
         time.sleep(5)
+
+
+def test_what_others_left_is_told_apart_from_what_it_took() -> None:
+    left, taken = 3 << 30, 2 << 30
+    with (
+        pytest.raises(watch.CrowdedOut, match="it held 2 GiB of host memory, 1 are allowed, as others left 3"),
+        watch.Watch(60, 4 << 30, lambda: taken, crowded_bytes=left),
+    ):
+        time.sleep(5)
+
+
+@dataclasses.dataclass
+class FakeHost:
+    """What psutil and torch's pinned allocator would say."""
+
+    resident: int = 2 << 30
+    used: int = 0
+    kept: int = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
+        for module in (gauges, turns):
+            monkeypatch.setattr(module, "resident_set", lambda: self.resident)
+        monkeypatch.setattr(gauges, "pinned", lambda is_cuda: gauges.Pinned(self.used, self.kept))
+        monkeypatch.setattr(turns, "give_back_kept_pinned", self.give_back)
+        return self
+
+    def pin(self, nbytes: int, is_resident: bool = True) -> None:
+        reused = min(nbytes, self.kept)
+        self.used, self.kept = self.used + nbytes, self.kept - reused
+        self.resident += (nbytes - reused) * is_resident
+
+    def free(self) -> None:
+        self.kept, self.used = self.kept + self.used, 0
+
+    def give_back(self, is_cuda: bool) -> None:
+        self.resident, self.kept = self.resident - self.kept, 0
+
+
+@pytest.mark.parametrize("is_resident", [True, False])
+def test_pinned_memory_counts_once_whether_or_not_it_is_resident(
+    monkeypatch: pytest.MonkeyPatch, is_resident: bool
+) -> None:
+    host = FakeHost().install(monkeypatch)
+    use = gauges.HostUse(is_cuda=True)
+    host.pin(100 << 30, is_resident)
+    assert use.taken() == 100 << 30
+
+
+def test_pinned_memory_that_the_allocator_keeps_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost().install(monkeypatch)
+    host.pin(100 << 30)
+    host.free()
+    use = gauges.HostUse(is_cuda=True)
+    assert use.taken() == 0
+    host.pin(30 << 30)  # of what is kept
+    assert use.taken() == 30 << 30 and host.resident == 102 << 30
+
+
+def test_a_contender_may_not_take_the_memory_that_others_left(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = FakeHost().install(monkeypatch)
+    bench = turns.Bench(workload, gauges.make_gauge("cpu"), turns.Counts(1, 1), 101 << 30, lambda what: None)
+    host.pin(90 << 30)  # left behind
+    with pytest.raises(watch.CrowdedOut, match="it held 12 GiB of host memory, 11 are allowed, as others left 90"):
+        with bench.watch(60.0):
+            host.pin(12 << 30)
+            time.sleep(5)
+    with bench.watch(60.0):  # begins anew
+        time.sleep(0.7)
+
+
+def test_what_is_kept_goes_back_where_memory_is_short(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeHost().install(monkeypatch)
+    bench = turns.Bench(workload, gauges.make_gauge("cpu"), turns.Counts(1, 1), 101 << 30, lambda what: None)
+    host.pin(90 << 30)
+    host.free()
+    with bench.watch(60.0):
+        host.resident += 60 << 30  # not of that allocator
+        time.sleep(0.7)
+    assert host.kept == 0 and host.resident == 62 << 30
 
 
 def test_host_memory_limit_is_that_of_the_machine_at_most() -> None:
@@ -259,6 +344,52 @@ def test_what_goes_with_the_contender_is_not_left_behind(workload: Workload) -> 
     assert bench.turn("trl", holds, 0, 60.0, with_timeline=False)["left_device_bytes"] == 0
 
 
+class KeepsWhatItSaves:
+    """As offload handlers do: its hooks are in the graph, and in it are tensors of that graph."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> int:
+        self.kept.append(tensor)
+        return len(self.kept) - 1
+
+    def unpack(self, index: int) -> torch.Tensor:
+        return self.kept[index]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_graph_in_a_cycle_with_its_contender_goes_with_it(workload: Workload, where: str) -> None:
+    saved: list[weakref.ref[torch.Tensor]] = []
+
+    @contextmanager
+    def cyclic(workload: Workload) -> Iterator[Attached]:
+        handler = KeepsWhatItSaves()
+
+        def pack(tensor: torch.Tensor) -> int:
+            saved.append(weakref.ref(tensor))
+            if where == "forward" and len(saved) > 50:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return handler.pack(tensor)
+
+        def unpack(index: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        yield Attached(around_forward=lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+
+    bench = make_bench(workload)
+    parameters = [*workload.model.parameters()]
+    own = {tensor.data_ptr() for tensor in (*parameters, *workload.model.buffers(), workload.tokens)}
+    own |= {tensor.data_ptr() for tensor in workload._weights}
+    failed = bench.turn("te_v1", cyclic, 0, 60.0, with_timeline=False)
+    assert failed["failure"] == "out of memory"
+    gc.collect()
+    left = [tensor for ref in saved if (tensor := ref()) is not None]
+    assert len(saved) > 50 and all(t.numel() == 0 or t.untyped_storage().data_ptr() in own for t in left)
+    assert all(parameter.is_leaf and parameter.requires_grad and parameter.numel() for parameter in parameters)
+    assert bench.turn("none", attach_of("none"), 0, 60.0, with_timeline=False)["failure"] is None
+
+
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_contender_takes_itself_off_again(workload: Workload, name: str) -> None:
     def state() -> list[Any]:
@@ -314,13 +445,21 @@ def trial_of(seq: int, trains: bool = True, is_final: bool = True, **more: Any) 
     return longest.Trial(seq=seq, trains=trains, reason=None if trains else "out of memory", is_final=is_final, **more)
 
 
+def run_search(trial: Any, first: int, unit: int, upper: int, known: Any = (), most: int = 1000) -> longest.Longest:
+    search = longest.Search(first, unit, upper, known)
+    while not search.is_final and most > 0:
+        search.note(trial(search.next_seq))
+        most -= 1
+    return search.found()
+
+
 @pytest.mark.parametrize("limit", [0, 4, 5, 63, 64, 100, 1000, 4095, 5000])
 @pytest.mark.parametrize("first", [4, 60, 64, 2000, 4096, 10_000])
 @pytest.mark.parametrize("known", [(), (4, 8)])
 def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int, known: tuple[int, ...]) -> None:
     trial, tried = never_more_than(limit)
     short = [trial_of(seq, trains=seq <= limit) for seq in known]
-    found = longest.search(trial, first, 4, 4096, known=short)
+    found = run_search(trial, first, 4, 4096, short)
     assert found.trained == min(limit, 4096) // 4 * 4 and found.is_final
     assert found.failed == (found.trained + 4 if found.trained < 4096 else None)
     assert max(tried, default=0) <= 4096
@@ -331,28 +470,30 @@ def test_a_guess_that_is_right_costs_two_trials_and_one_that_is_nearly_right_not
     short = [trial_of(4096), trial_of(8192)]
     for guess, most in ((100, 2), (101, 2), (99, 4), (103, 4)):
         trial, tried = never_more_than(100 * 4096)
-        found = longest.search(trial, guess * 4096, 4096, 1000 * 4096, known=short)
+        found = run_search(trial, guess * 4096, 4096, 1000 * 4096, short)
         assert found.trained == 100 * 4096 and len(tried) <= most, guess
 
 
-def test_a_search_ends_with_its_time_and_says_so() -> None:
+def test_a_search_that_is_broken_off_says_so() -> None:
     trial, tried = never_more_than(1000)
-    found = longest.search(trial, 64, 4, 4096, has_time=lambda seq: len(tried) < 2)
+    found = run_search(trial, 64, 4, 4096, most=2)
     assert len(tried) == 2 and not found.is_final and found.trained <= 1000
 
 
 def test_a_trial_that_was_stopped_says_nothing_of_its_length() -> None:
-    def trial(seq: int) -> longest.Trial:
-        return trial_of(seq, trains=seq < 50, is_final=seq < 50)
-
-    found = longest.search(trial, 40, 4, 4096)
-    assert (found.failed, found.reason, found.is_final) == (None, "out of memory", False) and found.trained < 50
+    search = longest.Search(40, 4, 4096)
+    search.note(trial_of(40))
+    before = search.next_seq
+    search.note(trial_of(before, trains=False, is_final=False))
+    found = search.found()
+    assert search.next_seq == before and (found.trained, found.failed, found.is_final) == (40, None, False)
+    assert found.reason == "out of memory"
 
 
 def short_trials(device: tuple[int, int], host: tuple[int, int] = (0, 0)) -> list[longest.Trial]:
     """Of 8 and 16 tokens; what is pinned and reserved: so much, and so much for each token."""
     return [
-        trial_of(seq, peak_reserved_bytes=device[0] + device[1] * seq, host_bytes=host[0] + host[1] * seq)
+        trial_of(seq, peak_allocated_bytes=device[0] + device[1] * seq, host_bytes=host[0] + host[1] * seq)
         for seq in (8, 16)
     ]
 
@@ -374,20 +515,15 @@ def test_the_length_is_predicted_by_the_memory_of_device_and_host(
     assert longest.predict(*short_trials(device, host), limits) == expected
 
 
-def test_seconds_are_predicted_with_a_quadratic_part() -> None:
+def test_seconds_are_predicted_by_two_short_trials_and_by_arithmetic() -> None:
     def seconds(seq: int) -> float:
         return 0.5 * seq + 0.25 * seq * seq
 
-    one, other = (trial_of(seq, seconds=seconds(seq)) for seq in (8, 16))
-    assert longest.predict_seconds(one, other, 100) == pytest.approx(seconds(100))
+    one, other = (trial_of(seq, seconds=2.0 * seq) for seq in (8, 16))
+    assert longest.predict_seconds(one, other, 100, float) == pytest.approx(200.0)
+    assert longest.predict_seconds(one, other, 100, seconds) == pytest.approx(32.0 * seconds(100) / seconds(16))
     slow_start = trial_of(8, seconds=100.0)
-    assert longest.predict_seconds(slow_start, other, 100) == pytest.approx(100 / 16 * other.seconds)
-
-
-def test_time_is_shared_by_weight_and_what_one_leaves_goes_to_the_others() -> None:
-    assert longest.share_of(90.0, 2.0, [1.0, 0.0]) == 60.0
-    assert longest.share_of(90.0, 1.0, []) == 90.0
-    assert longest.share_of(-1.0, 1.0, [1.0]) == 0.0
+    assert longest.predict_seconds(slow_start, other, 100, float) == pytest.approx(200.0)
 
 
 @dataclasses.dataclass
@@ -427,30 +563,47 @@ class FakeMachine:
         self.left = seconds
         yield
 
+    @contextmanager
+    def clean(self, keeps_pinned: bool) -> Iterator[dict[str, int]]:
+        yield {}
+
     def bench(self) -> Any:
         workload = SimpleNamespace(
             set_length=self.tried.append, make_gradients=lambda: None, step=self.step, wait=lambda: None
         )
-        return SimpleNamespace(clean=nullcontext, workload=workload, watch=self.watch, on_step=lambda what: None)
+        return SimpleNamespace(clean=self.clean, workload=workload, watch=self.watch, on_step=lambda what: None)
 
     def gauge(self) -> Any:
         return SimpleNamespace(
             start=lambda: None,
-            held=lambda: leftovers.Held(0, int(self.pinned)),
-            read=lambda: {"peak_reserved_bytes": int(self.peak)},
+            read=lambda: {
+                "peak_allocated_bytes": int(self.peak),
+                "peak_reserved_bytes": 2 * int(self.peak),
+                "peak_pinned_bytes": int(self.pinned),
+            },
         )
 
-    def search(self, seconds: float) -> dict[str, Any]:
+    def search_bench(self, **options: Any) -> Any:
         limits = longest.Limits(
             device_bytes=self.device_bytes,
             host_bytes=self.host_bytes,
             upper=100_000,
             stays_on_device=self.stays_on_device,
         )
-        bench = longest_bench.LongestBench(
-            self.bench(), self.gauge(), 64, lambda name: limits, lambda name: 100_000, lambda: self.now
+        return longest_bench.LongestBench(
+            self.bench(),
+            self.gauge(),
+            64,
+            limits=lambda name: limits,
+            upper=lambda name: 100_000,
+            flops=float,
+            pins_alone=lambda name: False,
+            clock=lambda: self.now,
+            **options,
         )
-        return bench.run("save", no_contender, seconds)
+
+    def search(self, seconds: float, contender_seconds: float = 1e9) -> dict[str, Any]:
+        return self.search_bench().run({"save": no_contender}, seconds, contender_seconds)[0]
 
 
 @contextmanager
@@ -493,11 +646,68 @@ def test_without_any_time_nothing_is_tried() -> None:
     assert report.tables("a model", [found])[0].rows[0][1] == "not known"
 
 
-def test_a_trial_that_hangs_is_stopped_within_the_time_of_its_contender() -> None:
+def test_a_trial_that_hangs_is_stopped_and_tried_once_more_at_the_end() -> None:
     machine = FakeMachine(hangs_from=1000)
-    found = machine.search(20.0)
-    assert machine.now <= 21.0
+    found = machine.search(30.0)
+    assert machine.tried == [64, 128, 2944 + 56, 2944 + 56][:2] + [2944, 2944] and machine.now <= 31.0
     assert (found["trained"], found["is_final"], found["reason"]) == (128, False, "stopped: its 1 s were over")
+
+
+def two_contenders(machine: FakeMachine, slow_by: float) -> Any:
+    """The first takes so many times as long, which only the fake machine's clock knows."""
+
+    def attach_with(factor: float) -> contenders.Attach:
+        @contextmanager
+        def attach(workload: Any) -> Iterator[Attached]:
+            machine.seconds_per_token = 0.001 * factor
+            yield Attached()
+
+        return attach
+
+    return {"save": attach_with(slow_by), "trl": attach_with(1.0)}
+
+
+def test_who_was_broken_off_goes_on_with_what_time_is_left() -> None:
+    machine = FakeMachine()
+    slow, quick = machine.search_bench().run(two_contenders(machine, 10.0), 1000.0, contender_seconds=40.0)
+    assert slow["seconds"] > 40.0 and slow["is_final"] and slow["trained"] == 2944
+    assert quick["is_final"]
+    assert machine.tried.index(2944, machine.tried.index(2944) + 1) < len(machine.tried) - 1, "the quick one in between"
+
+
+def test_whose_next_trial_is_too_long_leaves_the_time_to_the_others() -> None:
+    machine = FakeMachine()
+    slow, quick = machine.search_bench().run(two_contenders(machine, 100.0), 200.0, contender_seconds=1e9)
+    assert (slow["trained"], slow["guess"], slow["is_final"]) == (128, 3000, False)
+    assert quick["trained"] == 2944 and quick["is_final"] and machine.now <= 200.0
+
+
+def test_each_trial_is_recorded_at_once() -> None:
+    machine, records = FakeMachine(), list[dict[str, Any]]()
+    machine.search_bench(on_record=records.append).run({"save": no_contender}, 100.0, 100.0)
+    assert [record["seq"] for record in records] == machine.tried
+    assert [record["trains"] for record in records] == [True, True, True, False]
+    json.dumps(records)
+
+
+def test_the_longest_are_sorted_with_settings_and_what_was_left_behind(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    found = machine.search(1000.0)
+    found |= {"left_device_bytes": 70 << 20}
+    short = {**found, "label": "wrapper", "trained": 64, "is_final": False, "horizon": 1, "left_device_bytes": 0}
+    rows = report.tables("a model", [short, found])[0].rows
+    assert [row[1] for row in rows] == ["2,944, proven", "at least 64"]
+    assert rows[0][0].endswith("(left 70 MiB device behind)") and rows[1][0].endswith(", horizon_groups=1")
+    report.plot_longest([short, found], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpointed_inputs_have_the_least_horizon_unless_there_is_another() -> None:
+    plain = contenders.Ours({})
+    assert plain.checkpoint_config == plain.config
+    lowest = contenders.Ours({}, horizon=1)
+    assert lowest.checkpoint_config.horizon_groups == 1 and lowest.config.horizon_groups is None
+    assert contenders.Ours({"horizon_bytes": 5}, horizon=1).checkpoint_config.horizon_groups is None
 
 
 def test_attention_within_documents_is_attention_to_each_of_them() -> None:

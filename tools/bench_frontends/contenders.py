@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from offload_engine import OffloadConfig, enable_activation_offloading, manage_activations, offload_wrapper
+from offload_engine.config import HORIZONS
 
 from . import rivals
 from .link_bound import saved_bytes_per_token
@@ -35,10 +36,18 @@ class Ours:
     """Fields of `OffloadConfig`."""
     group_bytes: int | None = None
     """Of `manage_activations`; None: its default."""
+    horizon: int | None = None
+    """How many inputs of checkpoints may be on the device, that of the running one included; None: the defaults."""
 
     @property
     def config(self) -> OffloadConfig:
         return OffloadConfig(**self.engine)
+
+    @property
+    def checkpoint_config(self) -> OffloadConfig:
+        """The same, with the horizon for inputs of checkpoints unless there is another."""
+        has_one = any(name in self.engine for name in HORIZONS)
+        return self.config if self.horizon is None or has_one else self.config.replace(horizon_groups=self.horizon)
 
 
 def make_contenders(
@@ -103,6 +112,15 @@ def _offload_wrapper(workload: Workload) -> Iterator[Attached]:
         yield Attached()
 
 
+@contextmanager
+def _parts_offload_wrapper(workload: Workload) -> Iterator[Attached]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
+
+    wrap = OffloadWrapper if workload.is_cuda else _unpinned
+    with _wrapped_parts(workload, lambda part: wrap(checkpoint_wrapper(part))):
+        yield Attached()
+
+
 def _unpinned(layer: torch.nn.Module) -> torch.nn.Module:
     """PyTorch's wrapper pins always, which needs a GPU; this is the same without."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
@@ -144,6 +162,7 @@ _PYTORCH: dict[str, Attach] = {
     "torch": _offload_wrapper,
     "ckpt_save": _with_checkpointing(_save_on_cpu),
     "ckpt_torch": _with_checkpointing(_offload_wrapper),
+    "parts_torch": _parts_offload_wrapper,
 }
 
 
@@ -152,7 +171,8 @@ _PYTORCH: dict[str, Attach] = {
 
 @contextmanager
 def _layers(workload: Workload, ours: Ours, enable_ckpt: bool = False) -> Iterator[Attached]:
-    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=ours.config)
+    config = ours.checkpoint_config if enable_ckpt else ours.config
+    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config)
     try:
         yield Attached(stats=lambda: handle.stats)
     finally:
@@ -186,7 +206,7 @@ def _any_model_of_two_layers(workload: Workload, ours: Ours) -> Iterator[Attache
 @contextmanager
 def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
     with _checkpointing(workload):
-        handle: Any = offload_wrapper(workload.model, config=ours.config).activation_offload
+        handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
         try:
             yield Attached(stats=lambda: handle.stats)
         finally:
@@ -196,8 +216,10 @@ def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
 @contextmanager
 def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
     """Checkpoints around norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
-    with _checkpointed_parts(workload):
-        handle: Any = offload_wrapper(workload.model, config=ours.config).activation_offload
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    with _wrapped_parts(workload, checkpoint_wrapper):
+        handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
         try:
             yield Attached(stats=lambda: handle.stats)
         finally:
@@ -205,12 +227,10 @@ def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 
 @contextmanager
-def _checkpointed_parts(workload: Workload) -> Iterator[None]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+def _wrapped_parts(workload: Workload, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Iterator[None]:
     parts = [(layer, name, part) for layer in workload.layers for name, part in layer.named_children()]
     for layer, name, part in parts:
-        setattr(layer, name, checkpoint_wrapper(part))
+        setattr(layer, name, wrap(part))
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The longest sequence that trains: a guess from two short ones, and a search between what did and what did not.
 
-Pure functions: what a trial is, `LongestBench` knows.
+Pure functions and plain state: what a trial is, `LongestBench` knows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ class Trial:
     trains: bool
     reason: str | None
     is_final: bool
-    """False where its time was over: that says nothing of the length."""
+    """False where its time was over, or others had taken its memory: that says nothing of the length."""
+    peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     host_bytes: int = 0
-    """Pinned, at its end."""
+    """Pinned, at most."""
     seconds: float = 0.0
     """Of its step."""
 
@@ -40,81 +41,94 @@ class Longest:
     host_bytes: int
 
 
-def search(
-    trial: Callable[[int], Trial],
-    first: int,
-    unit: int,
-    upper: int,
-    has_time: Callable[[int], bool] = lambda seq: True,
-    known: Sequence[Trial] = (),
-) -> Longest:
-    """The longest multiple of `unit` that trains.
+class Search:
+    """Looks for the longest multiple of `unit` that trains: says what to try next, and is told how it went.
 
     Steps away from the first guess, twice as far each time, until one length trained and one did not; then halves the
     distance. A guess that is right costs two trials: it and the next longer one.
 
     Args:
-        trial: tries one length.
         first: the guess.
         unit: lengths are multiples of it.
         upper: nothing longer is tried.
-        has_time: asked before each trial, whether it may begin.
         known: trials of short lengths that were made already.
     """
-    top = max(1, upper // unit)
-    best = max((one for one in known if one.trains), key=lambda one: one.seq, default=None)
-    worst = next((one for one in known if not one.trains), None)
-    low, high, num_trials = best.seq // unit if best else 0, top + 1, len(known)
-    if worst is not None and worst.is_final:
-        high = worst.seq // unit
-    guess, stride = min(max(low + 1, first // unit), high - 1), max(1, first // unit // 64)
-    while high - low > 1 and (worst is None or worst.is_final) and has_time(guess * unit):
-        found = trial(guess * unit)
-        num_trials += 1
-        if found.trains:
-            best, low = found, guess
-        else:
-            worst = found
-            high = guess if found.is_final else high
-        guess, stride = _next_guess(low, high, top, stride, has_stepped=best is not None and best not in known)
-    return Longest(
-        trained=low * unit,
-        failed=high * unit if high <= top else None,
-        reason=worst.reason if worst else None,
-        num_trials=num_trials,
-        is_final=high - low <= 1,
-        peak_reserved_bytes=best.peak_reserved_bytes if best else 0,
-        host_bytes=best.host_bytes if best else 0,
-    )
 
+    def __init__(self, first: int, unit: int, upper: int, known: Sequence[Trial] = ()) -> None:
+        self._unit = unit
+        self._top = max(1, upper // unit)
+        self._low, self._high = 0, self._top + 1  # in units: this trained, this did not
+        self._best: Trial | None = None
+        self._reason: str | None = None
+        self._num_trials = 0
+        for one in known:
+            self._take(one)
+        self._has_stepped = False  # whether `low` is one of this search; else it is of short lengths far below
+        self._stride = max(1, first // unit // 64)
+        self._guess = min(max(self._low + 1, first // unit), self._high - 1)
 
-def _next_guess(low: int, high: int, top: int, stride: int, has_stepped: bool) -> tuple[int, int]:
-    """The next one, and how far the one after it is from there.
+    @property
+    def is_final(self) -> bool:
+        return self._high - self._low <= 1
 
-    Args:
-        has_stepped: whether `low` is one of this search: then what lies between is halved. Else `low` is of short
-            lengths far below, and a guess that failed was too high by a little.
-    """
-    if has_stepped and high <= top:
-        return (low + high) // 2, stride
-    guess = low + stride if has_stepped else high - stride
-    return min(max(guess, low + 1), top), 2 * stride
+    @property
+    def next_seq(self) -> int:
+        """What to try next, if it is not final."""
+        return self._guess * self._unit
+
+    def note(self, trial: Trial) -> None:
+        """What became of `next_seq`. A trial that is not final leaves everything as it was."""
+        self._take(trial)
+        self._has_stepped |= trial.trains
+        if trial.is_final and not self.is_final:
+            self._step()
+
+    def found(self) -> Longest:
+        """What is known so far."""
+        best = self._best
+        return Longest(
+            trained=self._low * self._unit,
+            failed=self._high * self._unit if self._high <= self._top else None,
+            reason=self._reason,
+            num_trials=self._num_trials,
+            is_final=self.is_final,
+            peak_reserved_bytes=best.peak_reserved_bytes if best else 0,
+            host_bytes=best.host_bytes if best else 0,
+        )
+
+    def _take(self, trial: Trial) -> None:
+        self._num_trials += 1
+        length = trial.seq // self._unit
+        if not trial.trains:
+            self._reason = trial.reason
+            self._high = min(self._high, length) if trial.is_final else self._high
+        elif length > self._low:
+            self._best, self._low = trial, length
+
+    def _step(self) -> None:
+        if self._has_stepped and self._high <= self._top:
+            self._guess = (self._low + self._high) // 2
+            return
+        # A guess that failed was too high by a little, and what trained before it is short.
+        guess = self._low + self._stride if self._has_stepped else self._high - self._stride
+        self._guess = min(max(guess, self._low + 1), self._top)
+        self._stride *= 2
 
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes that grow with the length: so many without any token, and so many for each."""
+    """What grows with the length: so much without any token, and so much for each."""
 
     at_zero: float
     per_token: float
 
-    def reaches(self, nbytes: float, otherwise: int) -> int:
-        """The length at which they are `nbytes`; `otherwise` where they do not grow."""
-        return otherwise if self.per_token <= 0 else max(0, int((nbytes - self.at_zero) / self.per_token))
+    def reaches(self, amount: float, otherwise: int) -> int:
+        """The length at which it is `amount`; `otherwise` where it does not grow."""
+        return otherwise if self.per_token <= 0 else max(0, int((amount - self.at_zero) / self.per_token))
 
 
 def line_through(one: tuple[int, float], other: tuple[int, float]) -> Line:
-    """Through two points of a length and its bytes."""
+    """Through two points of a length and what it takes."""
     slope = (other[1] - one[1]) / (other[0] - one[0])
     return Line(one[1] - slope * one[0], slope)
 
@@ -132,8 +146,12 @@ class Limits:
 
 
 def predict(one: Trial, other: Trial, limits: Limits) -> int:
-    """The longest that two short trials let expect, by the memory of the device and by that of the host."""
-    device = line_through((one.seq, one.peak_reserved_bytes), (other.seq, other.peak_reserved_bytes))
+    """The longest that two short trials let expect, by the memory of the device and by that of the host.
+
+    By what was allocated: what the allocator's cache holds beside it, it gives up when memory is short. That is a
+    little too long rather than too short, and a length that fails takes a fraction of the time of one that trains.
+    """
+    device = line_through((one.seq, one.peak_allocated_bytes), (other.seq, other.peak_allocated_bytes))
     host = line_through((one.seq, one.host_bytes), (other.seq, other.host_bytes))
     by_device = min(limits.upper, device.reaches(limits.device_bytes, limits.upper))
     by_host = host.reaches(limits.host_bytes, limits.upper)
@@ -145,13 +163,19 @@ def predict(one: Trial, other: Trial, limits: Limits) -> int:
     return both.reaches(limits.device_bytes, limits.upper)
 
 
-def predict_seconds(one: Trial, other: Trial, seq: int) -> float:
-    """What a trial of `seq` takes: a linear and a quadratic part (attention), through two trials."""
-    rates = [trial.seconds / trial.seq for trial in (one, other)]
-    growth = max(0.0, (rates[1] - rates[0]) / (other.seq - one.seq))  # the first one may have had more to set up
-    return (rates[1] + growth * (seq - other.seq)) * seq
+def predict_seconds(one: Trial, other: Trial, seq: int, flops: Callable[[int], float]) -> float:
+    """What a trial of `seq` takes, rather too much than too little.
 
+    Two short trials tell the seconds of a token: those of their line, or of the longer one alone where the first had
+    more to set up. How many more a token takes in a long sequence is arithmetic: in such short ones attention is too
+    little of the time to be told from noise.
 
-def share_of(seconds: float, own_weight: float, other_weights: Sequence[float]) -> float:
-    """What one contender may take of the time that is left for it and those after it."""
-    return max(0.0, seconds) * own_weight / (own_weight + sum(other_weights))
+    Args:
+        one: a short trial.
+        other: a longer one.
+        seq: tokens.
+        flops: of a sequence of so many tokens, to any scale.
+    """
+    line = line_through((one.seq, one.seconds), (other.seq, other.seconds))
+    seconds = max(line.per_token * other.seq, other.seconds)
+    return seconds * flops(seq) / flops(other.seq)

@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench_gpu.measure import Gauge
 
 from .contenders import Attach
-from .longest import Limits, Trial, predict, predict_seconds, search
-from .turns import Bench, describe, pinned_of
-from .watch import OutOfTime
+from .longest import Limits, Search, Trial, predict, predict_seconds
+from .turns import Bench, describe
+from .watch import CrowdedOut, OutOfTime
 from .workload import Attached
 
 _PATIENCE = 2.0  # a trial may take so many times what was predicted: pinning and retries of the allocator vary
 _LEAST_S = 10.0
 _TOO_LATE = "there was no time left for it"
+_MOST_TRIALS = 5  # of one contender before all others had their turn: a right guess needs two
+
+
+@dataclass
+class _Contender:
+    """How far the search of one has come."""
+
+    name: str
+    attach: Attach
+    upper: int
+    flops: Callable[[int], float]
+    short: list[Trial] = field(default_factory=list)
+    guess: int | None = None
+    search: Search | None = None
+    remains: list[dict[str, int]] = field(default_factory=list)  # of each trial
+    seconds: float = 0.0
+    is_stuck: bool = False  # a trial said nothing of its length: no other does before the next pass
+
+    @property
+    def is_final(self) -> bool:
+        return self.search is not None and self.search.is_final
+
+    def expected_seconds(self) -> float:
+        """Of its next trial."""
+        if self.guess is None or self.search is None:
+            return 0.0
+        return predict_seconds(*self.short, self.search.next_seq, self.flops)
+
+
+@dataclass
+class _Seen:
+    """Of one step."""
+
+    reason: str | None = None
+    is_final: bool = True
+    engine_bytes: int = 0
+    seconds: float = 0.0
 
 
 class LongestBench:
@@ -32,6 +69,10 @@ class LongestBench:
         unit: lengths are multiples of it.
         limits: of a contender; None where nothing bounds it but a length (the CPU).
         upper: no longer than this, for a contender.
+        flops: of a sequence of so many tokens, to any scale.
+        pins_alone: whether a contender has a pool of pinned memory of its own. The others take turns with what torch's
+            allocator has pinned: pinning all the host's memory anew takes longer than a step.
+        on_record: told of each trial.
         clock: seconds.
     """
 
@@ -40,8 +81,12 @@ class LongestBench:
         bench: Bench,
         gauge: Gauge,
         unit: int,
+        *,
         limits: Callable[[str], Limits] | None,
         upper: Callable[[str], int],
+        flops: Callable[[int], float],
+        pins_alone: Callable[[str], bool],
+        on_record: Callable[[dict[str, Any]], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bench = bench
@@ -49,83 +94,133 @@ class LongestBench:
         self._unit = unit
         self._limits = limits
         self._upper = upper
+        self._flops = flops
+        self._pins_alone = pins_alone
+        self._on_record = on_record
         self._clock = clock
+        self._end = 0.0
 
     def warm_up(self, attach: Attach) -> None:
         """A step whose time nobody looks at: kernels are chosen in it."""
-        self._try("warm-up", attach, self._unit, 60.0)
+        self._try(_Contender("warm-up", attach, self._unit, self._flops), self._unit, 60.0)
 
-    def run(self, name: str, attach: Attach, seconds: float) -> dict[str, Any]:
-        """One contender. No trial begins that would, by prediction, be over later than in `seconds`."""
-        begin = self._clock()
-        upper = self._upper(name)
+    def run(self, contenders: Mapping[str, Attach], seconds: float, contender_seconds: float) -> list[dict[str, Any]]:
+        """All contenders; a record for each.
 
-        def left() -> float:
-            return seconds - (self._clock() - begin)
+        First each has two short trials. Then each searches, in this order. Who has not found it, because its own time
+        was over or the next trial would have ended too late, goes on with what time is left, the shortest trial first.
+        No trial begins that would, by prediction, be over later than in `seconds`.
 
-        short: list[Trial] = []
-        guess = upper
+        Args:
+            contenders: in the order in which they search.
+            seconds: for all of them.
+            contender_seconds: for the first search of one.
+        """
+        self._end = self._clock() + seconds
+        entries = [_Contender(name, attach, self._upper(name), self._flops) for name, attach in contenders.items()]
+        for entry in entries:
+            self._prepare(entry)
+        for entry in entries:
+            for _ in range(_MOST_TRIALS):
+                if not self._may_go_on(entry) or entry.seconds >= contender_seconds:
+                    break
+                self._go_on(entry)
+        for entry in entries:
+            entry.is_stuck = False
+        for entry in self._shortest_first(entries):
+            self._go_on(entry)
+        return [self._record(entry) for entry in entries]
+
+    def _left(self) -> float:
+        return self._end - self._clock()
+
+    def _may_go_on(self, entry: _Contender) -> bool:
+        if entry.search is None or entry.is_final or entry.is_stuck:
+            return False
+        return self._left() > entry.expected_seconds()
+
+    def _shortest_first(self, entries: list[_Contender]) -> Iterator[_Contender]:
+        while possible := [entry for entry in entries if self._may_go_on(entry)]:
+            yield min(possible, key=_Contender.expected_seconds)
+
+    def _prepare(self, entry: _Contender) -> None:
+        """Two short trials, and what they let expect."""
+        first = entry.upper
         if self._limits is not None:
             for length in (self._unit, 2 * self._unit):
-                if left() > 0 and all(one.trains for one in short):
-                    short.append(self._try(name, attach, length, max(_LEAST_S, left())))
-            guess = predict(*short, self._limits(name)) if _tell_enough(short) else self._unit
+                if self._left() > 0 and all(one.trains for one in entry.short):
+                    entry.short.append(self._try(entry, length, max(_LEAST_S, self._left())))
+            first = self._unit
+            if len(entry.short) == 2 and entry.short[-1].trains:
+                first = entry.guess = predict(*entry.short, self._limits(entry.name))
+        if self._left() > 0:
+            entry.search = Search(first, self._unit, entry.upper, entry.short)
 
-        def expected(seq: int) -> float:
-            return predict_seconds(short[0], short[1], seq) if _tell_enough(short) else 0.0
+    def _go_on(self, entry: _Contender) -> None:
+        """The next trial of one. It may take its time, but not that of all others."""
+        assert entry.search is not None
+        seconds = max(_LEAST_S, _PATIENCE * entry.expected_seconds())
+        if entry.guess is None:
+            seconds = max(_LEAST_S, self._left())
+        trial = self._try(entry, entry.search.next_seq, seconds)
+        entry.search.note(trial)
+        entry.is_stuck = not trial.trains and not trial.is_final
 
-        def trial(seq: int) -> Trial:
-            return self._try(name, attach, seq, max(_LEAST_S, left(), _PATIENCE * expected(seq)))
-
-        def has_time(seq: int) -> bool:
-            return left() > expected(seq)
-
-        found = search(trial, guess, self._unit, upper, has_time, short)
+    def _record(self, entry: _Contender) -> dict[str, Any]:
+        found = (entry.search or Search(self._unit, self._unit, entry.upper, entry.short)).found()
         return {
             "kind": "longest",
-            "label": name,
-            "guess": guess if _tell_enough(short) else None,
-            "upper": upper,
-            "seconds": self._clock() - begin,
+            "label": entry.name,
+            "guess": entry.guess,
+            "upper": entry.upper,
+            "seconds": entry.seconds,
             **asdict(found),
+            **{name: max(one[name] for one in entry.remains) for name in (entry.remains[0] if entry.remains else ())},
             "reason": found.reason or (None if found.is_final else _TOO_LATE),
         }
 
-    def _try(self, name: str, attach: Attach, seq: int, seconds: float) -> Trial:
-        reason, is_final, host_bytes, taken = None, True, 0, 0.0
-        with self._bench.clean():
+    def _try(self, entry: _Contender, seq: int, seconds: float) -> Trial:
+        begin = self._clock()
+        with self._bench.clean(keeps_pinned=not self._pins_alone(entry.name)) as remains:
             self._gauge.start()
-            try:
-                self._bench.workload.set_length(seq)
-                self._bench.workload.make_gradients()
-                with attach(self._bench.workload) as attached:
-                    begin = self._clock()
-                    try:
-                        self._step(f"{name}, {seq:,} tokens", attached, seconds)
-                    except Exception as error:  # its traceback, with the frames that hold tensors, ends here
-                        reason, is_final = describe(error), not isinstance(error, OutOfTime)
-                    taken = self._clock() - begin
-                    host_bytes = pinned_of(self._gauge, attached)
-            except Exception as error:
-                reason = reason or describe(error)
-            peak = self._gauge.read()["peak_reserved_bytes"]
-        return Trial(
+            seen = self._take(entry, seq, seconds)
+            memory = self._gauge.read()
+        entry.remains.append(remains)
+        entry.seconds += self._clock() - begin
+        trial = Trial(
             seq=seq,
-            trains=reason is None,
-            reason=reason,
-            is_final=is_final,
-            peak_reserved_bytes=peak,
-            host_bytes=host_bytes,
-            seconds=taken,
+            trains=seen.reason is None,
+            reason=seen.reason,
+            is_final=seen.is_final,
+            peak_allocated_bytes=memory["peak_allocated_bytes"],
+            peak_reserved_bytes=memory["peak_reserved_bytes"],
+            host_bytes=memory["peak_pinned_bytes"] + seen.engine_bytes,
+            seconds=seen.seconds,
         )
+        self._on_record({"kind": "trial", "label": entry.name, **asdict(trial), **remains})
+        return trial
+
+    def _take(self, entry: _Contender, seq: int, seconds: float) -> _Seen:
+        """The step itself. On its own, so that nothing of the contender outlives it: that would seem left behind."""
+        seen = _Seen()
+        try:
+            self._bench.workload.set_length(seq)
+            self._bench.workload.make_gradients()
+            with entry.attach(self._bench.workload) as attached:
+                begin = self._clock()
+                try:
+                    self._step(f"{entry.name}, {seq:,} tokens", attached, seconds)
+                except Exception as error:  # its traceback, with the frames that hold tensors, ends here
+                    seen.reason, seen.is_final = describe(error), not isinstance(error, (OutOfTime, CrowdedOut))
+                seen.seconds = self._clock() - begin
+                stats = attached.stats()
+                seen.engine_bytes = 0 if stats is None else int(stats.host_bytes)
+        except Exception as error:
+            seen.reason = seen.reason or describe(error)
+        return seen
 
     def _step(self, what: str, attached: Attached, seconds: float) -> None:
         with self._bench.watch(seconds):
             self._bench.on_step(what)
             self._bench.workload.step(attached)
             self._bench.workload.wait()
-
-
-def _tell_enough(short: list[Trial]) -> bool:
-    """Whether two short trials trained, which a prediction needs."""
-    return len(short) == 2 and all(one.trains for one in short)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bench_gpu.leftovers import notice
 from bench_gpu.provenance import provenance
 
-from .settings import CHECKPOINTED, OURS, Settings, parse
+from .settings import CHECKPOINTED, OURS, WITH_HORIZON, Settings, parse
 
 if TYPE_CHECKING:
     from .longest import Limits
@@ -76,7 +76,7 @@ class Run:
         import torch
 
         from .contenders import Ours, make_contenders
-        from .gauges import make_gauge, resident_set
+        from .gauges import make_gauge
         from .turns import Bench, Counts
         from .workload import Workload
 
@@ -88,7 +88,7 @@ class Run:
         engine = {"host_limit_bytes": self._engine_host_bytes(), **settings.engine}
         if settings.is_tiny:
             engine.setdefault("min_tensor_bytes", 0)
-        ours = Ours(engine, settings.group_bytes)
+        ours = Ours(engine, settings.group_bytes, horizon=self._horizon)
         self._attach, missing = make_contenders(settings.contenders, settings.device, ours, settings.rivals)
         self._write([{"kind": "missing", "label": name, "reason": reason} for name, reason in missing.items()])
         self._bar.set_description("model")
@@ -98,7 +98,11 @@ class Run:
         self._bench = Bench(self._workload, self._gauge, counts, self._host_bytes, self._show)
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
-        self._rss_at_start = resident_set()
+
+    @property
+    def _horizon(self) -> int | None:
+        """Of inputs of checkpoints: with the least on the device the longest sequence trains."""
+        return 1 if self._settings.longest else None
 
     def _host_limit(self) -> int:
         from .watch import host_memory_limit
@@ -189,23 +193,39 @@ class Run:
 
     def _search_longest(self) -> None:
         from .contenders import no_offload
-        from .longest import share_of
         from .longest_bench import LongestBench
 
         settings = self._settings
-        limits = self._limits if self._device_bytes() else None
-        bench = LongestBench(self._bench, self._gauge, settings.longest_unit, limits, self._upper)
+        bench = LongestBench(
+            self._bench,
+            self._gauge,
+            settings.longest_unit,
+            limits=self._limits if self._device_bytes() else None,
+            upper=self._upper,
+            flops=self._flops,
+            pins_alone=OURS.__contains__,
+            on_record=lambda record: self._write([record]),
+        )
         bench.warm_up(no_offload)
         # What matters most comes first: those at the end have what time is left.
-        names = sorted(self._attach, key=lambda name: (name not in CHECKPOINTED, name not in OURS))
-        weights = [2.0 if name in CHECKPOINTED else 1.0 for name in names]  # their steps are the longest
-        for index, name in enumerate(names):
-            left = settings.total_seconds - (time.perf_counter() - self._begin)
-            share = share_of(left, weights[index], weights[index + 1 :])
-            record = bench.run(name, self._attach[name], min(share, settings.contender_seconds))
+        names = sorted(self._attach, key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS))
+        left = settings.total_seconds - (time.perf_counter() - self._begin)
+        attaches = {name: self._attach[name] for name in names}
+        for record in bench.run(attaches, left, settings.contender_seconds):
             if not record["trained"] and record["num_trials"]:
-                self._failed.add(name)
-            self._write([record])
+                self._failed.add(record["label"])
+            horizon = {"horizon": self._horizon} if record["label"] in WITH_HORIZON else {}
+            self._write([{**record, **horizon}])
+        if settings.plot:
+            from .report import plot_longest
+
+            plot_longest(self._records, settings.plot)
+
+    def _flops(self, seq: int) -> float:
+        from .link_bound import layer_flops
+
+        length = self._settings.documents or seq
+        return seq // length * layer_flops(self._settings.shape, length)
 
     def _limits(self, name: str) -> Limits:
         from .longest import Limits
@@ -213,7 +233,7 @@ class Run:
         is_ours = name in OURS
         return Limits(
             device_bytes=self._device_bytes() or 0,
-            host_bytes=self._engine_host_bytes() if is_ours else self._host_bytes - self._rss_at_start,
+            host_bytes=self._engine_host_bytes() if is_ours else self._host_bytes,
             upper=self._upper(name),
             stays_on_device=is_ours,
         )

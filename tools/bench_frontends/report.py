@@ -157,7 +157,7 @@ def _longest_table(title: str, found: Sequence[Record]) -> Rows:
     head = ("contender", "longest", "shortest that failed", "why", "predicted", *_AT_LONGEST, "trials", "s")
     rows = [
         (
-            _name(one["label"]),
+            _longest_name(one),
             _tokens(one),
             f"{one['failed']:,}" if one["failed"] else "",
             one["reason"] or "",
@@ -172,9 +172,18 @@ def _longest_table(title: str, found: Sequence[Record]) -> Rows:
     return Rows(f"{title}; the longest sequence that trains, tokens", head, rows)
 
 
+def _longest_name(found: Record) -> str:
+    horizon = f", horizon_groups={found['horizon']}" if found.get("horizon") else ""
+    what = notice(found)
+    return _name(found["label"]) + horizon + (f" ({what})" if what else "")
+
+
 def _tokens(found: Record) -> str:
+    """A length is proven where the next one, by one unit, was seen to fail."""
+    if found["is_final"] and found["trained"]:
+        return f"{found['trained']:,}, proven" if found["failed"] else f"{found['trained']:,}, no longer one was tried"
     if found["is_final"]:
-        return f"{found['trained']:,}" if found["trained"] else "none"
+        return "none"
     return f"at least {found['trained']:,}" if found["trained"] else "not known"
 
 
@@ -219,3 +228,34 @@ def plot_trade(records: Sequence[Record], file: Path) -> None:
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def plot_longest(records: Sequence[Record], file: Path) -> None:
+    """A bar for each contender that trained any length, the longest on top."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = [record for record in records if record["kind"] == "longest" and record["trained"]]
+    found.sort(key=lambda record: record["trained"])
+    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.35 * len(found)), layout="constrained")
+    bars = axes.barh(
+        [_longest_label(record) for record in found],
+        [record["trained"] for record in found],
+        color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
+        hatch=[None if record["is_final"] else "///" for record in found],
+        edgecolor="white",
+    )
+    axes.bar_label(bars, labels=[_tokens(record) for record in found], padding=3, fontsize=8)
+    axes.set(xlabel="tokens of the longest sequence that trains")
+    axes.margins(x=0.15)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _longest_label(found: Record) -> str:
+    horizon = f", horizon_groups={found['horizon']}" if found.get("horizon") else ""
+    return CONTENDERS[found["label"]] + horizon

@@ -13,7 +13,7 @@ from bench_gpu.settings import assignment, words
 
 GIB = 1 << 30
 
-# Flag -> what the tables say. In this order they take their turns: those that are slow come last.
+# Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
     "none": "no offload",
     "layers": "enable_activation_offloading",
@@ -23,19 +23,24 @@ CONTENDERS = {
     "layers_ckpt": "enable_activation_offloading, enable_ckpt=True",
     "wrapper": "checkpointing, offload_wrapper",
     "parts": "checkpointing of norms, attention and MLP each, offload_wrapper",
-    "te_v2": "TransformerEngine get_cpu_offload_context",
-    "te_v1": "the same, v1 with a filter of weights",
     "verl": "verl enable_activation_offloading",
     "verl_ckpt": "verl, enable_ckpt=True",
     "ckpt_torch": "checkpointing, PyTorch offload_wrapper",
+    "parts_torch": "checkpointing of norms, attention and MLP each, PyTorch offload_wrapper",
     "ckpt_save": "checkpointing, save_on_cpu",
     "torch": "PyTorch offload_wrapper",
     "save": "save_on_cpu(pin_memory=True)",
     "torchtune": "torchtune OffloadActivations",
     "trl": "TRL OffloadActivations",
+    "te_v2": "TransformerEngine get_cpu_offload_context",
+    "te_v1": "the same, v1 with a filter of weights",
 }
 OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper", "parts"})
-CHECKPOINTED = frozenset({"ckpt", "layers_ckpt", "wrapper", "parts", "verl_ckpt", "ckpt_torch", "ckpt_save"})
+CHECKPOINTED = frozenset(
+    {"ckpt", "layers_ckpt", "wrapper", "parts", "verl_ckpt", "ckpt_torch", "parts_torch", "ckpt_save"}
+)
+WITH_HORIZON = frozenset({"layers_ckpt", "wrapper", "parts"})
+"""What these hold on the device is a number of inputs, which --longest sets to 1, the least."""
 NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
 """They make CUDA streams."""
 _SLOW_IMPORT = frozenset({"te_v2", "te_v1"})
@@ -242,6 +247,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown too")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="step time and peak reserved memory of each contender")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="step time and peak reserved memory of each contender; with --longest the longest sequences",
+    )
     parser.add_argument("--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender")
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import warnings
@@ -16,11 +17,12 @@ from bench_gpu.leftovers import Held, leftovers
 from bench_gpu.measure import Gauge, MemoryTimeline, record_memory
 
 from .contenders import Attach
-from .gauges import held_host_bytes, resident_set
+from .gauges import HostUse, give_back_kept_pinned, resident_set
 from .watch import Stopped, Watch
 from .workload import Attached, Timing, Workload
 
 REFERENCE = "none"
+_CROWD_BYTES = 1 << 30  # less of the host's memory, held by others, is not worth a word
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Bench:
         self._reference: Fingerprint | None = None
         self.timelines: list[MemoryTimeline] = []
         self._held_first: Held | None = None
+        self._host_use = HostUse(workload.is_cuda)
 
     def turn(self, name: str, attach: Attach, number: int, seconds: float, with_timeline: bool) -> dict[str, Any]:
         """One turn, of `seconds` at most. Never raises for what the contender does: the record has its `failure`."""
@@ -98,20 +101,40 @@ class Bench:
         return counted
 
     @contextmanager
-    def clean(self) -> Iterator[None]:
-        """Around a contender: free memory before it, and nothing of it left after it."""
-        self._gauge.release()
+    def clean(self, keeps_pinned: bool = False) -> Iterator[dict[str, int]]:
+        """Around a contender: free memory before it, and nothing of it left after it.
+
+        Gives a dictionary that says, when the block is over, what the contender left behind in spite of that.
+
+        Args:
+            keeps_pinned: torch's allocator may keep what it has pinned for the next one, as pinning takes long; what it
+                merely keeps counts as nobody's, and goes back where the host's memory becomes short.
+        """
+        free = self._gauge.start if keeps_pinned else self._gauge.release
+        free()
+        before = self._gauge.held()
+        self._held_first = self._held_first or before
+        remains: dict[str, int] = {}
         try:
-            yield
+            yield remains
         finally:
             drop_saved_tensor_hooks()
             self.workload.drop_gradients()
-            self._gauge.release()
+            cut_graphs()
+            free()
+            remains.update(leftovers(self._held_first, before, self._gauge.held()))
 
     def watch(self, seconds: float) -> Watch:
         """Bounds of what runs inside it."""
-        rss = resident_set()
-        return Watch(seconds, self._host_bytes, lambda: held_host_bytes(rss, self.workload.is_cuda))
+        left_by_others = self._host_use.taken()
+        use = HostUse(self.workload.is_cuda)
+
+        def taken() -> int:
+            if resident_set() > self._host_bytes:
+                give_back_kept_pinned(self.workload.is_cuda)
+            return use.taken()
+
+        return Watch(seconds, self._host_bytes, taken, left_by_others if left_by_others >= _CROWD_BYTES else 0)
 
     def _attempt(self, name: str, attached: Attached, done: _Progress, seconds: float) -> None:
         try:
@@ -161,12 +184,6 @@ def _engine_record(attached: Attached) -> dict[str, Any]:
     return {"engine": {name: value for name, value in asdict(stats).items() if isinstance(value, int)}}
 
 
-def pinned_of(gauge: Gauge, attached: Attached) -> int:
-    """Pinned bytes of the contender that is on: of torch's allocator, and of our engine."""
-    stats = attached.stats()
-    return gauge.held().pinned_bytes + (0 if stats is None else int(stats.host_bytes))
-
-
 def describe(error: BaseException) -> str:
     """One line for a table."""
     if isinstance(error, Stopped):
@@ -190,6 +207,26 @@ def drop_saved_tensor_hooks() -> None:
     """Pops the hooks that a contender left behind after an exception: the next one would save through them."""
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def cut_graphs() -> None:
+    """Lets go of graphs that a contender left behind after an exception.
+
+    What it keeps of a graph's tensors holds the graph, and the graph holds the contender through its hooks. The
+    collector cannot find that cycle, as graphs are not Python's. No graph is needed between two contenders.
+    """
+    left = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.grad_fn is not None]
+    views = {id(tensor): tensor for tensor in left if tensor._is_view()}
+    for tensor in left:
+        if id(tensor) not in views:
+            tensor.detach_()
+    if not views:
+        return
+    for holder in gc.get_referrers(*views.values()):  # a view cannot be cut off: who keeps it forgets it
+        if type(holder) is list and holder is not left:
+            holder[:] = [None if id(one) in views else one for one in holder]
+        elif type(holder) is dict and holder is not views:
+            holder.update({key: None for key, one in holder.items() if id(one) in views})
 
 
 @contextmanager

@@ -25,6 +25,10 @@ class OutOfHostMemory(Stopped):
     """That of host memory."""
 
 
+class CrowdedOut(OutOfHostMemory):
+    """The same, where others had left less of it than a contender may take: how far it would have come is not known."""
+
+
 class Watch:
     """Context manager of the main thread: raises `Stopped` in it at a bound, and again until the block is left.
 
@@ -34,13 +38,17 @@ class Watch:
 
     Args:
         seconds: how long the block may take.
-        host_bytes: how much host memory the process may hold.
-        read_host_bytes: how much it holds now.
+        host_bytes: how much host memory the block may take.
+        read_host_bytes: how much it has taken so far.
+        crowded_bytes: how much others hold, which is not there for the block.
     """
 
-    def __init__(self, seconds: float, host_bytes: int, read_host_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, seconds: float, host_bytes: int, read_host_bytes: Callable[[], int], crowded_bytes: int = 0
+    ) -> None:
         self._seconds = seconds
-        self._host_bytes = host_bytes
+        self._host_bytes = max(0, host_bytes - crowded_bytes)
+        self._crowded_bytes = crowded_bytes
         self._read_host_bytes = read_host_bytes
         self._deadline = 0.0
         self._is_on = False
@@ -67,10 +75,12 @@ class Watch:
         if time.monotonic() > self._deadline:
             raise OutOfTime(f"its {self._seconds:.0f} s were over")
         held = self._read_host_bytes()
-        if held > self._host_bytes:
-            raise OutOfHostMemory(
-                f"it held {held / 2**30:.0f} GiB of host memory, {self._host_bytes / 2**30:.0f} are allowed"
-            )
+        if held <= self._host_bytes:
+            return
+        told = f"it held {held / 2**30:.0f} GiB of host memory, {self._host_bytes / 2**30:.0f} are allowed"
+        if self._crowded_bytes:
+            raise CrowdedOut(f"{told}, as others left {self._crowded_bytes / 2**30:.0f}")
+        raise OutOfHostMemory(told)
 
 
 def host_memory_limit() -> int:
