@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_patches._modules import MODULES  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
-from tests.dist.parity import Case, check_all  # noqa: E402
+from tests.dist.parity import Case, check_all, run_with, run_without  # noqa: E402
 
 DEEP = Pipeline(2, 2, expert=2)
 SHAPES = [Pipeline(), DEEP]
@@ -35,6 +35,21 @@ def test_dense_and_expert_layers(shape: Pipeline) -> None:
     settings = {**_expert_parallel(shape), "moe_shared_expert_intermediate_size": 32}
     names = [*ATTENTION, *DENSE, *EXPERTS, *SHARED]
     _run(shape, "mixed", [*([name] for name in names), names, _leaves(names)], settings)
+
+
+def test_one_storage_that_several_modules_save_moves_once() -> None:
+    """The input of the router is that of the shared experts."""
+    settings = {"moe_shared_expert_intermediate_size": 32}
+    each = [["router"], ["shared_fc1"], ["router", "shared_fc1"]]
+    cases = [Case("moe", names, settings=settings) for names in each]
+    (moved,) = run_ranks(_copied_bytes, cases)
+    router, shared, both = moved
+    assert 0 < shared < router == both
+
+
+def _copied_bytes(cases: list[Case]) -> list[int]:
+    steps = [run_with(case, [1], run_without(case, [1])) for case in cases]
+    return [stats.copied_out_bytes for (stats,) in steps]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -132,6 +132,18 @@ def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
     run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
 
 
+def test_latent_attention_and_grouped_experts() -> None:
+    latents = ["mla_down_proj", "qk_norm", "mla_up_proj"]
+    grouped = ["dispatched_tokens", "experts", *EXPERTS]
+    model = {**LATENT, "moe_grouped_gemm": True}
+    cases = [_case("moe", [name], **model) for name in (*latents, *grouped)]
+    cases.append(_case("mixed", ["layer_input", "core_attn", *latents, "mlp_act", *grouped], **model))
+    selective = {**model, "recompute_granularity": "selective"}
+    for modules in (["mla_up_proj"], ["moe_act"], ["mla_up_proj", "moe_act", "layernorm", "shared_experts"]):
+        cases.append(_case("moe", ["self_attn", "router_fc1"], **selective, recompute_modules=modules))
+    run_ranks(check_all, cases, [4], pipeline=SHAPES[1])
+
+
 def test_multi_token_prediction() -> None:
     """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
     names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
