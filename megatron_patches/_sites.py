@@ -47,9 +47,13 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
 
 
 def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """The attention, MLP or mixer that a model chunk runs last; None: it has none."""
+    """The attention, MLP or mixer that a model chunk of several layers runs last; None: it has no more than one layer.
+
+    What the last layer copies out before that block is done when it ends. The first layer's may come later: it takes
+    host bytes that the copy-ins for the next backward, issued when this forward begins, may still be reading.
+    """
     found = None
-    for _, layer in _layers(chunk):
+    for _, layer in _layers(chunk) if count_layers(chunk) > 1 else ():
         for name in _BLOCKS:
             block = getattr(layer, name, None)
             if isinstance(block, torch.nn.Module) and not _is_identity(block):

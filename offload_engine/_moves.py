@@ -29,7 +29,6 @@ class Mover:
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
         self.budget.note_forward()
-        self.store.begin_forward()
         self.prefetcher.start_chunk(chunk)
         self._advance()
 

@@ -56,15 +56,8 @@ class ReleaseQueue:
             self._release_oldest()
 
     def begin_tail(self) -> None:
-        """A computation begins that ends the forward, and takes longer than the copies issued so far.
-
-        Not longer than one that first waits for a copy-in to make room on the host, nor than what stands behind that.
-        """
-        self._num_before_tail = 0
-        for issued in self._queue:
-            if issued.is_late:
-                return
-            self._num_before_tail += 1
+        """A computation begins that ends the forward, and takes longer than the copies issued so far."""
+        self._num_before_tail = len(self._queue)
 
     def end_tail(self, chunk: ChunkKey) -> None:
         """The backward of `chunk` begins, behind a tail if there was one: release what others copied out before that.

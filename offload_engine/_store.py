@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload_engine._accounts import Accounts
 from offload_engine._devices.base import Event, Stream
 from offload_engine._eligibility import Eligibility
-from offload_engine._host_pool import HostLease, HostPool
+from offload_engine._host_pool import HostPool
 from offload_engine._leases import give_up_region, give_up_regions, lend
 from offload_engine._retirement import Retirement
 from offload_engine._saved import (
@@ -46,16 +46,13 @@ logger = logging.getLogger(__name__)
 class CopyOut:
     """Storages whose copy-out was issued together."""
 
-    __slots__ = ("chunk", "storages", "nbytes", "copied_out", "is_late")
+    __slots__ = ("chunk", "storages", "nbytes", "copied_out")
 
-    def __init__(
-        self, chunk: ChunkKey, storages: list[SavedStorage], nbytes: int, copied_out: Event, is_late: bool
-    ) -> None:
+    def __init__(self, chunk: ChunkKey, storages: list[SavedStorage], nbytes: int, copied_out: Event) -> None:
         self.chunk = chunk
         self.storages = storages
         self.nbytes = nbytes
         self.copied_out = copied_out
-        self.is_late = is_late  # it waits for host bytes that a copy-in issued since the forward began still reads
 
 
 class ActivationStore(Retirement):
@@ -85,7 +82,6 @@ class ActivationStore(Retirement):
         self._empties: dict[torch.dtype, torch.Tensor] = {}
         self._by_key: dict[int, SavedStorage] = {}
         self._homes: dict[int, tuple[StorageWeakRef, Stream]] = {}
-        self._arriving: list[Event] = []  # of copy-ins issued since the last forward began
         self._failure: CopyError | None = None  # of a copy whose storage is gone, not raised yet
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
@@ -99,16 +95,11 @@ class ActivationStore(Retirement):
         """Complete the statistics of the iteration."""
         self.eligibility.clear()
         self._homes.clear()
-        self._arriving.clear()
         stats = self.accounts.stats
         stats.peak_host_bytes = self._pool.peak_lent_bytes
         stats.host_bytes = self._pool.slab_bytes_total
         stats.num_storages_left = len(self.live)
         return stats
-
-    def begin_forward(self) -> None:
-        """A forward begins: what is copied in from now on may still be under way when it copies out."""
-        self._arriving.clear()
 
     def note_home(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The bytes of `tensor` go back to the pool of `stream`, whichever stream saves them."""
@@ -209,7 +200,7 @@ class ActivationStore(Retirement):
                 saved.residency = COPYING_OUT
             self.accounts.stats.copied_out_bytes += nbytes
             self.accounts.stats.num_offloaded_groups += 1
-            return CopyOut(group.chunk, storages, nbytes, copied_out, self._is_late(lease))
+            return CopyOut(group.chunk, storages, nbytes, copied_out)
 
     def release(self, storages: Sequence[SavedStorage]) -> None:
         """Drop the device bytes of storages copied out together, but for those recalled or gone since.
@@ -280,9 +271,6 @@ class ActivationStore(Retirement):
             self._failure = None
             self.has_failed = False
 
-    def _is_late(self, lease: HostLease) -> bool:
-        return any(event is arriving for event in lease.ready_after for arriving in self._arriving)
-
     def _find_home(self, saved: SavedStorage) -> None:
         home = self._homes.get(saved.key)
         if home is not None and home[1] != saved.stream:
@@ -352,7 +340,6 @@ class ActivationStore(Retirement):
 
     def _issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
         copied_in = copy_in(storages, self._context)
-        self._arriving.append(copied_in)
         total = 0
         for saved in storages:
             saved.residency = COPYING_IN

@@ -82,36 +82,6 @@ def test_what_was_copied_out_before_the_tail_is_released_where_the_next_backward
     bench.finish()
 
 
-@pytest.mark.parametrize(("num_ahead", "num_left"), [(0, 0), (1, 2)])
-def test_a_tail_does_not_last_as_long_as_a_copy_that_waits_for_another_to_make_room(
-    num_ahead: int, num_left: int
-) -> None:
-    """On the host: the copy-in for the backward to come, issued when this forward began, still reads there."""
-    bench = Bench(horizon_bytes=num_ahead * GROUP_BYTES)
-    first = bench.forward(FIRST)
-    bench.device.synchronize_all()
-    second = bench.engine.start_chunk(SECOND)
-    bench.handles[SECOND] = [bench._save(second), bench._save(second)]
-    second.begin_tail()
-    assert bench.resident_groups == num_ahead + 2
-    first.begin_backward()
-    assert bench.resident_groups == num_ahead + num_left
-    bench.finish()
-
-
-def test_what_came_in_before_the_forward_does_not_make_its_copies_late() -> None:
-    bench = Bench(horizon_bytes=GROUP_BYTES)
-    first = bench.forward(FIRST)
-    bench.device.synchronize_all()
-    bench.engine.start_chunk(SECOND)
-    third = bench.engine.start_chunk(ChunkKey(0, 2))
-    bench.handles[SECOND] = [bench._save(third), bench._save(third)]
-    third.begin_tail()
-    first.begin_backward()
-    assert bench.resident_groups == 1  # ahead of the first backward
-    bench.finish()
-
-
 def test_a_tail_ends_with_its_forward() -> None:
     bench = Bench(horizon_bytes=0)
     first = bench.forward(FIRST, num_in_tail=0)
