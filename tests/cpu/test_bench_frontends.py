@@ -203,6 +203,10 @@ def test_pinned_memory_that_the_allocator_keeps_is_nobody_s(monkeypatch: pytest.
     assert use.taken() == 0
     host.pin(30 << 30)  # of what is kept
     assert use.taken() == 30 << 30 and host.resident == 102 << 30
+    host.resident += 10 << 30  # not of that allocator
+    assert use.taken() == 40 << 30
+    host.free()
+    assert use.taken() == 10 << 30
 
 
 def test_a_contender_may_not_take_the_memory_that_others_left(
@@ -669,7 +673,7 @@ def two_contenders(machine: FakeMachine, slow_by: float) -> Any:
 
 def test_who_was_broken_off_goes_on_with_what_time_is_left() -> None:
     machine = FakeMachine()
-    slow, quick = machine.search_bench().run(two_contenders(machine, 10.0), 1000.0, contender_seconds=40.0)
+    slow, quick = machine.search_bench().run(two_contenders(machine, 10.0), 1000.0, contender_seconds=20.0)
     assert slow["seconds"] > 40.0 and slow["is_final"] and slow["trained"] == 2944
     assert quick["is_final"]
     assert machine.tried.index(2944, machine.tried.index(2944) + 1) < len(machine.tried) - 1, "the quick one in between"
