@@ -11,7 +11,7 @@ from offload_engine.schedule import ChunkKey
 
 if TYPE_CHECKING:
     from offload_engine._devices.base import Event, Stream
-    from offload_engine._devices.regions import HostRegion
+    from offload_engine._devices.regions import Form, HostRegion
     from offload_engine._leases import GroupLease
     from offload_engine._store import ActivationStore
 
@@ -54,6 +54,7 @@ class SavedStorage:
         "key",
         "version",
         "nbytes",
+        "form",
         "residency",
         "buffer",
         "stream",
@@ -77,6 +78,7 @@ class SavedStorage:
         self.key: int = storage._cdata
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
+        self.form: Form | None = None  # of `buffer`, if it is that of the first tensor saved, over all of its bytes
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
@@ -188,9 +190,9 @@ class PackedTensor:
     retained graph, an unused branch and an abandoned one all end well.
     """
 
-    __slots__ = ("storage", "dtype", "_store", "_shape", "_stride", "_offset", "_is_conj", "_is_neg")
+    __slots__ = ("storage", "dtype", "_store", "_shape", "_stride", "_offset", "_is_conj", "_is_neg", "gives_form")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, store: ActivationStore) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, store: ActivationStore, is_first: bool) -> None:
         self._store = store
         self._shape = tensor.shape
         self._stride = tensor.stride()
@@ -198,6 +200,11 @@ class PackedTensor:
         self.dtype: torch.dtype = tensor.dtype
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
+        # With an offset the storage would be larger than the tensor, or the tensor not contiguous.
+        is_whole: bool = is_first and tensor.is_contiguous() and tensor.nbytes == storage.nbytes
+        self.gives_form: bool = is_whole and not self._is_conj and not self._is_neg  # that of its storage
+        if self.gives_form:
+            storage.form = self._shape, self._stride, self.dtype
         self.storage: SavedStorage = storage
         storage.num_handles += 1
 

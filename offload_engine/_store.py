@@ -127,12 +127,13 @@ class ActivationStore(Retirement):
         storage = self._movable_storage(tensor)
         if storage is None:
             return self.eligibility.staying(tensor)
-        key, is_rest = storage._cdata, group.is_rest
+        key, is_rest, is_first = storage._cdata, group.is_rest, False
         try:
             with self._lock:
                 saved = self._by_key.get(key)
                 if saved is None or saved.version != tensor._version:
                     saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._current_stream())
+                    is_first = True
                     self.live[saved] = None
                     if self._homes:
                         self._find_home(saved)
@@ -145,7 +146,7 @@ class ActivationStore(Retirement):
                     self.accounts.note_managed(saved.nbytes)
                 if not is_rest:
                     group.add(saved)
-                return PackedTensor(tensor, saved, self)
+                return PackedTensor(tensor, saved, self, is_first)
         finally:
             if self._dropped:
                 self._retire_dropped()
@@ -166,6 +167,8 @@ class ActivationStore(Retirement):
         elif saved.ready_on != self._current_stream():
             self._await([saved])
         assert saved.buffer is not None
+        if handle.gives_form and saved.form is not None:
+            return saved.buffer.data  # unlike detach(), with a version counter of its own
         empty = self._empties.get(handle.dtype)
         if empty is None:
             empty = self._empties[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._torch_device)
@@ -319,7 +322,7 @@ class ActivationStore(Retirement):
 
     def _hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo `drop_buffer`, where a holder has kept the bytes there."""
-        saved.buffer = holder.detach()
+        saved.buffer, saved.form = holder.detach(), None
         self.accounts.hold([saved])
         self.accounts.note_arrival(saved.nbytes)
 

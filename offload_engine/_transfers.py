@@ -61,7 +61,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
     device, stream = context.device, context.copy_in_stream
     buffers = [
-        device.allocate(storage.nbytes, storage.stream)
+        device.allocate(storage.nbytes, storage.stream, storage.form)
         if storage.emptied is None
         else device.restore(storage.emptied, storage.nbytes, storage.stream)
         for storage in storages
@@ -72,6 +72,8 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         assert storage.region is not None
         buffer = buffers[i]
         device.copy_in(stream, storage.region, buffer)
+        if storage.emptied is not None:  # restored: the tensors over it are whatever they were
+            storage.form = None
         storage.buffer, storage.emptied, storage.home = buffer, None, None
     return device.record_event(stream)
 

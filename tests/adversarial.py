@@ -33,7 +33,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_engine._devices.base import CopyError, HostRegion, PlainRead
+from offload_engine._devices.base import CopyError, Form, HostRegion, PlainRead
 
 POISON = 0xFF
 _ALIGNMENT = 64  # of torch's own CPU memory: vectorised kernels may sum in another order at another alignment
@@ -317,7 +317,7 @@ class AdversarialDevice:
         _merge_into(self._host_clock, event.clock)
         event.raise_failure()
 
-    def allocate(self, nbytes: int, stream: AdversarialStream) -> torch.Tensor:
+    def allocate(self, nbytes: int, stream: AdversarialStream, form: Form | None = None) -> torch.Tensor:
         self._enter()
         assert stream.is_compute, f"buffers come from the pool of a compute stream, not of {stream}"
         block = self._take_block(nbytes, stream)
@@ -328,7 +328,10 @@ class AdversarialDevice:
         key = tensor.untyped_storage()._cdata
         self._memories[key] = memory
         weakref.finalize(view, self._forget_block, key, memory).atexit = False
-        return tensor
+        if form is None:
+            return tensor
+        shape, stride, dtype = form
+        return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, shape, stride)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         self._enter()

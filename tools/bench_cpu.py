@@ -47,6 +47,7 @@ from offload_engine import (
     group_commit,
     group_start,
 )
+from offload_engine._devices.regions import new_buffer
 
 ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -96,8 +97,8 @@ class InstantDevice:
 
     def synchronize(self, event: str) -> None: ...
 
-    def allocate(self, nbytes: int, stream: str) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def allocate(self, nbytes: int, stream: str, form: Any = None) -> torch.Tensor:
+        return new_buffer(nbytes, form, self.torch_device)
 
     def copy_out(self, stream: str, source: torch.Tensor, target: Any) -> None: ...
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .regions import Form as Form
 from .regions import HostRegion as HostRegion
 
 Stream = Any
@@ -92,8 +93,10 @@ class Device(Protocol):
             CopyError: if the work that `event` stands for failed.
         """
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        """A 1-D uint8 device tensor from the memory pool of the compute stream `stream` (its bytes are garbage).
+    def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
+        """A device tensor from the memory pool of the compute stream `stream`; its bytes are garbage.
+
+        It is 1-D of uint8, or in a form of as many bytes, which saves whoever needs that one tensor to make it.
 
         Work already issued to `stream` may still be using these bytes: a copy into them waits for an event that is
         recorded on `stream` after this call.

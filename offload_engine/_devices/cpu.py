@@ -13,12 +13,12 @@ from typing import cast
 
 import torch
 
-from .base import Event, HostRead, HostRegion, HostSlab, PlainRead, Stream
+from .base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream
 from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
 from .file_slab import FileSlab, check_directory, free_bytes
 from .host_memory import available_host_bytes
 from .memory_slab import MemorySlab
-from .regions import check_copy, check_slab_size, whole
+from .regions import check_copy, check_slab_size, new_buffer, whole
 
 COMPUTE = "compute"
 """The one compute stream: whatever thread calls."""
@@ -89,8 +89,8 @@ class CpuDevice:
             event.wait()
         event.raise_failure()
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
+        return new_buffer(nbytes, form, self.torch_device)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from .base import CopyError, Event, HostRead, HostSlab, Stream
+from .base import CopyError, Event, Form, HostRead, HostSlab, Stream
 from .cuda_runtime import CudaRuntime
 from .host_memory import available_host_bytes
 from .host_read import MappedReader
 from .pinned import PinnedSlab, numa_node_of
-from .regions import check_slab_size, whole
+from .regions import check_slab_size, new_buffer, whole
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,11 @@ class CudaDevice:
                 f"CUDA failed before or in a copy on {self.torch_device}: {error}. Restart the process."
             ) from error
 
-    def allocate(self, nbytes: int, stream: Stream) -> torch.Tensor:
-        if stream == torch._C._cuda_getCurrentRawStream(self._index):  # nearly always; a context manager takes longer
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+    def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
+        if stream == self.current_stream():  # nearly always; a context manager takes longer
+            return new_buffer(nbytes, form, self.torch_device)
         with self._on(stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+            return new_buffer(nbytes, form, self.torch_device)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from .base import HostSlab
 
 
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Shape, stride in elements, and dtype of a tensor over the whole of its storage."""
+
+
 class HostRegion:
     """Bytes `offset .. offset + nbytes` of a slab: the source of a copy-in, the target of a copy-out."""
 
@@ -34,6 +38,14 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage
     if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
     return storage
+
+
+def new_buffer(nbytes: int, form: Form | None, device: torch.device) -> torch.Tensor:
+    """A tensor with a storage of `nbytes` bytes, which are garbage: 1-D of uint8, or in `form`, which has as many."""
+    if form is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    shape, stride, dtype = form
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""A saved tensor comes back in the form it had: shape, stride, offset, dtype, and what is lazy about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from offload_engine import OffloadConfig, OffloadEngine
+from tests.adversarial import AdversarialDevice
+
+FORMS: dict[str, Callable[[], torch.Tensor]] = {
+    "whole": lambda: torch.randn(4, 3, 2),
+    "number": lambda: torch.tensor(7.0),
+    "bytes": lambda: torch.arange(100, dtype=torch.uint8),
+    "dimensions of one, with strides of their own": lambda: torch.randn(6).as_strided((6, 1, 1), (1, 17, 5)),
+    "transposed": lambda: torch.randn(4, 5).t(),
+    "part": lambda: torch.randn(10)[2:7],
+    "front": lambda: torch.randn(10)[:5],
+    "expanded": lambda: torch.randn(1, 5).expand(4, 5),
+    "reinterpreted": lambda: torch.randn(8).view(torch.int32),
+    "conjugate": lambda: torch.randn(3, 2, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(4, dtype=torch.complex64).conj().imag,
+}
+
+
+def form_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    bits = (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
+    return (*bits, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@pytest.fixture(params=["on host", "resident"])
+def is_on_host(request: pytest.FixtureRequest) -> bool:
+    return request.param == "on host"
+
+
+def save_and_restore(tensors: list[torch.Tensor], is_on_host: bool) -> list[torch.Tensor]:
+    """Saves views of one storage in one group, moves the group there and back, and unpacks each of them twice."""
+    device = AdversarialDevice()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        group = chunk.open_group("group")
+        handles = [chunk.tensor_push(tensor) for tensor in tensors]
+        tensors.clear()
+        chunk.close_group()
+        if is_on_host:
+            engine._mover.releases.drain()
+        chunk.on_group_commit_backward(group)
+        restored = [chunk.tensor_pop(handle) for handle in handles]
+        for tensor in filter(torch.Tensor.is_contiguous, restored):
+            tensor += 0  # what the backward writes in place is no modification of what was saved
+        restored += [chunk.tensor_pop(handle) for handle in handles]
+        assert (engine.stats.copied_in_bytes > 0) == is_on_host
+        del handles
+    engine.close()
+    assert not device.hazards
+    return restored
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_tensor(form: str, is_on_host: bool) -> None:
+    saved = FORMS[form]()
+    expected, values = form_of(saved), saved.clone()
+    for restored in save_and_restore([saved], is_on_host):
+        assert form_of(restored) == expected
+        assert torch.equal(restored, values)
+
+
+@pytest.mark.parametrize("first", ["as it is", "transposed", "as integers", "a part"])
+def test_several_tensors_over_one_storage(first: str, is_on_host: bool) -> None:
+    """Only one of them is the storage as it is, and that one need not be the first."""
+    base = torch.randn(6, 4)
+    views = {"as it is": base, "transposed": base.t(), "as integers": base.view(torch.int32), "a part": base[1:3]}
+    saved = [views.pop(first), *views.values()]
+    expected = [(form_of(tensor), tensor.clone()) for tensor in saved]
+    del base, views
+    for restored, (form, values) in zip(save_and_restore(saved, is_on_host), [*expected, *expected], strict=True):
+        assert form_of(restored) == form
+        assert torch.equal(restored, values)
+
+
+def test_held_in_another_form() -> None:
+    """Whoever holds the bytes may hold them as a view; what was saved is not that view."""
+    device = AdversarialDevice()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
+    saved = torch.randn(4, 6)
+    values, other = saved.clone(), saved.detach()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        group = chunk.open_group("group")
+        handle = chunk.tensor_push(saved)
+        chunk.close_group()
+        engine._mover.releases.drain()
+        engine.held_elsewhere(saved.view(24))  # `other` is not told of, so the storage stays
+        assert engine.stats.num_viewed_storages == 1
+        chunk.on_group_commit_backward(group)
+        restored = chunk.tensor_pop(handle)
+        assert restored.shape == (4, 6) and torch.equal(restored, values)
+        del handle, other
+    engine.close()
