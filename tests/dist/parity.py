@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,22 @@ def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
     check_cases(cases, [microbatches] * len(cases))
 
 
-def check_cases(cases: Sequence[Case], microbatches: Sequence[Sequence[int]]) -> None:
+def check_cases(cases: Sequence[Case], microbatches: Iterable[Sequence[int]]) -> None:
     """On one rank: every case without offload, then with, at its own numbers of microbatches."""
     gc.disable()
     for case, numbers in zip(cases, microbatches, strict=False):
         run_with(case, numbers, run_without(case, numbers))
+
+
+def check_in_turns(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
+    check_cases(cases, taking_turns(microbatches))
+
+
+def taking_turns(microbatches: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All the numbers for the first case, two for each other one: the cases together see every change."""
+    yield microbatches
+    for i in itertools.cycle(range(len(microbatches))):
+        yield [*microbatches[i:], microbatches[0]][:2]
 
 
 def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:

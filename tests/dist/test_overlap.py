@@ -22,7 +22,7 @@ from megatron_patches._versions import installed_version, is_in_range  # noqa: E
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, check_all, run_with, run_without  # noqa: E402
+from tests.dist.parity import EXPERTS, Case, check_all, check_in_turns, run_with, run_without  # noqa: E402
 from tests.dist.streams import adversarial_device  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
@@ -44,7 +44,7 @@ def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
     cases = [_case("mixed", [name]) for name in names]
     cases.append(_case("mixed", [row.name for row in MODULES if row.name in names and not row.parts]))
     cases.append(_case("moe", [name for name in names if name not in DENSE]))
-    run_ranks(check_all, cases, _microbatches(shape), pipeline=shape)
+    run_ranks(check_in_turns, cases, _microbatches(shape), pipeline=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -56,7 +56,7 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
     ]
     cases.append(_case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed))
     cases.append(_case("mixed", ["qkv_linear", "router", "dispatched_tokens", "experts"], **delayed))
-    run_ranks(check_all, cases, _microbatches(shape)[:3], pipeline=shape)
+    run_ranks(check_in_turns, cases, _microbatches(shape)[:3], pipeline=shape)
     run_ranks(_check_delay, pipeline=shape)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch  # noqa: E402
 from megatron_patches import apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, check_all, check_cases, run_without  # noqa: E402
+from tests.dist.parity import EXPERTS, Case, check_all, check_in_turns, run_without  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2)]
@@ -42,11 +41,7 @@ def _grid() -> Iterable[Case]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bitwise_equal(shape: Pipeline) -> None:
     """Microbatches change from step to step, with evaluation before the first step and in between."""
-    numbers = _microbatches(shape)
-    # Two or three numbers for each case, all of them for the first: the cases together see every change.
-    rotated = [[*numbers[i % len(numbers) :], numbers[0]][:2] for i in range(len(numbers))]
-    for_cases = [numbers, *itertools.islice(itertools.cycle(rotated), 64)]
-    run_ranks(check_cases, list(_grid()), for_cases, pipeline=shape)
+    run_ranks(check_in_turns, list(_grid()), _microbatches(shape), pipeline=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
