@@ -73,8 +73,9 @@ def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
     """Commit the open group of `chunk` behind a submodule; use the returned tensor as its output."""
     group, node = chunk.innermost_group, tensor.grad_fn
-    if group is None or node is None or not group.has_made(node):
-        # The group did not compute it, so what did may run its backward long after that of the group.
+    if group is None or node is None or not group.has_made(node) or tensor._is_view():
+        # Its node would not do. It runs its backward long after the group's where the group did not compute the tensor,
+        # and never where the model goes on to write into a view.
         return GroupCommitFunction.apply(tensor, chunk)
     # The group's backward begins with this node: a hook there takes a fourth of the time of an identity behind it.
     node.register_prehook(_BackwardBegins(chunk, chunk.on_group_commit_forward()))

@@ -1,0 +1,103 @@
+"""Where the backward of a group begins: right in front of its last node, or where its output's gradient arrives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine import ChunkKey, group_commit
+from offload_engine._saved import TensorGroup
+
+
+class Chunk:
+    """A chunk whose groups only note when they end and when their backward begins."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.innermost_group: TensorGroup | None = None
+
+    def open_group(self, name: str) -> None:
+        self.innermost_group = TensorGroup(ChunkKey(0, 0), 0, name, is_kept=False)
+
+    def on_group_commit_forward(self) -> TensorGroup | None:
+        group, self.innermost_group = self.innermost_group, None
+        return group
+
+    def on_group_commit_backward(self, group: TensorGroup | None) -> None:
+        self.log.append(group.name if group is not None else "no group")
+
+    def run(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """An operation that notes its backward."""
+        log = self.log
+
+        class Noting(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> Any:
+                log.append(name)
+                return grads[0] * 2
+
+        return Noting.apply(x)
+
+    def commit(self, tensor: torch.Tensor) -> torch.Tensor:
+        return group_commit(tensor, self)  # type: ignore[arg-type]
+
+
+def test_what_the_group_computed_is_left_as_it_is() -> None:
+    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
+    chunk.open_group("group")
+    inside = chunk.run(chunk.run(x, "first"), "last")
+    out = chunk.commit(inside)
+    assert out is inside
+    loss = (chunk.run(out, "one reader") + chunk.run(out, "another reader")).sum()
+    loss.backward(retain_graph=True)
+    expected = ["another reader", "one reader", "group", "last", "first"]
+    assert chunk.log == expected
+    loss.backward()
+    assert chunk.log == 2 * expected, "a retained graph runs it again"
+    assert torch.equal(x.grad, torch.full((3,), 2 * 2 * 8.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_the_model_may_write_into_the_output(is_view: bool) -> None:
+    """A write into a view takes the node that made the view out of the graph, and a hook on that node with it."""
+    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
+    chunk.open_group("group")
+    inside = torch.sin(chunk.run(x, "first"))
+    out = chunk.commit(inside[1:] if is_view else inside)
+    chunk.run(out.mul_(2), "reader").sum().backward()
+    assert chunk.log == ["reader", "group", "first"]
+
+
+def test_what_came_before_the_group_gets_an_identity() -> None:
+    """The node that made it runs its backward behind the group's own: a hook there would come too late."""
+    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
+    before = chunk.run(x, "before")
+    chunk.open_group("group")
+    inside = chunk.run(before, "inside")
+    passed = chunk.commit(before)
+    assert passed is not before and torch.equal(passed, before)
+    (chunk.run(passed, "reader") + inside).sum().backward()
+    assert chunk.log == ["reader", "group", "inside", "before"]
+
+
+def test_leaves_and_tensors_without_gradient() -> None:
+    chunk = Chunk()
+    chunk.open_group("of a leaf")
+    leaf = torch.ones(3, requires_grad=True)
+    chunk.run(chunk.commit(leaf), "reader").sum().backward()
+    assert chunk.log == ["reader", "of a leaf"]
+    chunk.open_group("without gradient")
+    assert not chunk.commit(torch.ones(3)).requires_grad
+    assert chunk.innermost_group is None
+
+
+def test_without_an_open_group() -> None:
+    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
+    chunk.commit(x * 1).sum().backward()
+    assert chunk.log == ["no group"]
