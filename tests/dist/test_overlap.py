@@ -109,7 +109,7 @@ def _check_emptied(microbatches: list[int]) -> None:
 
 def test_what_attention_is_recomputed_from_is_emptied() -> None:
     """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
-    latent = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    latent = {**LATENT, "num_layers": 2, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     run_ranks(_check_recomputed_from, _case("moe", ["self_attn"], **latent), pipeline=SHAPES[0])
 
 
