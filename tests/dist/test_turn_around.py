@@ -38,6 +38,11 @@ def test_only_what_the_last_mlp_has_copied_out_is_left(shape: Pipeline) -> None:
             assert set(left) <= {num_left}, (case, found)
 
 
+def test_a_chunk_of_one_layer_waits_for_none_of_its_copies() -> None:
+    found = run_ranks(_groups_left, Case("dense", ["qkv_linear"], settings={"num_layers": 4}), pipeline=Pipeline(2, 2))
+    assert found[0] and all(number > 0 for left in found for number in left), found
+
+
 def _groups_left(case: Case) -> list[int]:
     """Groups not released yet at each backward behind the forward of another chunk; a copy is done once waited for."""
     gc.disable()
@@ -46,6 +51,8 @@ def _groups_left(case: Case) -> list[int]:
 
         def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
             output, loss = forward_step(batches, model, *more)
+            chunk = handle.engine.current_chunk
+            assert chunk.chunk_groups.is_forward_done, "else the last of a step, and what is behind it, comes back late"
             output.register_hook(lambda grad: left.append(len(handle.engine._mover.releases._queue)))
             return output, loss
 
