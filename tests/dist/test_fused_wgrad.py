@@ -1,7 +1,6 @@
 """Weight gradients that a linear layer adds to `main_grad` itself: it finds the very parameter in backward.
 
-The kernel is apex's, which needs a GPU (tests/gpu/test_megatron.py has it); here a function of the tests is in its
-place, all else is megatron-core's.
+The kernel is apex's, which needs a GPU; here a function of the tests is in its place, all else is megatron-core's.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def test_parity(shape: Pipeline) -> None:
 
 def _check(cases: list[Case], num_microbatches: int) -> None:
     for case in cases:
-        with _kernels() as kernel:
+        with kernels() as kernel:
             run_with(case, [num_microbatches], run_without(case, [num_microbatches]))
             assert kernel.call_count > 0
 
@@ -48,7 +47,7 @@ def test_every_weight_says_that_its_gradient_was_added() -> None:
 
 
 def _check_flags() -> None:
-    with _kernels() as kernel, _applied() as handle:
+    with kernels() as kernel, _applied() as handle:
         (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
         run([chunk], 3)
         assert handle.stats is not None and handle.stats.copied_out_bytes > 0
@@ -64,7 +63,7 @@ def test_gradients_reduced_during_the_backward() -> None:
 
 
 def _check_reduced() -> None:
-    with _kernels():
+    with kernels():
         expected = _train()
         with _applied():
             assert _train() == expected
@@ -80,7 +79,7 @@ def _applied() -> Handle:
 
 
 @contextmanager
-def _kernels() -> Iterator[mock.Mock]:
+def kernels() -> Iterator[mock.Mock]:
     """In the place of apex's module; what it gives counts the calls."""
     kernel = mock.Mock(side_effect=_add)
     names = {"fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=kernel)}
