@@ -99,6 +99,9 @@ class Step:
 def test_of_ours_it_is_what_has_left_at_that_very_moment(moment: int) -> None:
     """What leaves or returns just before or behind it does not count."""
     step = Step(moment)
+    device = step.device
+    device.copy_out = device.copy_out  # as the CUDA device has it: the instance's, not of its class
+    calls = dict(vars(device))
     own = contenders.Ours(settings.Entry("ours"), {})
     own._handle = SimpleNamespace(engine=step.engine)
     counter = copies.CopyCounter(FakeEvent, step.memory.take_peak)
@@ -108,5 +111,6 @@ def test_of_ours_it_is_what_has_left_at_that_very_moment(moment: int) -> None:
     assert moved.host_bytes_at_peak == step.on_host[moment] <= moved.host_bytes_max
     assert len(set(step.on_host)) > 2
     assert counter.at_peak.peak_allocated_bytes >= 2_000
-    assert not {"is_complete", "allocate", "restore", "copy_out", "copy_in"} & vars(step.device).keys()
+    names = {"is_complete", "allocate", "restore", "copy_out", "copy_in"}
+    assert {name: call for name, call in vars(device).items() if name in names} == {"copy_out": calls["copy_out"]}
     step.engine.close()

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -111,11 +112,8 @@ def _copied_out(engine: OffloadEngine) -> Iterator[_Sources]:
         sources.addresses.append(source.untyped_storage().data_ptr())
         issue(stream, source, target)
 
-    engine.device.copy_out = note  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(engine.device, "copy_out", note):
         yield sources
-    finally:
-        del engine.device.copy_out
 
 
 def _workspaces(layers: torch.nn.ModuleList) -> list[Any]:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
+from unittest import mock
 
 import torch
 
@@ -134,15 +135,10 @@ class Ours:
             with counter.copy_in(source.nbytes, stream):
                 back(stream, source, target, *more)
 
-        device.copy_out, device.copy_in = copy_out, copy_in
-        for name in _BEFORE_CHANGES:
-            setattr(device, name, _with_mark(mark, getattr(device, name)))
-        try:
+        calls = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
+        with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in, **calls):
             yield
             mark()
-        finally:
-            for name in ("copy_out", "copy_in", *_BEFORE_CHANGES):
-                delattr(device, name)  # the class's come to light again
 
     def moved(self, counter: CopyCounter) -> Moved:
         stats = self._engine().stats
