@@ -7,10 +7,11 @@ python=$(cd "${VENV:-.venv}" && pwd)/bin/python
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 
-# The package is the installed one, with its compiled modules; all the rest is as in the checkout.
+# What is installed of the copy, compiled modules included, goes over the copy.
 tar --create --exclude=./.\* --exclude=./build --exclude=./out . | tar --extract --directory "$copy"
 OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
-    --no-deps --no-build-isolation --upgrade --target "$copy" "$copy"
+    --no-deps --no-build-isolation --target "$copy/build/installed" "$copy"
+cp -r "$copy/build/installed/." "$copy"
 
 export OFFLOAD_TESTS_EXPECT_COMPILED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$copy"

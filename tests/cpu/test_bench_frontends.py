@@ -163,26 +163,17 @@ class FakeHost:
     """What psutil and torch's pinned allocator would say."""
 
     resident: int = 2 << 30
-    used: int = 0
-    kept: int = 0
+    pinned: int = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
         for module in (gauges, turns):
             monkeypatch.setattr(module, "resident_set", lambda: self.resident)
-        monkeypatch.setattr(gauges, "pinned", lambda is_cuda: gauges.Pinned(self.used, self.kept))
-        monkeypatch.setattr(turns, "give_back_kept_pinned", self.give_back)
+        monkeypatch.setattr(gauges, "pinned_bytes", lambda is_cuda: self.pinned)
         return self
 
     def pin(self, nbytes: int, is_resident: bool = True) -> None:
-        reused = min(nbytes, self.kept)
-        self.used, self.kept = self.used + nbytes, self.kept - reused
-        self.resident += (nbytes - reused) * is_resident
-
-    def free(self) -> None:
-        self.kept, self.used = self.kept + self.used, 0
-
-    def give_back(self, is_cuda: bool) -> None:
-        self.resident, self.kept = self.resident - self.kept, 0
+        self.pinned += nbytes
+        self.resident += nbytes * is_resident
 
 
 @pytest.mark.parametrize("is_resident", [True, False])
@@ -195,18 +186,14 @@ def test_pinned_memory_counts_once_whether_or_not_it_is_resident(
     assert use.taken() == 100 << 30
 
 
-def test_pinned_memory_that_the_allocator_keeps_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_pinned_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     host = FakeHost().install(monkeypatch)
     host.pin(100 << 30)
-    host.free()
     use = gauges.HostUse(is_cuda=True)
     assert use.taken() == 0
-    host.pin(30 << 30)  # of what is kept
-    assert use.taken() == 30 << 30 and host.resident == 102 << 30
-    host.resident += 10 << 30  # not of that allocator
+    host.pin(30 << 30)
+    host.resident += 10 << 30
     assert use.taken() == 40 << 30
-    host.free()
-    assert use.taken() == 10 << 30
 
 
 def test_a_contender_may_not_take_the_memory_that_others_left(
@@ -221,17 +208,6 @@ def test_a_contender_may_not_take_the_memory_that_others_left(
             time.sleep(5)
     with bench.watch(60.0):  # begins anew
         time.sleep(0.7)
-
-
-def test_what_is_kept_goes_back_where_memory_is_short(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = FakeHost().install(monkeypatch)
-    bench = turns.Bench(workload, gauges.make_gauge("cpu"), turns.Counts(1, 1), 101 << 30, lambda what: None)
-    host.pin(90 << 30)
-    host.free()
-    with bench.watch(60.0):
-        host.resident += 60 << 30  # not of that allocator
-        time.sleep(0.7)
-    assert host.kept == 0 and host.resident == 62 << 30
 
 
 def test_host_memory_limit_is_that_of_the_machine_at_most() -> None:
@@ -568,7 +544,7 @@ class FakeMachine:
         yield
 
     @contextmanager
-    def clean(self, keeps_pinned: bool) -> Iterator[dict[str, int]]:
+    def clean(self) -> Iterator[dict[str, int]]:
         yield {}
 
     def bench(self) -> Any:
@@ -601,7 +577,6 @@ class FakeMachine:
             limits=lambda name: limits,
             upper=lambda name: 100_000,
             flops=float,
-            pins_alone=lambda name: False,
             clock=lambda: self.now,
             **options,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import NamedTuple
 
 import torch
 from bench_gpu.leftovers import Held
@@ -11,19 +10,19 @@ from bench_gpu.measure import CudaGauge, Gauge
 
 
 class PinningGauge(CudaGauge):
-    """Tells pinned memory that tensors use from what torch's allocator merely keeps of it."""
+    """Reads the most that torch's allocator had pinned, too.
+
+    By what it has pinned, in use or not: its count of what is in use does not go down where a block is free again as
+    soon as it is given back.
+    """
 
     def start(self) -> None:
         super().start()
-        torch.empty(1, pin_memory=True)  # torch looks for blocks whose copies are over when it is asked for one
         torch.cuda.reset_peak_host_memory_stats()
 
     def read(self) -> dict[str, int]:
-        peak = torch.cuda.host_memory_stats().get("active_bytes.peak", 0)
+        peak = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
         return {**super().read(), "peak_pinned_bytes": int(peak)}
-
-    def held(self) -> Held:
-        return Held(torch.cuda.memory_allocated(), pinned(is_cuda=True).used_bytes)
 
 
 class CpuGauge:
@@ -62,31 +61,16 @@ def make_gauge(device: str) -> Gauge:
     return PinningGauge() if device == "cuda" else CpuGauge()
 
 
-class Pinned(NamedTuple):
-    """Memory of torch's pinned allocator."""
-
-    used_bytes: int
-    kept_bytes: int
-    """For a later use."""
-
-
-def pinned(is_cuda: bool) -> Pinned:
-    stats = torch.cuda.host_memory_stats() if is_cuda else {}
-    used = int(stats.get("active_bytes.current", 0))
-    return Pinned(used, max(0, int(stats.get("allocated_bytes.current", 0)) - used))
-
-
-def give_back_kept_pinned(is_cuda: bool) -> None:
-    """Returns to the system what torch's pinned allocator merely keeps."""
-    if is_cuda:
-        torch._C._host_emptyCache()
+def pinned_bytes(is_cuda: bool) -> int:
+    """What torch's allocator has pinned."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if is_cuda else 0
 
 
 class HostUse:
-    """What the process took of the host's memory since this was made, without what torch's allocator merely keeps.
+    """What the process took of the host's memory since this was made.
 
     Pinned pages are resident where they were registered, and need not be where the driver obtained them: so it is the
-    resident set that grew, or the pinned bytes in use, whichever by more. Never their sum.
+    resident set that grew, or what is pinned, whichever by more. Never their sum.
     """
 
     def __init__(self, is_cuda: bool) -> None:
@@ -98,8 +82,7 @@ class HostUse:
         return max(0, *(now - then for now, then in zip(self._count(), self._at_start, strict=True)))
 
     def _count(self) -> tuple[int, int]:
-        of_torch = pinned(self._is_cuda)
-        return resident_set() - of_torch.kept_bytes, of_torch.used_bytes
+        return resident_set(), pinned_bytes(self._is_cuda)
 
 
 def resident_set() -> int:

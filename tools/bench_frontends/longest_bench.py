@@ -70,8 +70,6 @@ class LongestBench:
         limits: of a contender; None where nothing bounds it but a length (the CPU).
         upper: no longer than this, for a contender.
         flops: of a sequence of so many tokens, to any scale.
-        pins_alone: whether a contender has a pool of pinned memory of its own. The others take turns with what torch's
-            allocator has pinned: pinning all the host's memory anew takes longer than a step.
         on_record: told of each trial.
         clock: seconds.
     """
@@ -85,7 +83,6 @@ class LongestBench:
         limits: Callable[[str], Limits] | None,
         upper: Callable[[str], int],
         flops: Callable[[int], float],
-        pins_alone: Callable[[str], bool],
         on_record: Callable[[dict[str, Any]], None] = lambda record: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,7 +92,6 @@ class LongestBench:
         self._limits = limits
         self._upper = upper
         self._flops = flops
-        self._pins_alone = pins_alone
         self._on_record = on_record
         self._clock = clock
         self._end = 0.0
@@ -181,7 +177,7 @@ class LongestBench:
 
     def _try(self, entry: _Contender, seq: int, seconds: float) -> Trial:
         begin = self._clock()
-        with self._bench.clean(keeps_pinned=not self._pins_alone(entry.name)) as remains:
+        with self._bench.clean() as remains:
             self._gauge.start()
             seen = self._take(entry, seq, seconds)
             memory = self._gauge.read()

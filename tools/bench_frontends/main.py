@@ -203,7 +203,6 @@ class Run:
             limits=self._limits if self._device_bytes() else None,
             upper=self._upper,
             flops=self._flops,
-            pins_alone=OURS.__contains__,
             on_record=lambda record: self._write([record]),
         )
         bench.warm_up(no_offload)

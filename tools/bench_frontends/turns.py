@@ -17,7 +17,7 @@ from bench_gpu.leftovers import Held, leftovers
 from bench_gpu.measure import Gauge, MemoryTimeline, record_memory
 
 from .contenders import Attach
-from .gauges import HostUse, give_back_kept_pinned, resident_set
+from .gauges import HostUse
 from .watch import Stopped, Watch
 from .workload import Attached, Timing, Workload
 
@@ -101,17 +101,12 @@ class Bench:
         return counted
 
     @contextmanager
-    def clean(self, keeps_pinned: bool = False) -> Iterator[dict[str, int]]:
+    def clean(self) -> Iterator[dict[str, int]]:
         """Around a contender: free memory before it, and nothing of it left after it.
 
         Gives a dictionary that says, when the block is over, what the contender left behind in spite of that.
-
-        Args:
-            keeps_pinned: torch's allocator may keep what it has pinned for the next one, as pinning takes long; what it
-                merely keeps counts as nobody's, and goes back where the host's memory becomes short.
         """
-        free = self._gauge.start if keeps_pinned else self._gauge.release
-        free()
+        self._gauge.release()
         before = self._gauge.held()
         self._held_first = self._held_first or before
         remains: dict[str, int] = {}
@@ -121,20 +116,14 @@ class Bench:
             drop_saved_tensor_hooks()
             self.workload.drop_gradients()
             cut_graphs()
-            free()
+            self._gauge.release()
             remains.update(leftovers(self._held_first, before, self._gauge.held()))
 
     def watch(self, seconds: float) -> Watch:
         """Bounds of what runs inside it."""
         left_by_others = self._host_use.taken()
         use = HostUse(self.workload.is_cuda)
-
-        def taken() -> int:
-            if resident_set() > self._host_bytes:
-                give_back_kept_pinned(self.workload.is_cuda)
-            return use.taken()
-
-        return Watch(seconds, self._host_bytes, taken, left_by_others if left_by_others >= _CROWD_BYTES else 0)
+        return Watch(seconds, self._host_bytes, use.taken, left_by_others if left_by_others >= _CROWD_BYTES else 0)
 
     def _attempt(self, name: str, attached: Attached, done: _Progress, seconds: float) -> None:
         try:
