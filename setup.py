@@ -11,6 +11,10 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 COMPILE = "OFFLOAD_ENGINE_COMPILE"  # in the environment, "1" asks for the compiled core
+IN_PLACE = (
+    f"{COMPILE}=1 asks for compiled modules beside the source, in the checkout: they would hide it, and every later "
+    "edit. Install without --editable, or into another folder (pip install --target)."
+)
 CORE = Path("offload_engine")
 # Not on the path of a group, or what the interpreter must see: a base class that is found at run time.
 INTERPRETED = {"__init__.py", "_smp.py", "_te_base.py"}
@@ -37,11 +41,8 @@ class BuildCompiled(build_ext):
     """Builds elsewhere than in the checkout, and says what to do without a compiler."""
 
     def run(self) -> None:
-        if self.inplace or self.editable_mode:
-            raise SystemExit(
-                f"{COMPILE}=1 asks for compiled modules beside the source, in the checkout: they would hide it, and "
-                "every later edit. Install without --editable, or into another folder (pip install --target)."
-            )
+        if self.inplace:
+            raise SystemExit(IN_PLACE)
         try:
             super().run()
         except (BaseError, CCompilerError) as error:
@@ -56,7 +57,9 @@ def is_compiling() -> bool:
     asked = os.environ.get(COMPILE, "0")
     if asked not in ("0", "1"):
         raise SystemExit(f"{COMPILE} must be 0 or 1, got {asked!r}")
-    return asked == "1" and not {"build", "build_ext", "bdist_wheel", "editable_wheel"}.isdisjoint(sys.argv)
+    if asked == "1" and "editable_wheel" in sys.argv:
+        raise SystemExit(IN_PLACE)
+    return asked == "1" and not {"build", "build_ext", "bdist_wheel"}.isdisjoint(sys.argv)
 
 
 setup(
