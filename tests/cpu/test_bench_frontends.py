@@ -166,8 +166,7 @@ class FakeHost:
     pinned: int = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
-        for module in (gauges, turns):
-            monkeypatch.setattr(module, "resident_set", lambda: self.resident)
+        monkeypatch.setattr(gauges, "resident_set", lambda: self.resident)
         monkeypatch.setattr(gauges, "pinned_bytes", lambda is_cuda: self.pinned)
         return self
 
