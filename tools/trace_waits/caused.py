@@ -9,6 +9,7 @@ from .spans import Span, total, union, within, without
 from .trace import Copy, HostWait, Trace
 
 _NEXT_IN_QUEUE_US = 30.0  # a copy engine takes up what is queued within so many
+_BETWEEN_KERNELS_US = 30.0  # pauses of a busy stream, none of them a wait; in a long one there are thousands
 
 
 class Judged(NamedTuple):
@@ -18,8 +19,8 @@ class Judged(NamedTuple):
     copying_us: float
     """In which activations were being copied."""
     caused_us: float
-    """In which they were, and the GPU did nothing else; or a small copy, which the host waited for, was queued behind
-    them. An upper bound: what the small copy needed may have been computed meanwhile."""
+    """In which they were, and the GPU did nothing else for more than a moment; or a small copy, which the host waited
+    for, was queued behind them. An upper bound: what the small copy needed may have been computed meanwhile."""
 
 
 def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
@@ -38,7 +39,8 @@ def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
     found = []
     for wait in trace.waits:
         during = within(copying, wait.span)
-        idle = total(without(during, within(busy, wait.span))) if during else 0.0
+        pauses = without(during, within(busy, wait.span)) if during else []
+        idle = total(pause for pause in pauses if pause.length > _BETWEEN_KERNELS_US)
         queued = max((_queued(copy, wait.span, queues[copy.is_out]) for copy in small), default=0.0)
         found.append(Judged(wait, total(during), max(idle, queued)))
     return found

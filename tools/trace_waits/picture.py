@@ -54,9 +54,9 @@ def draw(
 
 
 def window(trace: Trace, judged: Sequence[Judged], span_us: float) -> Span:
-    """The time that is drawn: around the longest wait that a copy caused, else around the longest of all."""
+    """The time that is drawn: around the end of the longest wait that a copy caused, else of the longest of all."""
     worst = max(judged, key=lambda one: (one.caused_us, one.wait.span.length), default=None)
-    middle = (worst.wait.span.begin + worst.wait.span.end) / 2 if worst else (trace.begin + trace.end) / 2
+    middle = worst.wait.span.end if worst else (trace.begin + trace.end) / 2
     begin = max(trace.begin, min(middle - span_us / 2, trace.end - span_us))
     return Span(begin, begin + span_us)
 
