@@ -32,8 +32,8 @@ CONTENDERS = {
     "save": "save_on_cpu(pin_memory=True)",
     "torchtune": "torchtune OffloadActivations",
     "trl": "TRL OffloadActivations",
-    "te_v2": "TransformerEngine get_cpu_offload_context",
-    "te_v1": "the same, v1 with a filter of weights",
+    "te_v2": "TransformerEngine get_cpu_offload_context v2",
+    "te_v1": "TransformerEngine get_cpu_offload_context v1, filter of weights",
 }
 OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper", "parts"})
 CHECKPOINTED = frozenset(
