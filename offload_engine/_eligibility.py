@@ -45,7 +45,7 @@ class Eligibility:
 
     def movable_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of `tensor` if its bytes may move, else None."""
-        # Exact type: parameters keep their identity (and main_grad); subclasses may hold more than their storage.
+        # Exact type: a parameter is no activation, and other subclasses may hold more than their storage.
         if (
             type(tensor) is not _TENSOR
             or tensor.device != self._torch_device

@@ -263,6 +263,6 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
     An output comes together with the node that saves it. Each would keep the other, and their bytes, alive for ever
     where no backward runs: after an exception, or in a branch that nobody uses. Autograd attaches the graph again to
-    whatever it gets back, so an alias does. Leaves and what TransformerEngine marks are wanted back as the same object.
+    whatever it gets back, so an alias does. A leaf has no node, and TransformerEngine wants back what it has marked.
     """
     return tensor if tensor.is_leaf or hasattr(tensor, "_TE_do_not_offload") else tensor.detach()
