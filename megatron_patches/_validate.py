@@ -26,6 +26,23 @@ def check_recomputation(config: Any, names: Sequence[str]) -> None:
             raise ValueError(f"offload_modules has {name!r}, but {conflict}")
 
 
+def check_weights_stay_whole(config: Any) -> None:
+    """Rejects weights that are gathered anew in backward, by methods of the very parameter.
+
+    What saved tensors hooks give back is another tensor, without them.
+
+    Raises:
+        NotImplementedError: naming the setting.
+    """
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            raise NotImplementedError(
+                f"offload_activation cannot be used with {name}={getattr(config, name)}: the backward of its layers "
+                "calls methods of the saved parameter, which autograd does not keep under saved tensors hooks. Set it "
+                "to 1, or switch the offload off."
+            )
+
+
 def check_host_limit(config: Any, limit_bytes: int | None, seq_length: int, micro_batch_size: int) -> None:
     """Rejects a host limit that cannot hold even the smallest useful group: one hidden activation.
 

@@ -14,21 +14,22 @@ class Retirement(ABC):
     """What a store needs so that nothing it works on goes under its hands.
 
     The last handle may go at any time: the garbage collector finds graphs in cycles, in the middle of a step and in any
-    thread. So a store is a context manager, not reentrant, whose body is one step. In the middle of it no storage
-    retires; what autograd drops meanwhile retires after.
+    thread. So a step is `with self, self._lock`, not reentrant. In the middle of it no storage retires; what autograd
+    drops meanwhile retires when the store, as a context manager, is left, behind the lock.
+
+    The lock is taken and given back by its own `with`: between two lines of ours an interrupt could leave it taken.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held during a step
         self._dropped: deque[SavedStorage] = deque()  # without a handle, not retired yet
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
+    def __enter__(self) -> Retirement:
+        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._lock.release()
         if self._dropped:
             self._retire_dropped()
 

@@ -108,7 +108,7 @@ class ActivationStore(Retirement):
 
     def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Nobody reads `holders`, tensors over one storage, until its backward: release it in spite of them."""
-        with self:
+        with self, self._lock:
             saved = self._by_key.get(holders[0].untyped_storage()._cdata)
             if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
                 return
@@ -179,7 +179,7 @@ class ActivationStore(Retirement):
 
         What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
         """
-        with self:
+        with self, self._lock:
             storages, nbytes = [], 0
             for saved in group.storages:
                 if (
@@ -211,7 +211,7 @@ class ActivationStore(Retirement):
         Raises:
             CopyError: if the copy-out failed; names the group.
         """
-        with self:
+        with self, self._lock:
             leaving = [s for s in storages if s.residency is COPYING_OUT and not s.is_modified()]
             try:
                 settle(leaving, self._context)
@@ -222,14 +222,14 @@ class ActivationStore(Retirement):
 
     def recall(self, group: TensorGroup) -> None:
         """`group` is needed soon: what is still being copied out stays on the device, where its bytes still are."""
-        with self:
+        with self, self._lock:
             for saved in group.storages:
                 if saved.residency is COPYING_OUT:
                     self._keep(saved)
 
     def issue_copy_in(self, storages: Iterable[SavedStorage]) -> None:
         """Copy in what is on host; the leases go back at once, together with the event of the copy."""
-        with self:
+        with self, self._lock:
             on_host = [saved for saved in storages if saved.residency is ON_HOST]
             if on_host:
                 self._issue_copy_in(on_host)
@@ -240,7 +240,7 @@ class ActivationStore(Retirement):
         Raises:
             CopyError: if the copy-in failed; names the group.
         """
-        with self:
+        with self, self._lock:
             arriving = [saved for saved in group.storages if saved.residency is COPYING_IN]
             if arriving:
                 self._await(arriving)
@@ -261,7 +261,7 @@ class ActivationStore(Retirement):
 
     def abandon_all(self) -> None:
         """Wait for every copy, then drop every storage. Handles that autograd still has can no longer be unpacked."""
-        with self:
+        with self, self._lock:
             self._wait_for_copies()
             # What must be restored last: the memory for it is there when all else has gone.
             for saved in sorted(self.live, key=SavedStorage.is_still_held):
@@ -355,7 +355,7 @@ class ActivationStore(Retirement):
 
     def _bring_back(self, saved: SavedStorage) -> None:
         """Have the device bytes there, or on their way: the prefetch did not."""
-        with self:
+        with self, self._lock:
             if saved.residency is RETIRED:
                 raise OffloadError(
                     f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import signal
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from offload_engine import (
     group_commit,
     group_start,
 )
+from offload_engine._devices import CpuDevice
 from offload_engine._saved import SavedStorage, TensorGroup
 from tests.adversarial import AdversarialDevice
 
@@ -161,4 +165,25 @@ def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.Monkey
         assert chunk.tensor_pop(kept.pop()).eq(1).all()
     assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
     assert isinstance(engine.device, AdversarialDevice) and not engine.device.hazards
+    engine.close()
+
+
+def test_an_interrupt_leaves_no_step_under_way() -> None:
+    """Whenever it comes: a lock that nobody gives back would block the reset as well."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), CpuDevice("none"))
+    store, num_interrupts = engine._store, 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    end = time.monotonic() + 0.5
+    try:
+        while time.monotonic() < end:
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                while True:
+                    store.issue_copy_in(())
+            num_interrupts += 1
+            assert not store._lock.locked(), f"after {num_interrupts} interrupts"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts > 10
     engine.close()

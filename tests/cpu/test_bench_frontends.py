@@ -209,6 +209,22 @@ def test_a_contender_may_not_take_the_memory_that_others_left(
         time.sleep(0.7)
 
 
+def test_the_reason_is_that_of_the_length_that_failed() -> None:
+    def trial(seq: int, reason: str | None, is_final: bool = True) -> Any:
+        return longest.Trial(seq=seq, trains=reason is None, reason=reason, is_final=is_final)
+
+    search = longest.Search(8, 1, 100)
+    search.note(trial(8, "out of memory"))
+    search.note(trial(search.next_seq, "its time was over", is_final=False))
+    assert search.found().reason == "its time was over"
+    search.note(trial(search.next_seq, None))
+    assert search.is_final and search.found().reason == "out of memory"
+    search = longest.Search(4, 1, 4)
+    search.note(trial(4, "its time was over", is_final=False))
+    search.note(trial(4, None))
+    assert search.is_final and search.found().reason is None
+
+
 def test_host_memory_limit_is_that_of_the_machine_at_most() -> None:
     import psutil
 

@@ -20,7 +20,7 @@ pytest.importorskip("tqdm")
 ROOT = Path(__file__).parents[2]
 
 with tools_on_path():
-    from trace_waits import caused, picture, trace
+    from trace_waits import caused, main, picture, trace
     from trace_waits.spans import Span, total, union, within, without
 
 MIB = 1 << 20
@@ -231,3 +231,11 @@ def test_what_is_no_trace_is_an_error_that_says_so(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ValueError, match="no chrome trace"):
         trace.read_trace(file)
+
+
+def test_two_traces_of_one_label_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    files = [write_trace(folder / "trace.json", kernel(0, 3)) for folder in (tmp_path, tmp_path / "a")]
+    with pytest.raises(SystemExit):
+        main.main([str(file) for file in files])
+    assert "two traces have the same label" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from megatron_patches._modules import MODULES  # noqa: E402
 from megatron_patches._validate import (  # noqa: E402
     check_host_limit,
     check_recomputation,
+    check_weights_stay_whole,
     hidden_bytes,
 )
 
@@ -36,6 +37,14 @@ def config(**settings: Any) -> SimpleNamespace:
         "recompute_num_layers": None,
     }
     return SimpleNamespace(**{**defaults, **settings})
+
+
+@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
+def test_weights_that_are_gathered_in_backward_are_refused(name: str) -> None:
+    for setting in ({}, {name: None}, {name: 1}):
+        check_weights_stay_whole(config(**setting))
+    with pytest.raises(NotImplementedError, match=f"{name}=2"):
+        check_weights_stay_whole(config(**{name: 2}))
 
 
 def test_nothing_conflicts_without_recomputation() -> None:

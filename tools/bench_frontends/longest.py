@@ -59,7 +59,8 @@ class Search:
         self._top = max(1, upper // unit)
         self._low, self._high = 0, self._top + 1  # in units: this trained, this did not
         self._best: Trial | None = None
-        self._reason: str | None = None
+        self._failure: str | None = None  # of what did not train
+        self._hindrance: str | None = None  # of the last trial, if it was not final
         self._num_trials = 0
         for one in known:
             self._take(one)
@@ -89,7 +90,7 @@ class Search:
         return Longest(
             trained=self._low * self._unit,
             failed=self._high * self._unit if self._high <= self._top else None,
-            reason=self._reason,
+            reason=self._failure if self.is_final else self._hindrance or self._failure,
             num_trials=self._num_trials,
             is_final=self.is_final,
             peak_reserved_bytes=best.peak_reserved_bytes if best else 0,
@@ -99,9 +100,10 @@ class Search:
     def _take(self, trial: Trial) -> None:
         self._num_trials += 1
         length = trial.seq // self._unit
+        self._hindrance = None if trial.is_final else trial.reason
         if not trial.trains:
-            self._reason = trial.reason
-            self._high = min(self._high, length) if trial.is_final else self._high
+            if trial.is_final and length < self._high:
+                self._high, self._failure = length, trial.reason
         elif length > self._low:
             self._best, self._low = trial, length
 

@@ -144,7 +144,7 @@ class LongestBench:
         first = entry.upper
         if self._limits is not None:
             for length in (self._unit, 2 * self._unit):
-                if self._left() > 0 and all(one.trains for one in entry.short):
+                if length <= entry.upper and self._left() > 0 and all(one.trains for one in entry.short):
                     entry.short.append(self._try(entry, length, max(_LEAST_S, self._left())))
             first = self._unit
             if len(entry.short) == 2 and entry.short[-1].trains:

@@ -58,6 +58,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON object a row of the table")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args(arguments)
+    if len({label for label, _ in args.traces}) < len(args.traces):
+        parser.error("two traces have the same label: write LABEL=FILE")
     for _, file in args.traces:
         if not file.is_file():
             parser.error(f"there is no file {file}")
