@@ -205,12 +205,8 @@ def _any_model_of_two_layers(workload: Workload, ours: Ours) -> Iterator[Attache
 
 @contextmanager
 def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    with _checkpointing(workload):
-        handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
-        try:
-            yield Attached(stats=lambda: handle.stats)
-        finally:
-            handle.remove()
+    with _checkpointing(workload), _offloaded_inputs(workload, ours) as attached:
+        yield attached
 
 
 @contextmanager
@@ -218,12 +214,18 @@ def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
     """Checkpoints around norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    with _wrapped_parts(workload, checkpoint_wrapper):
-        handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
-        try:
-            yield Attached(stats=lambda: handle.stats)
-        finally:
-            handle.remove()
+    with _wrapped_parts(workload, checkpoint_wrapper), _offloaded_inputs(workload, ours) as attached:
+        yield attached
+
+
+@contextmanager
+def _offloaded_inputs(workload: Workload, ours: Ours) -> Iterator[Attached]:
+    """`offload_wrapper` on whatever of the model is checkpointed."""
+    handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
+    try:
+        yield Attached(stats=lambda: handle.stats)
+    finally:
+        handle.remove()
 
 
 @contextmanager
