@@ -5,7 +5,8 @@ megatron-core 0.16.1 and 0.19.2 the host reads the device
 
 - in the alltoall dispatcher: split sizes and token counts in `maybe_move_tensor_to_cpu`, started on a stream of their
   own as soon as they are known and waited for in front of the all-to-all; before 0.19 once more in `permute`, where it
-  is not fused (`masked_select` needs its number of results);
+  is not fused (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it goes
+  where the split sizes are computed;
 - in the allgather dispatcher: `.cpu()`, `.item()` and `masked_select` in `dispatch_postprocess`;
 - in the flex dispatcher: boolean masks in DeepEP's `_indices_to_multihot`; `.item()` in `_NCCLEPManager` and, with
   padded inputs, in `_HybridEPManager`;
@@ -29,6 +30,7 @@ from offload_engine import OffloadEngine
 
 _MOE = "megatron.core.transformer.moe"
 _DISPATCHER = f"{_MOE}.token_dispatcher"
+_ALLTOALL = f"{_DISPATCHER}:MoEAlltoAllTokenDispatcher"
 _BEHIND = "a copy would wait for the copy engine, which serves activations first in, first out (9 ms behind 512 MiB)"
 
 
@@ -47,6 +49,12 @@ def moe_rows(runner: Runner) -> list[Patch]:
             target=f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
             wrapper=functools.partial(_around_move, runner=runner),
             why=f"split sizes and token counts are read by a kernel into mapped memory: {_BEHIND}",
+        ),
+        Patch(
+            target=f"{_ALLTOALL}._maybe_dtoh_and_synchronize",
+            wrapper=functools.partial(_around_dtoh, runner=runner),
+            why="those reads run on the current stream: as long as a kernel waits on another one, each kernel of the "
+            "current stream starts a microsecond later",
         ),
         Patch(
             target=f"{_DISPATCHER}:_DeepepManager._indices_to_multihot",
@@ -128,6 +136,21 @@ def _around_move(original: Callable[..., Any], *, runner: Runner) -> Callable[..
         return moved.numpy() if as_numpy else moved
 
     return move
+
+
+def _around_dtoh(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def start_or_wait(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        reads = torch.is_tensor(tokens_per_expert) and tokens_per_expert.is_cuda
+        if runner.running_engine is None or not reads:
+            return original(self, point, tokens_per_expert)
+        self.cuda_dtoh_stream = torch.cuda.current_stream()  # over that of the class; the event is recorded on it, too
+        try:
+            return original(self, point, tokens_per_expert)
+        finally:
+            del self.cuda_dtoh_stream
+
+    return start_or_wait
 
 
 def _around_permute(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:

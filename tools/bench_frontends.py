@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # the repository need not be installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # behind what is installed, which may be compiled
 
 from bench_frontends.main import main  # noqa: E402  # the folder, which Python finds before this file
 

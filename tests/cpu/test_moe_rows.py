@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,49 @@ def test_without_a_running_step_the_original_is_called(monkeypatch: pytest.Monke
         assert moved == ("original", True, True)
     finally:
         applied.remove()
+
+
+class Stream:
+    """Notes what is issued to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.calls.append("wait_stream")
+
+    def record_event(self) -> Any:
+        self.calls.append("record_event")
+        return SimpleNamespace(synchronize=lambda: self.calls.append("synchronize"))
+
+
+def _dispatcher() -> Any:
+    """An alltoall dispatcher in front of its reads, which it starts and waits for at one point."""
+    dispatcher = object.__new__(token_dispatcher.MoEAlltoAllTokenDispatcher)
+    dispatcher.drop_and_pad, dispatcher.num_local_experts = False, 1
+    dispatcher.cuda_dtoh_point = dispatcher.cuda_sync_point = "before_permutation_1"
+    dispatcher.input_splits = dispatcher.output_splits = on_device(torch.arange(2))
+    dispatcher.output_splits_tp = dispatcher.num_out_tokens = None
+    return dispatcher
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_the_alltoall_dispatcher_reads_on_the_stream_at_hand(is_running: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, side = Stream(), Stream()
+    monkeypatch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    if not is_running:  # nothing reads on the device, so neither does this test
+        monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", lambda tensor, **options: tensor)
+    applied = apply_patches(moe_rows(SimpleNamespace(running_engine=Engine() if is_running else None)))
+    dispatcher = _dispatcher()
+    try:
+        dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", on_device(torch.arange(2)))
+    finally:
+        applied.remove()
+    assert compute.calls == (["record_event", "synchronize"] if is_running else [])
+    assert side.calls == ([] if is_running else ["wait_stream", "record_event", "synchronize"])
+    assert dispatcher.cuda_dtoh_stream is side
 
 
 class Reader:

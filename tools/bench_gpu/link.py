@@ -80,7 +80,7 @@ def _timer() -> Any:
     return torch.cuda.Event(enable_timing=True)
 
 
-def measure_reads(ranks: Ranks, repeats: int = 7) -> dict[str, Any]:
+def measure_reads(ranks: Ranks, repeats: int = 50) -> dict[str, Any]:
     """Milliseconds that a host read of 512 bytes takes, idle and under a full copy-out queue."""
     record: dict[str, Any] = {"kind": "host_read", "rank": ranks.rank, "queue_bytes": _QUEUE_BYTES}
     record.update(_read_times(repeats))
