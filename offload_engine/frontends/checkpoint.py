@@ -133,6 +133,7 @@ class CheckpointOffload:
         try:
             # Here and not where autograd saves them, which may be after the function: so the copy-out overlaps it.
             group = chunk.open_group("checkpoint")
+            group.is_read_once = True
             inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
             with torch.autograd.graph.saved_tensors_hooks(partial(_pack, chunk, group), self._unpack):
