@@ -64,15 +64,12 @@ def give_up_region(saved: SavedStorage, last_copy: Event | None) -> None:
 
 
 def give_up_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
-    """As `give_up_region` for each, but what may be copied in again keeps its region until it retires.
-
-    A lease, nearly always the same for all, is told once.
-    """
+    """As `give_up_region` for each that is not read once; a lease, nearly always the same for all, is told once."""
     num_storages: dict[GroupLease, int] = {}
     for saved in storages:
         lease = saved.lease
         assert lease is not None
-        if saved.group.is_read_once and saved.may_be_handed_over():
+        if saved.group.is_read_once:
             lease.copied_in = last_copy
             continue
         saved.lease = None

@@ -122,9 +122,8 @@ class SavedStorage:
         return storage.resizable() and _num_tensors(storage) <= 1 + self.num_holders
 
     def may_be_handed_over(self) -> bool:
-        """True if the tensor of its one handle, read on `stream`, may have `buffer` to itself: see `TensorGroup`."""
-        is_unshared = self.num_handles == 1 and self.num_holders is None
-        return self.group.is_read_once and is_unshared and not self.readers and self.home is None
+        """True if nobody but the tensor of its one handle needs `buffer`, nor any stream but `stream`."""
+        return self.num_handles == 1 and self.num_holders is None and not self.readers and self.home is None
 
     def is_still_held(self) -> bool:
         """True if a tensor is left whose storage was emptied."""

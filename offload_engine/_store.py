@@ -235,7 +235,7 @@ class ActivationStore(Retirement):
     def issue_copy_in(self, storages: Iterable[SavedStorage]) -> None:
         """Copy in what is on host; the leases go back at once, together with the event of the copy.
 
-        All but those of what may be handed over: it may have to be copied in again.
+        Not those of what is read once, which may have to be copied in again.
         """
         with self, self._lock:
             on_host = [saved for saved in storages if saved.residency is ON_HOST]
@@ -429,7 +429,7 @@ class ActivationStore(Retirement):
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
         saved.residency = RESIDENT
-        if not saved.may_be_handed_over():
+        if not saved.group.is_read_once:
             give_up_region(saved, saved.copied_out)
 
     def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
