@@ -23,6 +23,7 @@ from offload_engine import (
     checkpoint,
     manage_activations,
 )
+from offload_engine._devices.cpu import CpuDevice
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
@@ -141,11 +142,12 @@ def test_the_storages_really_go(offload: CheckpointOffload, is_reentrant: bool) 
 
 
 @pytest.mark.parametrize("horizon", [1, 2, 3])
-def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, horizon: int) -> None:
+@pytest.mark.parametrize("kind", ["cpu", "adversarial"])
+def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: str, horizon: int) -> None:
     """In the rest of its layer's backward only those are there that come next, of which one less than the horizon."""
     meter = ResidencyMeter()
     config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=horizon)
-    offload = CheckpointOffload(engine=OffloadEngine(config, device, meter))
+    offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none") if kind == "cpu" else device, meter))
     model = WatchedStack(lambda block, x: offload.checkpoint(block, x))
     model.look = lambda: meter.current_bytes
     model(torch.randn(2, LENGTH, HIDDEN)).backward()
