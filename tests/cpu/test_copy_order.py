@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine import ChunkOffloadHandler, CopyError, OffloadConfig, OffloadEngine
 from tests.adversarial import AdversarialDevice
 
 NUMEL = 64
@@ -229,6 +229,20 @@ def test_rule_3_handed_over_before_its_copy_out_ran(seed: int | None) -> None:
         assert bench.read(handle).eq(3.0).all()
         del handle
         bench.finish()
+
+
+def test_what_is_not_on_host_is_not_handed_over(seed: int | None) -> None:
+    """The copy-out of what was recalled has failed: there would be nothing to read it from again."""
+    bench = Bench(seed, max_inflight_bytes=1 << 30)
+    bench.device.fail_next_copy("out")
+    handle = bench.save(3.0, is_read_once=True)
+    bench.chunk.recall_groups()
+    with pytest.raises(CopyError, match="the copy-out of group 0"):
+        bench.read(handle)
+    bench.engine.reset_iteration()
+    del handle
+    bench.engine.close()
+    assert bench.device.hazards == [] and bench.device.host_bytes == 0
 
 
 def test_rule_6_what_another_stream_has_read_is_not_handed_over(bench: Bench) -> None:
