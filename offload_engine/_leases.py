@@ -13,12 +13,13 @@ from offload_engine._saved import SavedStorage
 class GroupLease:
     """One lease for all storages that a group copies out; it goes back when the last of them gives up its part."""
 
-    __slots__ = ("lease", "num_storages", "events", "_pool")
+    __slots__ = ("lease", "num_storages", "events", "copied_in", "_pool")
 
     def __init__(self, pool: HostPool, lease: HostLease, num_storages: int) -> None:
         self.lease = lease
         self.num_storages = num_storages
         self.events: list[Event] = []  # last copy of each part that was given up
+        self.copied_in: Event | None = None  # last copy-in of a part that was not; behind all others in its queue
         self._pool = pool
 
     def give_up_part(self, last_copy: Event | None, num_storages: int = 1) -> None:
@@ -27,6 +28,8 @@ class GroupLease:
             self.events.append(last_copy)
         self.num_storages -= num_storages
         if self.num_storages == 0:
+            if self.copied_in is not None and self.copied_in not in self.events:
+                self.events.append(self.copied_in)
             self._pool.give_back(self.lease, self.events)
 
 
@@ -61,11 +64,15 @@ def give_up_region(saved: SavedStorage, last_copy: Event | None) -> None:
 
 
 def give_up_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
-    """As `give_up_region` for each; a lease, nearly always the same for all, is told once."""
+    """As `give_up_region` for each that is not read once; a lease, nearly always the same for all, is told once."""
     num_storages: dict[GroupLease, int] = {}
     for saved in storages:
-        lease, saved.lease = saved.lease, None
+        lease = saved.lease
         assert lease is not None
+        if saved.group.is_read_once:
+            lease.copied_in = last_copy
+            continue
+        saved.lease = None
         num_storages[lease] = num_storages.get(lease, 0) + 1
     for lease, number in num_storages.items():
         lease.give_up_part(last_copy, number)

@@ -24,7 +24,7 @@ class Residency(enum.Enum):
     COPYING_OUT = "copying out"
     """Still whole on the device, with a copy-out issued (`ActivationStore.issue_copy_out`)."""
     ON_HOST = "on host"
-    """On the host only (`ActivationStore.release`)."""
+    """On the host only, as far as the store has it (`ActivationStore.release`, or handed over by `unpack`)."""
     COPYING_IN = "copying in"
     """A copy-in is issued; the compute stream has not waited for it (`ActivationStore.issue_copy_in`)."""
     RETIRED = "retired"
@@ -121,6 +121,10 @@ class SavedStorage:
         storage = self.buffer.untyped_storage()
         return storage.resizable() and _num_tensors(storage) <= 1 + self.num_holders
 
+    def may_be_handed_over(self) -> bool:
+        """True if nobody but the tensor of its one handle needs `buffer`, nor any stream but `stream`."""
+        return self.num_handles == 1 and self.num_holders is None and not self.readers and self.home is None
+
     def is_still_held(self) -> bool:
         """True if a tensor is left whose storage was emptied."""
         return self.emptied is not None and _num_tensors(self.emptied) > 0
@@ -149,9 +153,26 @@ def _num_tensors(storage: torch.UntypedStorage) -> int:
 
 
 class TensorGroup:
-    """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`)."""
+    """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`).
 
-    __slots__ = ("chunk", "index", "name", "is_kept", "is_rest", "storages", "nbytes", "own_bytes", "_first_node")
+    The inputs of a checkpoint are read once (`is_read_once`): its recomputation lets go of them long before autograd
+    drops their handles. So `ActivationStore.unpack` hands their buffers over and keeps the host bytes instead, from
+    which a second backward, of a retained graph, gets them again. For what is dropped right after it is read that would
+    only keep host bytes for longer.
+    """
+
+    __slots__ = (
+        "chunk",
+        "index",
+        "name",
+        "is_kept",
+        "is_rest",
+        "is_read_once",
+        "storages",
+        "nbytes",
+        "own_bytes",
+        "_first_node",
+    )
 
     def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_rest: bool = False) -> None:
         self.chunk = chunk
@@ -159,6 +180,7 @@ class TensorGroup:
         self.name = name
         self.is_kept = is_kept  # the plan leaves it resident
         self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
+        self.is_read_once: bool = False  # in each backward, and needed no longer than the tensor that it is read as
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
         self.nbytes = 0
         self.own_bytes = 0  # of what no group saved before

@@ -35,7 +35,7 @@ class IterationStats:
     peak_resident_bytes: int = 0
     """The most managed bytes that were resident at once."""
     peak_host_bytes: int = 0
-    """The most bytes that were on the host at once."""
+    """The most host bytes that were lent at once."""
     host_bytes: int = 0
     """Host-tier bytes that the pool had obtained from the system at the end."""
     num_storages_left: int = 0

@@ -32,6 +32,7 @@ from offload_engine._transfers import (
     copy_out,
     drop_buffer,
     empty_buffer,
+    hand_over_buffer,
     note_last_read,
     settle,
 )
@@ -157,7 +158,7 @@ class ActivationStore(Retirement):
         Raises:
             OffloadError: if `reset_iteration()` dropped it.
             RuntimeError: if it was modified in place after it was saved, as autograd itself would.
-            CopyError: if its copy-in failed.
+            CopyError: if a copy of it failed.
         """
         saved = handle.storage
         if saved.residency is not RESIDENT:
@@ -168,11 +169,15 @@ class ActivationStore(Retirement):
             self._await([saved])
         assert saved.buffer is not None
         if handle.gives_form and saved.form is not None:
-            return saved.buffer.data  # unlike detach(), with a version counter of its own
-        empty = self._empties.get(handle.dtype)
-        if empty is None:
-            empty = self._empties[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._torch_device)
-        return handle.view(saved.buffer, empty)
+            tensor = saved.buffer.data  # unlike detach(), with a version counter of its own
+        else:
+            empty = self._empties.get(handle.dtype)
+            if empty is None:
+                empty = self._empties[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._torch_device)
+            tensor = handle.view(saved.buffer, empty)
+        if saved.lease is not None:  # the bytes are on host, or on their way there
+            self._hand_over(saved)
+        return tensor
 
     def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
         """Copy out what no group saved before `group`; returns what is now being copied (None where there is no room).
@@ -228,7 +233,10 @@ class ActivationStore(Retirement):
                     self._keep(saved)
 
     def issue_copy_in(self, storages: Iterable[SavedStorage]) -> None:
-        """Copy in what is on host; the leases go back at once, together with the event of the copy."""
+        """Copy in what is on host; the leases go back at once, together with the event of the copy.
+
+        Not those of what is read once, which may have to be copied in again.
+        """
         with self, self._lock:
             on_host = [saved for saved in storages if saved.residency is ON_HOST]
             if on_host:
@@ -320,6 +328,21 @@ class ActivationStore(Retirement):
             return
         saved.residency = ON_HOST
 
+    def _hand_over(self, saved: SavedStorage) -> None:
+        """Leave the buffer to the tensor that has just been made of it, unless others may ask for another one soon."""
+        with self, self._lock:
+            if not saved.may_be_handed_over() or self._current_stream() != saved.stream:
+                return
+            try:
+                settle([saved], self._context)  # of what was recalled: the copy-out may not be over
+            except CopyError as error:
+                raise self._failed(error, "copy-out", saved) from error
+            if saved.copied_in is None:  # the buffer is that of the forward
+                saved.pin_address()
+            self.accounts.drop(saved)
+            hand_over_buffer(saved)
+            saved.residency = ON_HOST
+
     def _hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo `drop_buffer`, where a holder has kept the bytes there."""
         saved.buffer, saved.form = holder.detach(), None
@@ -406,7 +429,8 @@ class ActivationStore(Retirement):
     def _keep(self, saved: SavedStorage) -> None:
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is dropped.
         saved.residency = RESIDENT
-        give_up_region(saved, saved.copied_out)
+        if not saved.group.is_read_once:
+            give_up_region(saved, saved.copied_out)
 
     def _failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
         self.has_failed = True

@@ -19,6 +19,10 @@
 Copy-in after its own copy-out needs no wait of its own: the host holds the only copy just when the buffer was dropped,
 that is, after compute waited for the copy-out (3), and the copy-in waits for compute (4).
 
+A buffer that is handed over to its one reader goes when that reader drops it: on compute, which has waited by then for
+the last copy that touched it (3, 5), and no other stream reads it (6, 7). Its host bytes stay lent, for another copy-in
+into another buffer, and go back with the event of the last one (2).
+
 A storage that others hold, unread, until its backward is emptied where any other is dropped, and gets bytes again where
 any other gets a buffer: "drop" and "allocate" above stand for both.
 """
@@ -104,6 +108,11 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     assert storage.buffer is not None
     context.device.on_release(storage.buffer)
     storage.buffer = None
+
+
+def hand_over_buffer(storage: SavedStorage) -> None:
+    """As `drop_buffer`, where the current stream is `storage.stream` and reads what it has been given of the buffer."""
+    storage.buffer = storage.copied_in = None
 
 
 def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:

@@ -66,6 +66,53 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+class WatchedBlock(nn.Module):
+    """A layer that saves two activations but not its input, and has `note` called between their uses in backward.
+
+    Attributes:
+        recomputed: the storage that each recomputation has got as its input.
+    """
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self.note, self.recomputed = note, list[StorageWeakRef]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (2 * x).sin()
+        if torch._C._current_graph_task_id() != -1:
+            self.recomputed.append(StorageWeakRef(x.untyped_storage()))
+        else:
+            y.register_hook(lambda _: self.note())
+        return y.cos()
+
+
+class WatchedStack(nn.Module):
+    """`WatchedBlock`s, whose recomputations can be told from the rest of their backwards.
+
+    Attributes:
+        look: called in each of them, behind the recomputation.
+        seen: for each of them how many inputs of recomputations are still there, and what `look` has returned.
+    """
+
+    def __init__(self, call: Callable[..., torch.Tensor] = operator.call) -> None:
+        super().__init__()
+        self.first = nn.Linear(HIDDEN, HIDDEN)
+        self.blocks = nn.ModuleList(WatchedBlock(self._note) for _ in range(DEPTH))
+        self.call = call
+        self.look: Callable[[], Any] = lambda: None
+        self.seen: list[tuple[int, Any]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x.square().mean()
+
+    def _note(self) -> None:
+        refs = [ref for block in self.blocks for ref in block.recomputed]  # type: ignore[union-attr]
+        self.seen.append((sum(not ref.expired() for ref in refs), self.look()))
+
+
 def make_language_model(family: str, way: str | None = None, **changes: Any) -> nn.Module:
     """A causal language model of transformers with random weights.
 

@@ -43,6 +43,7 @@ class LayerCheckpoints:
         self._originals = [(layer.inner, layer.inner.__dict__.get("forward")) for layer in self._layers]
         for layer in self._layers:
             layer.inner.__dict__["forward"] = _CheckpointedForward(layer.inner.forward, layer.module, groups)
+        groups.note_checkpointed(layer.module for layer in self._layers)
         self._log(type(model).__name__, len(layers))
 
     def remove(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,6 +96,7 @@ class LayerGroups:
         self._budget = budget
         self._forward: _Forward | None = None
         self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
+        self._checkpointed: set[nn.Module] = set()
         self._is_in_context = False
         self._body_name = type(body).__name__
         self._has_warned = False
@@ -113,6 +114,10 @@ class LayerGroups:
     def open_layer(self) -> nn.Module | None:
         """The layer that runs and saves into its group: not while a checkpoint around it does."""
         return None if self._forward is None else self._forward.layer
+
+    def note_checkpointed(self, layers: Iterable[nn.Module]) -> None:
+        """Inside each of `layers` a checkpoint runs it: its group saves what goes into that, and nothing else."""
+        self._checkpointed.update(layers)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -215,9 +220,11 @@ class LayerGroups:
         group.is_kept = is_last
         self._keep_shared_inputs(args, kwargs)
         if torch.is_grad_enabled() and self._is_on_top():
+            group.is_read_once = layer in self._checkpointed
             forward.layer = layer
             forward.first_index = group.index
             return
+        group.is_read_once = True
         source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         forward.input_groups.add(group)
         # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
@@ -251,7 +258,8 @@ class LayerGroups:
 
     def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
         forward.chunk.close_group()
-        forward.chunk.open_group(group.name).is_kept = group.is_kept
+        following = forward.chunk.open_group(group.name)
+        following.is_kept, following.is_read_once = group.is_kept, group.is_read_once
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.

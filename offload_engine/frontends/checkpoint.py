@@ -72,9 +72,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 class CheckpointOffload:
     """An engine for the inputs of checkpointed functions. As a context manager it is the one that `checkpoint` uses.
 
-    Each call of `checkpoint` is one group: what of its inputs is saved leaves the device while the function runs, and
-    comes back ahead of its recomputation. Checkpointing itself is PyTorch's: random states, autocast and the check of
-    determinism are as there. A storage that several calls have in common, as an attention mask, is copied once.
+    Each call of `checkpoint` is one group: what of its inputs is saved leaves the device while the function runs, comes
+    back ahead of its recomputation, and goes again when that has read it. Checkpointing itself is PyTorch's: random
+    states, autocast and the check of determinism are as there. A storage that several calls have in common, as an
+    attention mask, is copied once, and goes with the last of them.
 
     Args:
         config: bounds and thresholds; None: at most two groups on the device (`OffloadConfig.horizon_groups`).
@@ -133,6 +134,7 @@ class CheckpointOffload:
         try:
             # Here and not where autograd saves them, which may be after the function: so the copy-out overlaps it.
             group = chunk.open_group("checkpoint")
+            group.is_read_once = True
             inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
             with torch.autograd.graph.saved_tensors_hooks(partial(_pack, chunk, group), self._unpack):

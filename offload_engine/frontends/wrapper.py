@@ -31,7 +31,7 @@ def offload_wrapper(
 
     For models checkpointed with PyTorch's `apply_activation_checkpointing` or `checkpoint_wrapper`, or with
     `gradient_checkpointing_enable` of transformers; reentrant or not. Each input leaves the device while its layer
-    runs, and comes back while the layer after it runs its backward.
+    runs, comes back while the layer after it runs its backward, and goes again when its layer has been recomputed.
 
     ```python
     model.gradient_checkpointing_enable()

@@ -19,9 +19,11 @@ from offload_engine import (
     OffloadConfig,
     OffloadEngine,
     OffloadError,
+    ResidencyMeter,
     checkpoint,
     manage_activations,
 )
+from offload_engine._devices.cpu import CpuDevice
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
@@ -30,6 +32,7 @@ from tests.checkpointed import (
     LENGTH,
     Block,
     Stack,
+    WatchedStack,
     all_equal,
     first_recomputation,  # noqa: F401 (a fixture)
     make_language_model,
@@ -136,6 +139,125 @@ def test_the_storages_really_go(offload: CheckpointOffload, is_reentrant: bool) 
         loss = model(torch.randn(2, LENGTH, HIDDEN))
     assert alive[:DEPTH] == [[i] for i in range(DEPTH)]
     loss.backward()
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["cpu", "adversarial"])
+def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: str, horizon: int) -> None:
+    """In the rest of its layer's backward only those are there that come next, of which one less than the horizon."""
+    meter = ResidencyMeter()
+    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=horizon)
+    offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none") if kind == "cpu" else device, meter))
+    model = WatchedStack(lambda block, x: offload.checkpoint(block, x))
+    model.look = lambda: meter.current_bytes
+    model(torch.randn(2, LENGTH, HIDDEN)).backward()
+    assert model.seen == [(0, min(horizon - 1, left) * INPUT_BYTES) for left in reversed(range(DEPTH))]
+    assert meter.current_bytes == 0 and offload.engine.pool.num_leases == 0
+    offload.close()
+
+
+def test_an_input_of_several_checkpoints_goes_with_the_last(offload: CheckpointOffload) -> None:
+    """It stays until then: to hand it over would mean as many copy-ins."""
+    mask = (torch.rand(2, LENGTH, HIDDEN) > 0.5).float()
+
+    def masked(function: Checkpoint) -> list[torch.Tensor]:
+        return run(lambda block, x, use_reentrant: function(block, x, mask, use_reentrant=use_reentrant))
+
+    assert all_equal(masked(offload.checkpoint), masked(torch_checkpoint))
+    assert offload.stats.copied_out_bytes == (DEPTH + 1) * INPUT_BYTES
+    assert offload.stats.copied_in_bytes == DEPTH * INPUT_BYTES  # the last input never left
+    assert offload.engine.pool.num_leases == 0
+
+
+def test_an_input_that_is_passed_twice(offload: CheckpointOffload) -> None:
+    def gradient(function: Checkpoint) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(4, 1024).requires_grad_()
+        y = x
+        for _ in range(3):
+            y = 2 * y
+            y = function(lambda a, b: a.sin() * b.cos(), y, y, use_reentrant=False)
+        return list(torch.autograd.grad(y.sum(), x))
+
+    assert all_equal(gradient(offload.checkpoint), gradient(torch_checkpoint))
+    assert offload.stats.copied_in_bytes == 2 * 4 * 4096
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_inputs_that_are_views(offload: CheckpointOffload, is_shared: bool) -> None:
+    """Strided and with an offset, one of a storage or two of it, which is copied as a whole."""
+
+    def cut(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.t().split(32) if is_shared else (x.t()[32:],)
+
+    def sines(*parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.sin() for part in parts])
+
+    def gradient(function: Checkpoint) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(64, 64).requires_grad_()
+        first = function(sines, *cut(2 * x), use_reentrant=False)
+        second = function(sines, *cut(torch.cat([first, first])[:64]), use_reentrant=False)
+        return list(torch.autograd.grad(second.sum(), x))
+
+    assert all_equal(gradient(offload.checkpoint), gradient(torch_checkpoint))
+    stats = offload.stats
+    assert stats.copied_out_bytes == stats.managed_bytes and stats.copied_in_bytes == 4 * 64 * 64
+
+
+@pytest.mark.parametrize("horizon", [1, 2])
+def test_a_retained_graph_gets_its_inputs_again(device: AdversarialDevice, horizon: int) -> None:
+    """From the host: each backward behind the first copies all of them in."""
+    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=horizon)
+    offload = CheckpointOffload(engine=OffloadEngine(config, device))
+
+    def gradients(function: Checkpoint) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Stack(call=lambda block, x: function(block, x, use_reentrant=False))
+        loss = model(torch.randn(2, LENGTH, HIDDEN))
+        seen = list(torch.autograd.grad(loss, list(model.blocks[2].parameters()), retain_graph=True))
+        for i in range(3):
+            seen += torch.autograd.grad(loss, list(model.parameters()), retain_graph=i < 2)
+        return seen
+
+    with device.observe_compute():
+        found = gradients(offload.checkpoint)
+    assert all_equal(found, gradients(torch_checkpoint))
+    # And two for the part, of which the very last, with room for two, had not left.
+    assert offload.stats.copied_in_bytes == (3 * DEPTH + 3 - horizon) * INPUT_BYTES
+    assert offload.engine.pool.num_leases == 0 and not offload.engine.is_in_iteration
+    offload.close()
+
+
+def test_a_recomputation_that_raises(offload: CheckpointOffload) -> None:
+    """The graph is still whole, so another backward is right; and one that is dropped gives everything back."""
+
+    class Once(Exception):
+        pass
+
+    fails = iter((False, False, True, False, False, False, False, False))  # the second recomputation
+
+    def wavy(x: torch.Tensor) -> torch.Tensor:
+        if next(fails):
+            raise Once
+        return x.sin().cos()
+
+    x = torch.randn(1024).requires_grad_()
+    y = offload.checkpoint(wavy, 2 * offload.checkpoint(wavy, 2 * x))
+    with pytest.raises(Once):
+        y.sum().backward()
+    y.sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    (2 * (2 * expected).sin().cos()).sin().cos().sum().backward()
+    assert torch.equal(x.grad, expected.grad)  # type: ignore[arg-type]
+    del y
+    assert offload.engine.pool.num_leases == 0 and not offload.engine.has_saved
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_with_and_without_an_early_stop(offload: CheckpointOffload, is_early: bool) -> None:
+    found = run(offload.checkpoint, early_stop=is_early)
+    assert all_equal(found, run(torch_checkpoint, early_stop=is_early))
 
 
 def test_keywords(offload: CheckpointOffload) -> None:

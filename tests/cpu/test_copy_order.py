@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine import ChunkOffloadHandler, CopyError, OffloadConfig, OffloadEngine
 from tests.adversarial import AdversarialDevice
 
 NUMEL = 64
@@ -27,9 +27,9 @@ class Bench:
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()
 
-    def save(self, value: float) -> object:
+    def save(self, value: float, is_read_once: bool = False) -> object:
         """One group that saves one tensor full of `value`, made by the current stream."""
-        self.chunk.open_group("group")
+        self.chunk.open_group("group").is_read_once = is_read_once
         handle = self.chunk.tensor_push(torch.full((NUMEL,), value))
         self.chunk.close_group()
         return handle
@@ -170,14 +170,198 @@ def test_what_was_copied_in_does_not_move_again(bench: Bench) -> None:
     bench.finish()
 
 
+# -- handed over to the one who reads it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_recalled", [False, True])
+def test_what_is_read_once_may_be_read_again(seed: int | None, is_recalled: bool) -> None:
+    """The second reader waits for a copy-in of its own (5), even where the first wrote to what it had been given."""
+    bench = Bench(seed, max_inflight_bytes=1 << 30 if is_recalled else 0)
+    with bench.device.observe_compute():
+        handle = bench.save(3.0, is_read_once=True)
+        for number in range(1, 4):
+            given = bench.chunk.tensor_pop(handle)
+            assert bench.engine.stats.copied_in_bytes == (number - is_recalled) * NBYTES
+            assert given.eq(3.0).all()
+            given.fill_(number)
+            del given
+        del handle
+        bench.finish()
+
+
+def test_what_is_read_once_keeps_its_lease(seed: int | None) -> None:
+    bench = Bench(seed, max_inflight_bytes=0, host_limit_bytes=NBYTES)
+    with bench.device.observe_compute():
+        first = bench.save(3.0, is_read_once=True)
+        assert bench.read(first).eq(3.0).all()
+        second = bench.save(5.0)
+        assert bench.engine.stats.num_offloaded_groups == 1 and bench.engine.pool.lent_bytes == NBYTES
+        assert bench.read(first).eq(3.0).all() and bench.read(second).eq(5.0).all()
+        del first, second
+        bench.finish()
+
+
+@pytest.mark.parametrize("num_reads", [1, 2])
+def test_rule_2_a_lease_lent_again_before_the_last_copy_in_ran(seed: int | None, num_reads: int) -> None:
+    """On a stream that has not waited for it, as that of the one reader has."""
+    bench = Bench(seed, max_inflight_bytes=0, host_limit_bytes=NBYTES)
+    with bench.device.observe_compute():
+        first = bench.save(3.0, is_read_once=True)
+        values = [bench.read(first) for _ in range(num_reads)]
+        del first
+        with bench.device.compute_stream("comm"):
+            second = bench.save(5.0)
+            assert bench.engine.stats.num_offloaded_groups == 2
+            assert bench.read(second).eq(5.0).all()
+        assert all(value.eq(3.0).all() for value in values)
+        del second
+        bench.finish()
+
+
+def test_rule_3_handed_over_before_its_copy_out_ran(seed: int | None) -> None:
+    """The reader drops the buffer of the forward, from which the copy-out has not read yet."""
+    bench = Bench(seed, max_inflight_bytes=1 << 30)
+    with bench.device.observe_compute():
+        handle = bench.save(3.0, is_read_once=True)
+        bench.chunk.recall_groups()
+        assert bench.read(handle).eq(3.0).all()
+        assert bench.engine.stats.copied_in_bytes == 0
+        assert bench.read(handle).eq(3.0).all()
+        del handle
+        bench.finish()
+
+
+def test_what_is_not_on_host_is_not_handed_over(seed: int | None) -> None:
+    """The copy-out of what was recalled has failed: there would be nothing to read it from again."""
+    bench = Bench(seed, max_inflight_bytes=1 << 30)
+    bench.device.fail_next_copy("out")
+    handle = bench.save(3.0, is_read_once=True)
+    bench.chunk.recall_groups()
+    with pytest.raises(CopyError, match="the copy-out of group 0"):
+        bench.read(handle)
+    bench.engine.reset_iteration()
+    del handle
+    bench.engine.close()
+    assert bench.device.hazards == [] and bench.device.host_bytes == 0
+
+
+def test_rule_6_what_another_stream_has_read_is_not_handed_over(bench: Bench) -> None:
+    """Its one reader would drop it without a wait for the other stream."""
+    handle = bench.save(3.0, is_read_once=True)
+    with bench.device.compute_stream("comm"):
+        assert bench.read(handle).eq(3.0).all()
+    assert bench.read(handle).eq(3.0).all()
+    assert bench.device.num_copies["in"] == 1
+    del handle
+    bench.finish()
+
+
+def test_what_another_stream_reads_is_not_handed_over(seed: int | None) -> None:
+    bench = Bench(seed, max_inflight_bytes=1 << 30)
+    with bench.device.observe_compute():
+        handle = bench.save(3.0, is_read_once=True)
+        bench.chunk.recall_groups()
+        saved_on = bench.device.record_event(bench.device.current_stream())
+        with bench.device.compute_stream("comm") as comm:
+            bench.device.wait_event(comm, saved_on)
+            assert bench.read(handle).eq(3.0).all()
+        assert bench.engine._store.accounts.resident_bytes == NBYTES
+        bench.device.wait_event(bench.device.current_stream(), bench.device.record_event(comm))
+        del handle
+        bench.finish()
+
+
+def test_rule_7_what_another_stream_made_is_not_handed_over(seed: int | None) -> None:
+    """That stream, whose pool gets the bytes back, would not wait for the copy-out."""
+    bench = Bench(seed, max_inflight_bytes=1 << 30)
+    with bench.device.observe_compute():
+        with bench.device.compute_stream("comm") as comm:
+            tensor = torch.full((NUMEL,), 3.0)
+        bench.device.wait_event(bench.device.current_stream(), bench.device.record_event(comm))
+        bench.engine.note_home(tensor, comm)
+        bench.chunk.open_group("group").is_read_once = True
+        handle = bench.chunk.tensor_push(tensor)
+        del tensor
+        bench.chunk.close_group()
+        bench.chunk.recall_groups()
+        assert bench.read(handle).eq(3.0).all()
+        bench.device.record_event(comm)
+        del handle
+        bench.finish()
+
+
+def test_what_others_hold_is_not_handed_over(bench: Bench) -> None:
+    """It was emptied and restored in place: the bytes would stay all the same."""
+    bench.chunk.open_group("group").is_read_once = True
+    tensor = torch.full((NUMEL,), 3.0)
+    handle = bench.chunk.tensor_push(tensor)
+    bench.chunk.close_group()
+    bench.engine.held_elsewhere(tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    assert bench.read(handle).eq(3.0).all() and bench.read(handle).eq(3.0).all()
+    assert tensor.eq(3.0).all() and bench.device.num_copies["in"] == 1
+    del handle
+    bench.finish()
+
+
+def test_what_is_held_after_it_was_handed_over_is_checked_again(bench: Bench) -> None:
+    bench.chunk.open_group("group").is_read_once = True
+    tensor = torch.full((NUMEL,), 3.0)
+    handle = bench.chunk.tensor_push(tensor)
+    bench.chunk.close_group()
+    assert bench.read(handle).eq(3.0).all()  # copied in
+    view = tensor[1:]
+    bench.engine.held_elsewhere(tensor)  # but not by it alone, so that it stays
+    view.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        bench.read(handle)
+    del handle
+    bench.finish()
+
+
+def test_what_two_read_is_not_handed_over(bench: Bench) -> None:
+    bench.chunk.open_group("group").is_read_once = True
+    tensor = torch.full((NUMEL,), 3.0)
+    first, second = (bench.chunk.tensor_push(tensor) for _ in range(2))
+    del tensor
+    bench.chunk.close_group()
+    for handle in (first, second, first):
+        assert bench.read(handle).eq(3.0).all()
+    assert bench.device.num_copies["in"] == 1
+    del handle, first, second
+    bench.finish()
+
+
+def test_a_second_reader_that_comes_late_shares_the_buffer(bench: Bench) -> None:
+    """Saved again while the only handle of the first save has its copy-in under way."""
+    bench.chunk.open_group("group").is_read_once = True
+    tensor = torch.full((NUMEL,), 3.0)
+    first = bench.chunk.tensor_push(tensor)
+    bench.chunk.close_group()
+    bench.chunk.bulk_reload_group(0)
+    bench.chunk.open_group("group")
+    second = bench.chunk.tensor_push(tensor)
+    bench.chunk.close_group()
+    assert bench.read(first).eq(3.0).all() and bench.read(second).eq(3.0).all()
+    assert bench.device.num_copies["in"] == 1
+    del first
+    assert bench.read(second).eq(3.0).all()  # the last of the two, so now it is its own
+    del tensor, second
+    bench.finish()
+
+
+@pytest.mark.parametrize("is_read_once", [False, True])
 @pytest.mark.parametrize("pending", ["copy-out", "copy-in"])
-def test_a_reset_waits_for_what_is_in_flight(seed: int | None, pending: str) -> None:
+def test_a_reset_waits_for_what_is_in_flight(seed: int | None, pending: str, is_read_once: bool) -> None:
     bench = Bench(seed, max_inflight_bytes=0 if pending == "copy-in" else 1 << 30)
     with bench.device.observe_compute():
-        handle = bench.save(3.0)
+        handle = bench.save(3.0, is_read_once)
+        handed_over = bench.save(5.0, is_read_once)
+        assert bench.read(handed_over).eq(5.0).all()
         if pending == "copy-in":
             bench.chunk.bulk_reload_group(0)
         bench.engine.reset_iteration()
-        del handle
+        assert bench.engine.pool.num_leases == 0
+        del handle, handed_over
         bench.engine.close()
     assert bench.device.hazards == [] and bench.device.host_bytes == 0

@@ -167,6 +167,25 @@ def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
     engine.close()
 
 
+def test_what_was_handed_over_keeps_its_address() -> None:
+    """Its one reader drops the buffer of the forward: another storage could be taken for it."""
+    engine = OffloadEngine(OffloadConfig(directory="none", min_tensor_bytes=0, max_inflight_bytes=1 << 30))
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group").is_read_once = True
+        tensor = torch.zeros(NUMEL)
+        address, handle = tensor.untyped_storage()._cdata, chunk.tensor_push(tensor)
+        del tensor
+        chunk.close_group()
+        chunk.recall_groups()
+        assert chunk.tensor_pop(handle).eq(0).all() and engine.stats.copied_in_bytes == 0
+        tensors = [torch.ones(NUMEL) for _ in range(10_000)]
+        assert address not in {other.untyped_storage()._cdata for other in tensors}
+        assert chunk.tensor_pop(handle).eq(0).all() and engine.stats.copied_in_bytes == 4 * NUMEL
+        del handle
+    engine.close()
+
+
 @pytest.mark.parametrize("outsider", ["before the group", "after the group", "both"])
 def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
     engine: OffloadEngine, outsider: str

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from offload_engine import (
     enable_activation_offloading,
 )
 from tests.adversarial import AdversarialDevice
+from tests.checkpointed import HIDDEN, INPUT_BYTES, LENGTH, WatchedStack
 
 WIDTH, ROWS = 16, 8
 BYTES = 4 * WIDTH * ROWS  # of one activation
@@ -248,6 +251,28 @@ def test_at_most_two_layers_are_on_the_device(enable_ckpt: bool, enable: Enable)
     assert stats.managed_bytes == 8 * layer_bytes
     assert stats.peak_resident_bytes == 2 * layer_bytes
     assert stats.prefetch_misses == 0
+
+
+@pytest.mark.parametrize("way", ["ours", "by hand"])
+def test_an_input_of_a_layer_goes_when_it_has_been_read(way: str, enable: Enable) -> None:
+    """In the rest of its layer's backward only the next one is there; the last layer's, which never left, stays."""
+    by_hand = partial(checkpoint, use_reentrant=False)
+    model = WatchedStack(by_hand if way == "by hand" else operator.call)
+    handle = enable(model, way == "ours", config=ALL.replace(horizon_groups=2), layers=list(model.blocks))
+    model.look = lambda: handle.engine._store.accounts.resident_bytes  # without what is saved between the layers
+    model(torch.randn(2, LENGTH, HIDDEN)).backward()
+    assert model.seen == [(1, 2 * INPUT_BYTES), (0, INPUT_BYTES), (0, INPUT_BYTES), (0, 0)]
+    assert handle.stats.prefetch_misses == 0
+
+
+def test_all_pieces_of_what_goes_into_a_layer_are_read_once(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a retained graph has them on the host, all but the last layer's."""
+    monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES)
+    handle = enable(model := Net(run=lambda layer, x: layer(x, mask=x.cos())), enable_ckpt=True)
+    loss = model(data())
+    loss.backward(retain_graph=True)
+    assert handle.engine.pool.lent_bytes == handle.stats.copied_out_bytes == 3 * 2 * BYTES
+    loss.backward()
 
 
 def test_a_large_layer_leaves_in_pieces_and_what_fits_stays(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
