@@ -14,7 +14,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,8 @@ def _load_trl(folder: Path | None) -> Attach:
         "accelerate.utils.versions": {"is_torch_version": lambda operation, version: True},
     }
     module = load_file("trl.models.activation_offloading", folder, helpers)
+    with suppress(ImportError):  # where accelerate is installed its logger, with which TRL warns, asks for this
+        importlib.import_module("accelerate.state").PartialState()
 
     def make(model: torch.nn.Module) -> Any:
         context = module.OffloadActivations()
