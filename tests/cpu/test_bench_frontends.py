@@ -78,6 +78,8 @@ def test_quick_leaves_out_what_takes_long_to_import_unless_it_is_named() -> None
         ("--engine horizon_bytes", "NAME=VALUE"),
         ("--rivals no/such/folder", "not a folder"),
         ("--total-seconds 9", "--longest, which is not asked for"),
+        ("--resume trials.jsonl", "--longest, which is not asked for"),
+        ("--longest --resume nowhere.jsonl", "nowhere.jsonl is not a file"),
         ("--documents 3000", "do not divide a sequence of 32,768"),
     ],
 )
@@ -129,6 +131,26 @@ def test_the_longest_sequence_of_two_contenders(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     for one in found.values():
         assert (one["trained"], one["failed"], one["is_final"]) == (128, None, True)
+
+
+def test_a_search_goes_on_from_its_records(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    flags = ("--longest", "--longest-upper", "128", "--contenders", "none", "--json", str(file))
+    run_tool(*flags)
+    before = [json.loads(line) for line in file.read_text().splitlines()]
+    run_tool(*flags, "--resume", str(file))
+    after = [json.loads(line) for line in file.read_text().splitlines()][len(before) :]
+    assert {record["label"] for record in before if record["kind"] == "trial"} == {"warm-up", "none"}
+    assert {record["label"] for record in after if record["kind"] == "trial"} == {"warm-up"}
+    found, again = (next(r for r in records if r["kind"] == "longest") for records in (before, after))
+    assert {**found, "seconds": 0.0} == {**again, "seconds": 0.0, **{k: found[k] for k in found.keys() - again.keys()}}
+
+
+def test_a_search_of_another_model_is_not_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({"kind": "run", "shape": {"layers": 2}}) + "\n")
+    with pytest.raises(AssertionError, match="is of another run: shape was {'layers': 2}, and is "):
+        run_tool("--longest", "--longest-upper", "64", "--contenders", "none", "--resume", str(file))
 
 
 # ---- bounds ----
@@ -631,6 +653,18 @@ def test_with_little_time_the_table_has_what_was_seen_and_what_is_expected() -> 
     row = report.tables("a model", [found])[0].rows[0]
     assert row[1:5] == ("at least 2,944", "", "there was no time left for it", "3,000")
     assert machine.now <= 5.0
+
+
+def test_what_is_known_is_not_tried_again() -> None:
+    machine = FakeMachine()
+    records: list[dict[str, Any]] = []
+    bench = machine.search_bench(on_record=records.append)
+    bench.run({"save": no_contender}, 5.0, 1e9)
+    known = longest.known_trials([{"kind": "run"}, *records, {**records[-1], "seq": 3008, "is_final": False}])
+    assert [one.seq for one in known["save"]] == machine.tried == [64, 128, 2944]
+    (found,) = bench.run({"save": no_contender}, 1000.0, 1e9, known)
+    assert machine.tried[3:] == [3008]
+    assert (found["trained"], found["failed"], found["is_final"], found["num_trials"]) == (2944, 3008, True, 4)
 
 
 def test_without_any_time_nothing_is_tried() -> None:

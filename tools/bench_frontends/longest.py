@@ -5,8 +5,9 @@ Pure functions and plain state: what a trial is, `LongestBench` knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,16 @@ class Trial:
     """Pinned, at most."""
     seconds: float = 0.0
     """Of its step."""
+
+
+def known_trials(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Trial]]:
+    """What earlier runs found out, by contender: the trials among their records that say something of a length."""
+    names = [field.name for field in fields(Trial)]
+    found: dict[str, list[Trial]] = {}
+    for record in records:
+        if record["kind"] == "trial" and record["is_final"]:
+            found.setdefault(record["label"], []).append(Trial(**{name: record[name] for name in names}))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +62,7 @@ class Search:
         first: the guess.
         unit: lengths are multiples of it.
         upper: nothing longer is tried.
-        known: trials of short lengths that were made already.
+        known: trials that were made already: of short lengths, or of an earlier search.
     """
 
     def __init__(self, first: int, unit: int, upper: int, known: Sequence[Trial] = ()) -> None:

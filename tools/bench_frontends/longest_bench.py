@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -100,7 +100,13 @@ class LongestBench:
         """A step whose time nobody looks at: kernels are chosen in it."""
         self._try(_Contender("warm-up", attach, self._unit, self._flops), self._unit, 60.0)
 
-    def run(self, contenders: Mapping[str, Attach], seconds: float, contender_seconds: float) -> list[dict[str, Any]]:
+    def run(
+        self,
+        contenders: Mapping[str, Attach],
+        seconds: float,
+        contender_seconds: float,
+        known: Mapping[str, Sequence[Trial]] | None = None,
+    ) -> list[dict[str, Any]]:
         """All contenders; a record for each.
 
         First each has two short trials. Then each searches, in this order. Who has not found it, because its own time
@@ -111,11 +117,13 @@ class LongestBench:
             contenders: in the order in which they search.
             seconds: for all of them.
             contender_seconds: for the first search of one.
+            known: trials of an earlier search, by contender: they are not made again.
         """
+        known = known or {}
         self._end = self._clock() + seconds
         entries = [_Contender(name, attach, self._upper(name), self._flops) for name, attach in contenders.items()]
         for entry in entries:
-            self._prepare(entry)
+            self._prepare(entry, known.get(entry.name, ()))
         for entry in entries:
             for _ in range(_MOST_TRIALS):
                 if not self._may_go_on(entry) or entry.seconds >= contender_seconds:
@@ -139,18 +147,23 @@ class LongestBench:
         while possible := [entry for entry in entries if self._may_go_on(entry)]:
             yield min(possible, key=_Contender.expected_seconds)
 
-    def _prepare(self, entry: _Contender) -> None:
+    def _prepare(self, entry: _Contender, known: Sequence[Trial]) -> None:
         """Two short trials, and what they let expect."""
         first = entry.upper
         if self._limits is not None:
             for length in (self._unit, 2 * self._unit):
                 if length <= entry.upper and self._left() > 0 and all(one.trains for one in entry.short):
-                    entry.short.append(self._try(entry, length, max(_LEAST_S, self._left())))
+                    entry.short.append(self._short(entry, length, known))
             first = self._unit
             if len(entry.short) == 2 and entry.short[-1].trains:
                 first = entry.guess = predict(*entry.short, self._limits(entry.name))
         if self._left() > 0:
-            entry.search = Search(first, self._unit, entry.upper, entry.short)
+            trials = {one.seq: one for one in (*known, *entry.short)}
+            entry.search = Search(first, self._unit, entry.upper, [*trials.values()])
+
+    def _short(self, entry: _Contender, length: int, known: Sequence[Trial]) -> Trial:
+        found = next((one for one in known if one.seq == length), None)
+        return found or self._try(entry, length, max(_LEAST_S, self._left()))
 
     def _go_on(self, entry: _Contender) -> None:
         """The next trial of one. It may take its time, but not that of all others."""

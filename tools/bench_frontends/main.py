@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_gpu.leftovers import notice
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
 _LINK_BYTES = 64 << 20
+_SAME = ("shape", "documents", "longest_unit", "host_bytes", "device_bytes", "device_name")  # of runs that are compared
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,6 +57,7 @@ class Run:
         self._records: list[dict[str, Any]] = []
         self._spent: dict[str, float] = {}
         self._failed: set[str] = set()
+        self._earlier = _read(settings.resume) if settings.resume else []
         steps = settings.rounds * len(settings.contenders) * (settings.warmup + settings.iters)
         self._bar = tqdm(total=None if settings.longest else steps, unit="step", desc="imports")
         self._host_bytes = self._host_limit()
@@ -62,7 +65,11 @@ class Run:
 
     def execute(self) -> int:
         """Everything; returns the exit status."""
-        self._write([self._description()])
+        description = self._description()
+        if self._settings.resume and (other := _difference(self._earlier, description)):
+            print(f"--resume {self._settings.resume} is of another run: {other}", file=sys.stderr)
+            return 2
+        self._write([description])
         if self._settings.longest:
             self._search_longest()
         else:
@@ -193,6 +200,7 @@ class Run:
 
     def _search_longest(self) -> None:
         from .contenders import no_offload
+        from .longest import known_trials
         from .longest_bench import LongestBench
 
         settings = self._settings
@@ -210,7 +218,8 @@ class Run:
         names = sorted(self._attach, key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS))
         left = settings.total_seconds - (time.perf_counter() - self._begin)
         attaches = {name: self._attach[name] for name in names}
-        for record in bench.run(attaches, left, settings.contender_seconds):
+        known = known_trials(self._earlier)
+        for record in bench.run(attaches, left, settings.contender_seconds, known):
             if not record["trained"] and record["num_trials"]:
                 self._failed.add(record["label"])
             horizon = {"horizon": self._horizon} if record["label"] in WITH_HORIZON else {}
@@ -302,6 +311,21 @@ class Run:
             "shape": asdict(self._settings.shape),
             "device_name": self._device_name(),
         }
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _difference(earlier: list[dict[str, Any]], description: dict[str, Any]) -> str | None:
+    """In what earlier runs were another experiment than the one described; None: in nothing."""
+    for record in earlier:
+        if record["kind"] == "run":
+            for name in _SAME:
+                then, now = record.get(name), description.get(name)
+                if then != now:
+                    return f"{name} was {then}, and is {now}"
+    return None
 
 
 def _summaries(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

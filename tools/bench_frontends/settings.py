@@ -95,6 +95,7 @@ class Settings:
     longest_unit: int
     longest_upper: int | None
     total_seconds: float
+    resume: Path | None
     documents: int | None
     json: Path | None
     markdown: bool
@@ -124,6 +125,10 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(f"--rivals {args.rivals} is not a folder")
     if args.total_seconds and not args.longest:
         parser.error("--total-seconds bounds the search of --longest, which is not asked for")
+    if args.resume and not args.longest:
+        parser.error("--resume goes on with a search of --longest, which is not asked for")
+    if args.resume and not args.resume.is_file():
+        parser.error(f"--resume {args.resume} is not a file")
     seconds = args.contender_seconds or (90.0 if args.longest else 6.0 if args.quick else 15.0)
     unit = args.longest_unit or (32 if args.tiny else 8192)
     length = unit if args.longest else shape.seq
@@ -148,6 +153,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         longest_unit=unit,
         longest_upper=args.longest_upper,
         total_seconds=args.total_seconds or 330.0,
+        resume=args.resume,
         documents=args.documents,
         json=args.json,
         markdown=args.markdown,
@@ -237,6 +243,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="S",
         help="the search of --longest is over in about so many, with what it has found until then (default 330)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="the search of --longest goes on with the trials in FILE, the --json of an earlier one of the same model "
+        "and machine; for those too whom another contender had left no memory",
     )
     parser.add_argument(
         "--documents",
