@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Where the host waits for the GPU in a chrome trace, and which of these waits a copy of activations caused.
+"""Where the host waits for the GPU in a chrome trace, which of these waits a copy of activations caused, and which
+pauses between kernels are longer than in another trace.
 
     torchrun --nproc-per-node 2 tools/bench_gpu.py --setup fine-2 --no-micro --rounds 1 \\
         --contenders none,ours,incumbent --profile trace.json.gz --profile-contender none,ours,incumbent

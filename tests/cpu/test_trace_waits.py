@@ -20,7 +20,7 @@ pytest.importorskip("tqdm")
 ROOT = Path(__file__).parents[2]
 
 with tools_on_path():
-    from trace_waits import caused, main, picture, trace
+    from trace_waits import caused, main, pauses, picture, trace
     from trace_waits.spans import Span, total, union, within, without
 
 MIB = 1 << 20
@@ -31,8 +31,8 @@ def event(cat: str, name: str, begin: float, end: float, tid: int = 1, **args: A
     return {"ph": "X", "cat": cat, "name": name, "ts": START + begin, "dur": end - begin, "tid": tid, "args": args}
 
 
-def kernel(begin: float, end: float, stream: int = 7) -> dict[str, Any]:
-    return event("kernel", "gemm", begin, end, stream=stream)
+def kernel(begin: float, end: float, stream: int = 7, name: str = "gemm", correlation: int = 0) -> dict[str, Any]:
+    return event("kernel", name, begin, end, stream=stream, correlation=correlation)
 
 
 def copy_out(begin: float, end: float, nbytes: int = 64 * MIB, correlation: int = 0) -> dict[str, Any]:
@@ -182,6 +182,65 @@ def write_trace(file: Path, *events: dict[str, Any]) -> Path:
     return file
 
 
+# ---- pauses between kernels ----
+
+
+def chain(begins: list[float], *more: dict[str, Any], issued: dict[int, float] | None = None) -> trace.Trace:
+    """Kernels a, b, c... of 50 microseconds, launched at 1, 2, 3... or at what `issued` says."""
+    kernels, calls = [], []
+    for number, begin in enumerate(begins):
+        kernels.append(kernel(begin, begin + 50, name=chr(ord("a") + number), correlation=number + 1))
+        at = (issued or {}).get(number, 1.0 + number)
+        calls.append(call("cudaLaunchKernel", at, at + 5, correlation=number + 1))
+    return trace.make_trace([FIRST, *kernels, *calls, *more])
+
+
+def compared(other: trace.Trace, reference: trace.Trace | None = None) -> dict[str, tuple[int, float, float]]:
+    rows = pauses.compare(reference or chain([100, 152, 204, 256]), other, MIB)
+    return {
+        row["pause"]: (row["count"], pytest.approx(row["reference_us"]), pytest.approx(row["total_us"]))
+        for row in rows
+        if row["count"]
+    }
+
+
+def test_pauses_are_told_apart_by_what_is_copied() -> None:
+    copies = [copy_out(151, 156), {**copy_out(207, 210), "name": "Memcpy HtoD (Pinned -> Device)"}]
+    assert compared(chain([100, 155, 209, 266], *copies)) == {
+        pauses.OUT: (1, 2.0, 5.0),
+        pauses.IN: (1, 2.0, 4.0),
+        pauses.QUIET: (1, 2.0, 7.0),
+    }
+
+
+def test_a_small_copy_is_none_of_activations() -> None:
+    assert set(compared(chain([100, 155, 209, 266], copy_out(150, 300, nbytes=64)))) == {pauses.QUIET}
+
+
+def test_a_kernel_that_was_launched_late_in_either_trace_is_the_host_s() -> None:
+    late = {1: 140.0}
+    assert compared(chain([100, 165, 217, 269], issued=late))[pauses.LATE] == (1, 2.0, 15.0)
+    assert compared(chain([100, 152, 204, 256]), chain([100, 165, 217, 269], issued=late))[pauses.LATE] == (
+        1,
+        15.0,
+        2.0,
+    )
+
+
+def test_a_long_pause_of_work_that_is_there_waits_for_another_stream() -> None:
+    assert compared(chain([100, 152, 904, 956]), chain([100, 152, 804, 856]))[pauses.STREAM] == (1, 602.0, 702.0)
+
+
+def test_what_only_the_other_trace_launches_counts_for_the_pause_behind_it() -> None:
+    extra = kernel(152, 155, name="read")
+    assert compared(chain([100, 157, 209, 261], extra)) == {pauses.QUIET: (3, 6.0, 11.0)}
+
+
+def test_traces_of_different_models_are_an_error() -> None:
+    with pytest.raises(ValueError, match="kernel 3 of 4, c, is in the first one only"):
+        compared(chain([100, 152]))
+
+
 def test_the_picture_shows_the_longest_wait_that_a_copy_caused() -> None:
     made = trace.make_trace(
         [
@@ -231,6 +290,28 @@ def test_what_is_no_trace_is_an_error_that_says_so(tmp_path: Path) -> None:
     file.write_text("{}")
     with pytest.raises(ValueError, match="no chrome trace"):
         trace.read_trace(file)
+
+
+def test_pauses_are_compared_with_those_of_the_first_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, begin in zip(files, (152.0, 155.0), strict=True):
+        calls = [call("cudaLaunchKernel", 1, 2, correlation=1), call("cudaLaunchKernel", 3, 4, correlation=2)]
+        kernels = [kernel(100, 150, correlation=1), kernel(begin, begin + 50, correlation=2)]
+        file.write_text(json.dumps({"traceEvents": [FIRST, *calls, *kernels]}))
+    assert main.main([*map(str, files), "--pauses", "--markdown", "--json", str(tmp_path / "rows")]) == 0
+    assert "| b | beside no copy | 1 | 0.00 | 0.01 | 0.00 | 3.00 |" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["count"] for row in rows if row.get("pause") == pauses.QUIET] == [1]
+
+
+def test_pauses_of_one_trace_have_nothing_to_be_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"traceEvents": []}')
+    with pytest.raises(SystemExit):
+        main.main([str(file), "--pauses"])
+    assert "name another one" in capsys.readouterr().err
 
 
 def test_two_traces_of_one_label_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
     large = [copy for copy in trace.copies if copy.nbytes >= activation_bytes]
     small = [copy for copy in trace.copies if copy.nbytes < activation_bytes]
     copying = union(copy.span for copy in large)
-    others = [copy.span for copy in small] + [span for spans in trace.kernels.values() for span in spans]
+    others = [copy.span for copy in small] + [kernel.span for kernels in trace.kernels.values() for kernel in kernels]
     busy = union(others)
     queues = {is_out: _queues([copy for copy in large if copy.is_out is is_out]) for is_out in (True, False)}
     found = []

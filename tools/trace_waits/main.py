@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .caused import Judged, judge, summarize
+from .pauses import compare
 from .trace import Trace, read_trace
 
 _COLUMNS = ("count", "longest_us", "total_us", "copying_us", "longest_caused_us", "total_caused_us")
 _HEAD = ("trace", "wait", "count", "longest ms", "total ms", "while copying ms", "caused: longest ms", "total ms")
+_PAUSES = ("trace", "pause in front of a kernel", "count", "first ms", "total ms", "longer by ms", "each by us")
 _EXAMPLES = """examples:
   python3 tools/trace_waits.py trace.json.gz
+  python3 tools/trace_waits.py none=a.json.gz ours=b.json.gz --pauses
   python3 tools/trace_waits.py none=a.json.gz ours=b.json.gz incumbent=c.json.gz --picture waits.png --limit-ms 0.1"""
 
 
@@ -29,9 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trace = read_trace(file)
         found[label] = trace, judge(trace, args.activation_bytes)
         rows += summarize(label, found[label][1])
-    _print(rows, args.markdown)
+    waits = [(row["label"], row["what"], *_numbers(row)) for row in rows]
+    _print("host waits of one step", _HEAD, waits, args.markdown)
+    pauses = _pauses(found, args.activation_bytes) if args.pauses else []
+    if pauses:
+        title = f"pauses in front of the kernels that {args.traces[0][0]} has too"
+        _print(title, _PAUSES, [(row["label"], row["pause"], *_differences(row)) for row in pauses], args.markdown)
     if args.json:
-        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *pauses]))
     if args.picture:
         from .picture import draw
 
@@ -50,6 +58,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--activation-bytes", type=int, default=1 << 20, metavar="N", help="copies of activations have so many or more"
     )
+    parser.add_argument(
+        "--pauses",
+        action="store_true",
+        help="compare the pauses in front of kernels with those of the same kernels in the first trace",
+    )
     parser.add_argument("--picture", type=Path, metavar="PNG", help="what streams and host did around the longest wait")
     parser.add_argument("--span-ms", type=float, default=40.0, metavar="MS", help="how much time it shows")
     parser.add_argument(
@@ -60,6 +73,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if len({label for label, _ in args.traces}) < len(args.traces):
         parser.error("two traces have the same label: write LABEL=FILE")
+    if args.pauses and len(args.traces) < 2:
+        parser.error("--pauses compares traces with the first one: name another one")
     for _, file in args.traces:
         if not file.is_file():
             parser.error(f"there is no file {file}")
@@ -71,22 +86,33 @@ def _labelled(text: str) -> tuple[str, Path]:
     return (label, Path(file)) if separator else (Path(text).name.partition(".")[0], Path(text))
 
 
-def _print(rows: Sequence[dict[str, Any]], as_markdown: bool) -> None:
-    cells = [_HEAD, *((row["label"], row["what"], *_numbers(row)) for row in rows)]
+def _pauses(found: Mapping[str, tuple[Trace, list[Judged]]], activation_bytes: int) -> list[dict[str, Any]]:
+    (_, (reference, _)), *others = found.items()
+    return [
+        {"label": label, **row} for label, (trace, _) in others for row in compare(reference, trace, activation_bytes)
+    ]
+
+
+def _print(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], as_markdown: bool) -> None:
     if as_markdown:
-        lines = [cells[0], ("---",) * len(_HEAD), *cells[1:]]
-        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        print("\n".join(f"| {' | '.join(line)} |" for line in [head, ("---",) * len(head), *lines]))
         return
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="host waits of one step", title_justify="left")
-    for index, name in enumerate(_HEAD):
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(head):
         table.add_column(name, justify="left" if index < 2 else "right")
-    for line in cells[1:]:
+    for line in lines:
         table.add_row(*line)
     Console(width=max(140, Console().width)).print(table)
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
     return (str(row["count"]), *(f"{row[name] / 1e3:.3f}" for name in _COLUMNS[1:]))
+
+
+def _differences(row: dict[str, Any]) -> tuple[str, ...]:
+    first, last = row["reference_us"], row["total_us"]
+    each = f"{(last - first) / row['count']:.2f}" if row["count"] else ""
+    return (str(row["count"]), f"{first / 1e3:.2f}", f"{last / 1e3:.2f}", f"{(last - first) / 1e3:.2f}", each)

@@ -69,7 +69,7 @@ def _lane(trace: Trace, name: str, activation_bytes: int) -> list[Span]:
         return [c.span for c in trace.copies if c.is_out is is_out and c.nbytes >= activation_bytes]
     main = trace.compute_stream
     streams = [stream for stream in trace.kernels if (stream == main) == (name == "compute")]
-    return [span for stream in streams for span in trace.kernels[stream]]
+    return [kernel.span for stream in streams for kernel in trace.kernels[stream]]
 
 
 def _bars(axes: Any, spans: Sequence[Span], bound: Span, height: int, color: str | None) -> None:

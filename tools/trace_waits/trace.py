@@ -31,6 +31,15 @@ class Copy(NamedTuple):
     """When the host called for it."""
 
 
+class Kernel(NamedTuple):
+    """A kernel, or what runs in its place: a memory set, or a copy on the device."""
+
+    span: Span
+    name: str
+    issued: float
+    """When the host called for it."""
+
+
 class HostWait(NamedTuple):
     """A call in which the host waited."""
 
@@ -42,8 +51,8 @@ class HostWait(NamedTuple):
 class Trace:
     """One step of one rank, times in microseconds since the first event."""
 
-    kernels: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
-    """By stream; memory sets, and copies on the device, among them."""
+    kernels: dict[int, list[Kernel]] = field(default_factory=lambda: defaultdict(list))
+    """By stream."""
     copies: list[Copy] = field(default_factory=list)
     waits: list[HostWait] = field(default_factory=list)
     begin: float = 0.0
@@ -52,7 +61,7 @@ class Trace:
     @property
     def compute_stream(self) -> int | None:
         """The one on which kernels ran longest."""
-        return max(self.kernels, key=lambda s: sum(span.length for span in self.kernels[s]), default=None)
+        return max(self.kernels, key=lambda s: sum(kernel.span.length for kernel in self.kernels[s]), default=None)
 
 
 def read_trace(file: Path) -> Trace:
@@ -75,7 +84,8 @@ def make_trace(events: Iterable[Event]) -> Trace:
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     start = min((float(event["ts"]) for event in whole), default=0.0)
     calls = [event for event in whole if event.get("cat") == "cuda_runtime"]
-    issued = {event["args"]["correlation"]: float(event["ts"]) - start for event in calls if "args" in event}
+    launches = [*calls, *(event for event in whole if event.get("cat") == "cuda_driver")]
+    issued = {event["args"]["correlation"]: float(event["ts"]) - start for event in launches if "args" in event}
     trace = Trace()
     for event in whole:
         _add_device_event(trace, event, start, issued)
@@ -88,11 +98,11 @@ def _add_device_event(trace: Trace, event: Event, start: float, issued: dict[Any
     kind, name, args = event.get("cat"), event.get("name", ""), event.get("args", {})
     span = _span(event, start)
     is_out, is_in = "DtoH" in name, "HtoD" in name
+    at = issued.get(args.get("correlation"), span.begin)
     if kind == "gpu_memcpy" and (is_out or is_in):
-        at = issued.get(args.get("correlation"), span.begin)
         trace.copies.append(Copy(span, int(args.get("bytes", 0)), is_out, at))
     elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-        trace.kernels[int(args.get("stream", 0))].append(span)
+        trace.kernels[int(args.get("stream", 0))].append(Kernel(span, name, at))
 
 
 def _span(event: Event, start: float) -> Span:

@@ -1,0 +1,99 @@
+"""Pauses in front of kernels, beside those in front of the same kernels in another trace. Pure functions."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from .spans import Span, union
+from .trace import Kernel, Trace
+
+_AHEAD_US = 20.0  # a host that is less ahead than that is late: the launch itself takes some of it
+_MOMENT_US = 20.0  # a longer pause of a stream whose work is there waits for another stream
+
+LATE = "the host was late"
+STREAM = "it waited for another stream"
+IN, OUT, QUIET = "beside a copy-in", "beside a copy-out", "beside no copy"
+
+
+class Pause(NamedTuple):
+    """Of the stream that computes, in front of one kernel."""
+
+    span: Span
+    ahead_us: float
+    """How long before the pause the host had begun to launch the kernel behind it."""
+
+
+def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[str, Any]]:
+    """What the pauses of `other` are longer by than those of `reference`, by what they have to do with.
+
+    Only kernels of the stream that computes most are looked at. What `other` launches besides counts for the pause in
+    front of the next kernel that both have.
+
+    Args:
+        reference: of a step without offload.
+        other: of a step of the same model.
+        activation_bytes: copies of so many bytes or more are of activations.
+
+    Returns:
+        One record for each kind of pause: `pause`, `count`, `reference_us`, `total_us`.
+
+    Raises:
+        ValueError: if a kernel of `reference` is missing in `other`: then they are of different models.
+    """
+    before = _kernels(reference)
+    after = _counterparts(before, _kernels(other))
+    copies = {
+        is_out: union(c.span for c in other.copies if c.is_out is is_out and c.nbytes >= activation_bytes)
+        for is_out in (True, False)
+    }
+    found = {kind: [0, 0.0, 0.0] for kind in (LATE, IN, OUT, QUIET, STREAM)}
+    for one, two in zip(_pauses(before), _pauses(after), strict=True):
+        row = found[_kind(one, two, copies[False], copies[True])]
+        row[0] += 1
+        row[1] += one.span.length
+        row[2] += two.span.length
+    return [
+        {"pause": kind, "count": count, "reference_us": first, "total_us": second}
+        for kind, (count, first, second) in found.items()
+    ]
+
+
+def _kernels(trace: Trace) -> list[Kernel]:
+    stream = trace.compute_stream
+    return [] if stream is None else sorted(trace.kernels[stream], key=lambda kernel: kernel.span)
+
+
+def _counterparts(before: Sequence[Kernel], after: Iterable[Kernel]) -> list[Kernel]:
+    found: list[Kernel] = []
+    for kernel in after:
+        if len(found) < len(before) and kernel.name == before[len(found)].name:
+            found.append(kernel)
+    if len(found) < len(before):
+        raise ValueError(
+            f"the traces are of different models: kernel {len(found) + 1} of {len(before)}, "
+            f"{before[len(found)].name[:80]}, is in the first one only"
+        )
+    return found
+
+
+def _pauses(kernels: Sequence[Kernel]) -> list[Pause]:
+    return [
+        Pause(Span(one.span.end, max(one.span.end, two.span.begin)), one.span.end - two.issued)
+        for one, two in zip(kernels, kernels[1:], strict=False)
+    ]
+
+
+def _kind(one: Pause, two: Pause, copies_in: Sequence[Span], copies_out: Sequence[Span]) -> str:
+    if min(one.ahead_us, two.ahead_us) < _AHEAD_US:
+        return LATE
+    if one.span.length > _MOMENT_US:
+        return STREAM
+    middle = (two.span.begin + two.span.end) / 2
+    return IN if _covers(copies_in, middle) else OUT if _covers(copies_out, middle) else QUIET
+
+
+def _covers(spans: Sequence[Span], moment: float) -> bool:
+    index = bisect_right(spans, moment, key=lambda span: span.begin) - 1
+    return index >= 0 and spans[index].end > moment
