@@ -88,14 +88,20 @@ class Attachment:
         self._comes_back_at_once.clear()
         self._comes_back_at_once |= backward_at_once(actions, is_combined)
 
-    def start_chunk(self, stage: int) -> ChunkOffloadHandler | None:
-        """The next forward of virtual stage `stage` begins; None while the engine is passive."""
+    def start_chunk(self, stage: int, has_head: bool = False) -> ChunkOffloadHandler | None:
+        """The next forward of virtual stage `stage` begins; None while the engine is passive.
+
+        Args:
+            stage: of this rank.
+            has_head: the chunk is told when its logits are there.
+        """
         if not self.engine.is_active:
             return None
         key = ChunkKey(stage, self._num_forwards[stage])
         self._num_forwards[stage] += 1
         at_once = key in self._comes_back_at_once
-        return self.engine.start_chunk(key, keep_groups=self._last_groups[stage] if at_once else frozenset())
+        last_groups = self._last_groups[stage] if at_once else frozenset()
+        return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head)
 
     def abandon_iteration(self) -> None:
         """Leaves every bracket that an exception kept open."""
@@ -133,8 +139,10 @@ class Attachment:
         return bracket
 
     def _attach_chunk(self, chunk: torch.nn.Module, stage: int) -> None:
+        head = getattr(chunk, "output_layer", None)  # makes the logits; on the last stage only
+
         def enter_chunk(module: torch.nn.Module, args: Any) -> None:
-            handler = self.start_chunk(stage)
+            handler = self.start_chunk(stage, has_head=head is not None)
             if handler is not None:
                 self._called = _Called(handler, handler.rest_hooks())
                 self._called.rest_hooks.__enter__()
@@ -142,6 +150,11 @@ class Attachment:
         def begin_last_block(module: torch.nn.Module, args: Any) -> None:
             if self._called is not None:
                 self._called.chunk.begin_tail()
+
+        def begin_head(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if self._called is not None:
+                self._called.chunk.begin_head()
+                when_backward_begins(output, self._called.chunk.end_loss)
 
         def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
             handler = self._leave_called()
@@ -153,6 +166,8 @@ class Attachment:
         block = last_block(chunk)
         if block is not None:
             self._handles.append(block.register_forward_pre_hook(begin_last_block))
+        if head is not None:
+            self._handles.append(head.register_forward_hook(begin_head))
         self._handles.append(chunk.register_forward_hook(leave_chunk, always_call=True))
 
     def _leave_called(self) -> ChunkOffloadHandler | None:
@@ -206,7 +221,7 @@ class Attachment:
 
 
 def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
-    """Has `do` called when the gradient of a chunk's output arrives; never where it has none."""
+    """Has `do` called when the gradient of a module's output arrives; never where it has none."""
     for tensor in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: do())

@@ -41,12 +41,18 @@ class Mover:
         self.releases.advance()
         self.releases.end_tail(chunk.key)
 
-    def commit(self, group: TensorGroup) -> None:
-        """The forward of `group` is over."""
+    def begin_head(self, chunk: ChunkGroups) -> None:
+        """The layers of `chunk` are through; if its backward comes at once, its peak is next."""
+        if any(group.is_kept for group in chunk.groups):
+            self.releases.before_peak()
+
+    def commit(self, group: TensorGroup, has_head: bool = False) -> None:
+        """The forward of `group` is over; with `has_head`, `begin_head` will say when its chunk comes to its peak."""
         has_limit = self.store.accounts.resident_limit_bytes is not None
         if group.is_kept:
             self.keep(group)
-            self.releases.before_kept()
+            if not has_head:
+                self.releases.before_peak()
         else:
             self._note(group)
             if not self._dry_run and not (has_limit and self._may_stay(group)):
@@ -78,6 +84,13 @@ class Mover:
     def copy_in(self, group: TensorGroup) -> None:
         """Issue the copy-in of what `group` has on host, ahead of the prefetch."""
         self.store.issue_copy_in(on_host_storages(group))
+
+    def end_loss(self, chunk: ChunkGroups) -> None:
+        """The backward of `chunk` has come through its loss, and past the peak: its groups are next."""
+        if not self.prefetcher.is_in_backward(chunk):
+            self.releases.turn_around(chunk.key)
+            self.prefetcher.enter_backward(chunk)
+        self._advance()
 
     def begin_backward(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins."""

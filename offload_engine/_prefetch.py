@@ -80,10 +80,18 @@ class Prefetcher:
         """True if the backward of `chunk` was reached last, and no forward has begun since."""
         return chunk is self._backward_chunk
 
+    def enter_backward(self, chunk: ChunkGroups) -> None:
+        """The backward of `chunk` begins: its groups come first from now on."""
+        chunk.end_forward()
+        self._backward_chunk = chunk
+        self._chunks.pop(chunk.key, None)
+        following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
+        self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
+
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk` begins: it, and what follows, is needed from now on."""
         if not self.is_in_backward(chunk):
-            self._enter_backward(chunk)
+            self.enter_backward(chunk)
         if index < len(chunk.groups):
             self._horizon.note_reached(chunk.groups[index])
         if chunk.next_index >= index:
@@ -139,13 +147,6 @@ class Prefetcher:
             if on_host and (group.index == index or self._horizon.admit_late(group)):
                 self._store.accounts.stats.prefetch_misses += len(on_host)
                 self._store.issue_copy_in(on_host)
-
-    def _enter_backward(self, chunk: ChunkGroups) -> None:
-        chunk.end_forward()
-        self._backward_chunk = chunk
-        self._chunks.pop(chunk.key, None)
-        following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
-        self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
     def _upcoming(self, position: int) -> list[ChunkGroups]:
         """Chunks whose backward comes at `position` or later and before any other forward, soonest first.

@@ -80,7 +80,7 @@ class ReleaseQueue:
         while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
             self._release_oldest()
 
-    def before_kept(self) -> None:
+    def before_peak(self) -> None:
         """A chunk turns around, at its peak: what was copied out before is off the device by then."""
         if self._accounts.resident_limit_bytes is None:
             self.drain()

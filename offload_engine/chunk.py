@@ -37,6 +37,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         num_offload_group: groups from this index on stay resident too; None: no bound.
         tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
         double_buffering: must be False.
+        has_head: `begin_head` will be called.
 
     Raises:
         NotImplementedError: for `double_buffering=True`.
@@ -53,6 +54,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         num_offload_group: int | None = None,
         tensor_need_offloading_checker: Callable[[torch.Tensor], bool] = _any_tensor,
         double_buffering: bool = False,
+        has_head: bool = False,
     ) -> None:
         if double_buffering:
             raise NotImplementedError(
@@ -66,6 +68,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self.chunk_groups: ChunkGroups = ChunkGroups(key)
         self._mover = mover
         self._keep_groups = keep_groups
+        self._has_head = has_head
         self._open: list[TensorGroup] = []  # innermost last
         self._rest = TensorGroup(key, -1, "outside the groups", is_kept=True, is_rest=True)
 
@@ -103,7 +106,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             CopyError: if the copy-out of an earlier group has failed.
         """
         group = self._pop_open()
-        self._mover.commit(group)
+        self._mover.commit(group, self._has_head)
         return group
 
     def keep_group(self) -> TensorGroup:
@@ -122,6 +125,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         the last layer. It may save groups of its own. The next backward may then wait for those copies at no cost."""
         self._mover.begin_tail()
 
+    def begin_head(self) -> None:
+        """The last layer is through, and the loss comes next: there memory has its peak, if the backward comes at once.
+        What was copied out before is off the device by then. Without a head that is so from the first kept group on."""
+        self._mover.begin_head(self.chunk_groups)
+
     def end_forward(self) -> None:
         """The forward is over: from now on the chunk may be prefetched, and what comes behind it. Idempotent.
 
@@ -135,6 +143,13 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         Else the first of its groups says so, which may come behind the peak.
         """
         self._mover.end_tail(self.chunk_groups)
+
+    def end_loss(self) -> None:
+        """The backward has come through the loss of the chunk, and freed what that needed: its groups may come back.
+
+        Else they begin to when the backward of the last of them begins.
+        """
+        self._mover.end_loss(self.chunk_groups)
 
     def recall_groups(self) -> None:
         """The backward comes next: what is still being copied out stays on the device, where its bytes still are."""

@@ -126,6 +126,7 @@ class OffloadEngine:
         num_offload_group: int | None = None,
         tensor_need_offloading_checker: Callable[[torch.Tensor], bool] | None = None,
         double_buffering: bool = False,
+        has_head: bool = False,
     ) -> ChunkOffloadHandler:
         """The forward of a chunk begins; the forward of the chunk before it, if any, is over.
 
@@ -135,6 +136,7 @@ class OffloadEngine:
             num_offload_group: groups from this index on stay resident too.
             tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
             double_buffering: for callers of TransformerEngine's handler; must be False.
+            has_head: its `begin_head` will be called between the last layer and the loss.
 
         Raises:
             OffloadError: outside an iteration.
@@ -151,6 +153,7 @@ class OffloadEngine:
             keep_groups=keep_groups,
             num_offload_group=num_offload_group,
             double_buffering=double_buffering,
+            has_head=has_head,
             **options,
         )
         self._num_chunks += 1

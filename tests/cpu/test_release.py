@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,8 +26,8 @@ class Bench:
         self.engine.begin_iteration(order)
         self.handles: dict[ChunkKey, list[object]] = {}
 
-    def forward(self, key: ChunkKey, num_in_tail: int | None = None) -> ChunkOffloadHandler:
-        chunk = self.engine.start_chunk(key)
+    def forward(self, key: ChunkKey, num_in_tail: int | None = None, **options: Any) -> ChunkOffloadHandler:
+        chunk = self.engine.start_chunk(key, **options)
         handles = self.handles[key] = []
         for num_left in reversed(range(NUM_GROUPS)):
             handles.append(self._save(chunk))
@@ -178,4 +180,57 @@ def test_what_is_complete_is_released_before_anything_is_allocated() -> None:
     bench.begin_backward(first)
     assert bench.resident_groups == 1 + 1  # the one in use, and one ahead
     assert bench.meter.peak_bytes == 3 * GROUP_BYTES  # never more than before
+    bench.finish()
+
+
+# ---- the head: logits and loss, behind the last layer of a chunk whose backward comes at once ----
+
+AT_ONCE = [Action(kind, key) for key in (FIRST, SECOND) for kind in "FB"]
+KEPT = frozenset({NUM_GROUPS - 2, NUM_GROUPS - 1})
+
+
+def test_copies_may_be_in_flight_until_the_head_begins() -> None:
+    """Released where the last layer begins, they would leave the link without work while it runs."""
+    bench = Bench(AT_ONCE)
+    chunk = bench.forward(FIRST, keep_groups=KEPT, has_head=True)
+    assert bench.resident_groups == len(KEPT) + 2
+    chunk.begin_head()
+    assert bench.resident_groups == len(KEPT)
+    bench.finish()
+
+
+def test_without_a_head_they_leave_before_the_first_group_that_stays() -> None:
+    bench = Bench(AT_ONCE)
+    bench.forward(FIRST, keep_groups=KEPT)
+    assert bench.resident_groups == len(KEPT)
+    bench.finish()
+
+
+def test_the_head_of_a_chunk_whose_backward_comes_later_waits_for_nothing() -> None:
+    bench = Bench()
+    chunk = bench.forward(FIRST, has_head=True)
+    chunk.begin_head()
+    assert bench.resident_groups == 2
+    bench.finish()
+
+
+def test_groups_come_back_from_the_end_of_the_loss_on() -> None:
+    bench = Bench(AT_ONCE, horizon_bytes=3 * GROUP_BYTES)
+    chunk = bench.forward(FIRST, keep_groups=KEPT, has_head=True)
+    chunk.begin_head()
+    for _ in range(2):  # once for each gradient of the logits
+        chunk.end_loss()
+        assert bench.resident_groups == len(KEPT) + 3
+    bench.begin_backward(chunk)
+    assert bench.resident_groups == len(KEPT) + 3
+    bench.finish()
+
+
+def test_the_end_of_a_loss_releases_as_the_first_group_of_a_backward_does() -> None:
+    bench = Bench(horizon_bytes=0)
+    first = bench.forward(FIRST, has_head=True)
+    bench.forward(SECOND)
+    assert bench.resident_groups == 2
+    first.end_loss()
+    assert bench.resident_groups == 1
     bench.finish()

@@ -66,3 +66,43 @@ def _groups_left(case: Case) -> list[int]:
         for number, (before, action) in zip(left, backwards, strict=True)
         if before.kind == "F" and before.chunk != action.chunk
     ]
+
+
+@pytest.mark.parametrize("shape", [Pipeline(1), Pipeline(2)], ids=str)
+def test_copies_are_in_flight_up_to_the_head_and_come_back_behind_the_loss(shape: Pipeline) -> None:
+    case = Case("dense", BEFORE_THE_LAST_MLP, settings={"num_layers": 2 * shape.size})
+    *others, last = run_ranks(_at_the_head, case, pipeline=shape)
+    assert not any(others), "the head is on the last stage"
+    assert len(last) == NUM_MICROBATCHES
+    assert all(seen == {"before": True, "behind": False, "in backward": True} for seen in last), last
+
+
+def _at_the_head(case: Case) -> list[dict[str, bool]]:
+    """Of each microbatch: whether groups are in flight before and behind the head, and what the engine knows in backward."""
+    gc.disable()
+    found: list[dict[str, bool]] = []
+    with adversarial_device(None), apply(OffloadConfig(min_tensor_bytes=1), modules=case.names) as handle:
+        chunks = make_chunks(make_config(case.kind, **case.settings))
+
+        def is_in_flight() -> bool:
+            return bool(handle.engine._mover.releases._queue)
+
+        def before_head(module: torch.nn.Module, args: Any) -> None:
+            found.append({"before": is_in_flight()})
+
+        def in_backward(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+            seen, chunk = len(found), handle.engine.current_chunk.chunk_groups
+            knows = handle.engine._mover.prefetcher.is_in_backward
+            output.register_hook(lambda grad: found[seen].update({"in backward": knows(chunk)}))
+
+        def step(*arguments: Any) -> Any:
+            output, loss = forward_step(*arguments)
+            if chunks[0].post_process:
+                found[-1]["behind"] = is_in_flight()
+            return output, loss
+
+        if chunks[0].post_process:
+            chunks[0].output_layer.register_forward_pre_hook(before_head)
+            chunks[0].decoder.final_layernorm.register_forward_hook(in_backward)
+        run(chunks, NUM_MICROBATCHES, forward_step=step)
+    return found
