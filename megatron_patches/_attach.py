@@ -28,6 +28,7 @@ class _Called(NamedTuple):
 
     chunk: ChunkOffloadHandler
     rest_hooks: AbstractContextManager[Any]
+    has_begun_head: bool = False
 
 
 class Attachment:
@@ -140,9 +141,10 @@ class Attachment:
 
     def _attach_chunk(self, chunk: torch.nn.Module, stage: int) -> None:
         head = getattr(chunk, "output_layer", None)  # makes the logits; on the last stage only
+        has_head = head is not None
 
         def enter_chunk(module: torch.nn.Module, args: Any) -> None:
-            handler = self.start_chunk(stage, has_head=head is not None)
+            handler = self.start_chunk(stage, has_head=has_head)
             if handler is not None:
                 self._called = _Called(handler, handler.rest_hooks())
                 self._called.rest_hooks.__enter__()
@@ -152,13 +154,17 @@ class Attachment:
                 self._called.chunk.begin_tail()
 
         def begin_head(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if self._called is not None:
+            # The first of several heads (of layers that predict further tokens) is the last in backward.
+            if self._called is not None and not self._called.has_begun_head:
+                self._called = self._called._replace(has_begun_head=True)
                 self._called.chunk.begin_head()
                 when_backward_begins(output, self._called.chunk.end_loss)
 
         def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
             handler = self._leave_called()
             if handler is not None and output is not None:  # no output: it raised
+                if has_head:
+                    handler.begin_head()  # not called before by a loss that takes the weight of the head alone
                 handler.end_forward()
                 when_backward_begins(output, handler.begin_backward)
 

@@ -42,12 +42,12 @@ class Mover:
         self.releases.end_tail(chunk.key)
 
     def begin_head(self, chunk: ChunkGroups) -> None:
-        """The layers of `chunk` are through; if its backward comes at once, its peak is next."""
+        """The layers of `chunk` are through; if its backward comes at once, what it still allocates is for the loss."""
         if any(group.is_kept for group in chunk.groups):
             self.releases.before_peak()
 
     def commit(self, group: TensorGroup, has_head: bool = False) -> None:
-        """The forward of `group` is over; with `has_head`, `begin_head` will say when its chunk comes to its peak."""
+        """The forward of `group` is over; with `has_head`, `begin_head` will say when its chunk comes to its loss."""
         has_limit = self.store.accounts.resident_limit_bytes is not None
         if group.is_kept:
             self.keep(group)
@@ -62,7 +62,7 @@ class Mover:
             self._make_room()
 
     def keep(self, group: TensorGroup) -> None:
-        """`group` stays resident, and so does what has been copied out and is not released yet: backward comes now."""
+        """`group` stays resident: its backward comes at once."""
         self._note(group)
         self.store.accounts.stats.num_kept_groups += 1
         self.store.accounts.stats.kept_bytes += group.own_bytes
@@ -86,7 +86,7 @@ class Mover:
         self.store.issue_copy_in(on_host_storages(group))
 
     def end_loss(self, chunk: ChunkGroups) -> None:
-        """The backward of `chunk` has come through its loss, and past the peak: its groups are next."""
+        """The backward of `chunk` has come through its loss: its groups are next."""
         if not self.prefetcher.is_in_backward(chunk):
             self.releases.turn_around(chunk.key)
             self.prefetcher.enter_backward(chunk)

@@ -81,7 +81,7 @@ class ReleaseQueue:
             self._release_oldest()
 
     def before_peak(self) -> None:
-        """A chunk turns around, at its peak: what was copied out before is off the device by then."""
+        """A chunk is about to turn around: what was copied out before is off the device by then."""
         if self._accounts.resident_limit_bytes is None:
             self.drain()
 

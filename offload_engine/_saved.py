@@ -155,10 +155,10 @@ def _num_tensors(storage: torch.UntypedStorage) -> int:
 class TensorGroup:
     """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`).
 
-    The inputs of a checkpoint are read once (`is_read_once`): its recomputation lets go of them long before autograd
-    drops their handles. So `ActivationStore.unpack` hands their buffers over and keeps the host bytes instead, from
-    which a second backward, of a retained graph, gets them again. For what is dropped right after it is read that would
-    only keep host bytes for longer.
+    The inputs of a checkpoint are read once (`is_read_once`): its recomputation lets go of them, unless it saves them,
+    long before autograd drops their handles. So `ActivationStore.unpack` hands their buffers over and keeps the host
+    bytes instead, from which a second backward, of a retained graph, gets them again. For what is dropped right after
+    it is read that would only keep host bytes for longer.
     """
 
     __slots__ = (

@@ -334,7 +334,9 @@ class ActivationStore(Retirement):
             if not saved.may_be_handed_over() or self._current_stream() != saved.stream:
                 return
             try:
-                settle([saved], self._context)  # of what was recalled: the copy-out may not be over
+                # Of what was recalled: its copy-out, issued in front of the function that is about to run once more
+                # and long over.
+                settle([saved], self._context)
             except CopyError as error:
                 raise self._failed(error, "copy-out", saved) from error
             if saved.copied_in is None:  # the buffer is that of the forward

@@ -126,8 +126,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover.begin_tail()
 
     def begin_head(self) -> None:
-        """The last layer is through, and the loss comes next: there memory has its peak, if the backward comes at once.
-        What was copied out before is off the device by then. Without a head that is so from the first kept group on."""
+        """The last layer is through and the logits are made: what was copied out is off the device for their loss, if
+        the backward comes at once. Idempotent. Without a head it is so from the first kept group on."""
         self._mover.begin_head(self.chunk_groups)
 
     def end_forward(self) -> None:

@@ -66,19 +66,28 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+def double(x: torch.Tensor) -> torch.Tensor:
+    """Saves nothing."""
+    return 2 * x
+
+
 class WatchedBlock(nn.Module):
-    """A layer that saves two activations but not its input, and has `note` called between their uses in backward.
+    """A layer that saves two activations, and has `note` called between their uses in backward.
+
+    Args:
+        note: see above.
+        begin: the operation on its input, which saves that or does not.
 
     Attributes:
         recomputed: the storage that each recomputation has got as its input.
     """
 
-    def __init__(self, note: Callable[[], None]) -> None:
+    def __init__(self, note: Callable[[], None], begin: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.note, self.recomputed = note, list[StorageWeakRef]()
+        self.note, self.begin, self.recomputed = note, begin, list[StorageWeakRef]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = (2 * x).sin()
+        y = self.begin(x).sin()
         if torch._C._current_graph_task_id() != -1:
             self.recomputed.append(StorageWeakRef(x.untyped_storage()))
         else:
@@ -94,10 +103,14 @@ class WatchedStack(nn.Module):
         seen: for each of them how many inputs of recomputations are still there, and what `look` has returned.
     """
 
-    def __init__(self, call: Callable[..., torch.Tensor] = operator.call) -> None:
+    def __init__(
+        self,
+        call: Callable[..., torch.Tensor] = operator.call,
+        begin: Callable[[torch.Tensor], torch.Tensor] = double,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(HIDDEN, HIDDEN)
-        self.blocks = nn.ModuleList(WatchedBlock(self._note) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(WatchedBlock(self._note, begin) for _ in range(DEPTH))
         self.call = call
         self.look: Callable[[], Any] = lambda: None
         self.seen: list[tuple[int, Any]] = []

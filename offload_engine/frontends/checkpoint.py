@@ -73,9 +73,9 @@ class CheckpointOffload:
     """An engine for the inputs of checkpointed functions. As a context manager it is the one that `checkpoint` uses.
 
     Each call of `checkpoint` is one group: what of its inputs is saved leaves the device while the function runs, comes
-    back ahead of its recomputation, and goes again when that has read it. Checkpointing itself is PyTorch's: random
-    states, autocast and the check of determinism are as there. A storage that several calls have in common, as an
-    attention mask, is copied once, and goes with the last of them.
+    back ahead of its recomputation, and goes again when that needs it no more. Checkpointing itself is PyTorch's:
+    random states, autocast and the check of determinism are as there. A storage that several calls have in common, as
+    an attention mask, is copied once, and goes with the last of them.
 
     Args:
         config: bounds and thresholds; None: at most two groups on the device (`OffloadConfig.horizon_groups`).

@@ -31,7 +31,8 @@ def offload_wrapper(
 
     For models checkpointed with PyTorch's `apply_activation_checkpointing` or `checkpoint_wrapper`, or with
     `gradient_checkpointing_enable` of transformers; reentrant or not. Each input leaves the device while its layer
-    runs, comes back while the layer after it runs its backward, and goes again when its layer has been recomputed.
+    runs, comes back while the layer after it runs its backward, and goes when its own layer, recomputed, needs it no
+    more.
 
     ```python
     model.gradient_checkpointing_enable()

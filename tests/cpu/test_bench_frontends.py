@@ -146,10 +146,17 @@ def test_a_search_goes_on_from_its_records(tmp_path: Path) -> None:
     assert {**found, "seconds": 0.0} == {**again, "seconds": 0.0, **{k: found[k] for k in found.keys() - again.keys()}}
 
 
-def test_a_search_of_another_model_is_not_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (json.dumps({"kind": "run", "shape": {"layers": 2}}) + "\n", "shape was {'layers': 2}, and is "),
+        ('{"kind": "tri', "it does not say of which"),
+    ],
+)
+def test_a_search_of_another_model_is_not_gone_on_with(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    file.write_text(json.dumps({"kind": "run", "shape": {"layers": 2}}) + "\n")
-    with pytest.raises(AssertionError, match="is of another run: shape was {'layers': 2}, and is "):
+    file.write_text(content)
+    with pytest.raises(AssertionError, match=f"is of another run: {message}"):
         run_tool("--longest", "--longest-upper", "64", "--contenders", "none", "--resume", str(file))
 
 

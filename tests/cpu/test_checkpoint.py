@@ -156,6 +156,18 @@ def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: st
     offload.close()
 
 
+def test_an_input_that_its_layer_saves_goes_with_what_that_saves() -> None:
+    """As without offload; it counts with what is recomputed, which nobody counts."""
+    meter = ResidencyMeter()
+    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=1)
+    offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none"), meter))
+    model = WatchedStack(lambda block, x: offload.checkpoint(block, x), begin=torch.square)
+    model.look = lambda: meter.current_bytes
+    model(torch.randn(2, LENGTH, HIDDEN)).backward()
+    assert model.seen == [(1, 0)] * DEPTH
+    offload.close()
+
+
 def test_an_input_of_several_checkpoints_goes_with_the_last(offload: CheckpointOffload) -> None:
     """It stays until then: to hand it over would mean as many copy-ins."""
     mask = (torch.rand(2, LENGTH, HIDDEN) > 0.5).float()

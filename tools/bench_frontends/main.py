@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
 _LINK_BYTES = 64 << 20
-_SAME = ("shape", "documents", "longest_unit", "host_bytes", "device_bytes", "device_name")  # of runs that are compared
+# Of a run and the one that it goes on with.
+_SAME = (
+    *("shape", "documents", "longest_unit", "has_head", "engine", "group_bytes"),
+    *("device", "device_name", "host_bytes", "device_bytes", "core", "versions"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.device == "cuda" and not torch.cuda.is_available():
         print("bench_frontends.py needs a GPU; --device cpu --tiny tries the program without one", file=sys.stderr)
         return 2
-    return Run(settings).execute()
+    earlier = _read(settings.resume) if settings.resume else []
+    if settings.resume and (other := _difference(earlier, describe_run(settings))):
+        print(f"--resume {settings.resume} is of another run: {other}", file=sys.stderr)
+        return 2
+    return Run(settings, earlier).execute()
 
 
 def _set_environment(settings: Settings) -> None:
@@ -47,9 +55,14 @@ def _set_environment(settings: Settings) -> None:
 
 
 class Run:
-    """One run: all contenders on one model in one process, each figure written as soon as it is there."""
+    """One run: all contenders on one model in one process, each figure written as soon as it is there.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: of the command line.
+        earlier: records of a run that this one goes on with.
+    """
+
+    def __init__(self, settings: Settings, earlier: list[dict[str, Any]]) -> None:
         from tqdm import tqdm
 
         self._settings = settings
@@ -57,7 +70,7 @@ class Run:
         self._records: list[dict[str, Any]] = []
         self._spent: dict[str, float] = {}
         self._failed: set[str] = set()
-        self._earlier = _read(settings.resume) if settings.resume else []
+        self._earlier = earlier
         steps = settings.rounds * len(settings.contenders) * (settings.warmup + settings.iters)
         self._bar = tqdm(total=None if settings.longest else steps, unit="step", desc="imports")
         self._host_bytes = self._host_limit()
@@ -65,11 +78,7 @@ class Run:
 
     def execute(self) -> int:
         """Everything; returns the exit status."""
-        description = self._description()
-        if self._settings.resume and (other := _difference(self._earlier, description)):
-            print(f"--resume {self._settings.resume} is of another run: {other}", file=sys.stderr)
-            return 2
-        self._write([description])
+        self._write([describe_run(self._settings)])
         if self._settings.longest:
             self._search_longest()
         else:
@@ -295,37 +304,41 @@ class Run:
         length = "" if self._settings.longest else f", {shape.seq:,} tokens"
         if self._settings.documents:
             length += f", attention within documents of {self._settings.documents:,}"
-        return f"{shape.layers} layers of hidden {shape.hidden}{length}, {self._device_name()}"
+        return f"{shape.layers} layers of hidden {shape.hidden}{length}, {_device_name(self._settings)}"
 
-    def _device_name(self) -> str:
-        import torch
 
-        return torch.cuda.get_device_name() if self._settings.device == "cuda" else "CPU"
+def describe_run(settings: Settings) -> dict[str, Any]:
+    """The first record of a run."""
+    plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
+    return {
+        "kind": "run",
+        **provenance(_PACKAGES),
+        **plain,
+        "shape": asdict(settings.shape),
+        "device_name": _device_name(settings),
+    }
 
-    def _description(self) -> dict[str, Any]:
-        plain = {k: v for k, v in vars(self._settings).items() if isinstance(v, (int, float, str, tuple, dict))}
-        return {
-            "kind": "run",
-            **provenance(_PACKAGES),
-            **plain,
-            "shape": asdict(self._settings.shape),
-            "device_name": self._device_name(),
-        }
+
+def _device_name(settings: Settings) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    lines = file.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # a run that was killed leaves half a line
 
 
 def _difference(earlier: list[dict[str, Any]], description: dict[str, Any]) -> str | None:
     """In what earlier runs were another experiment than the one described; None: in nothing."""
-    for record in earlier:
-        if record["kind"] == "run":
-            for name in _SAME:
-                then, now = record.get(name), description.get(name)
-                if then != now:
-                    return f"{name} was {then}, and is {now}"
-    return None
+    runs = [record for record in earlier if record["kind"] == "run"]
+    for record in runs:
+        for name in _SAME:
+            then, now = record.get(name), description.get(name)
+            if then != now:
+                return f"{name} was {then}, and is {now}"
+    return None if runs else "it does not say of which"
 
 
 def _summaries(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

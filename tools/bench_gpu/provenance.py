@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from offload_engine import IS_COMPILED
+import offload_engine
 
 _VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
 
@@ -24,7 +24,8 @@ def provenance(packages: Sequence[str]) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in packages},
-        "core": "compiled" if IS_COMPILED else "pure Python",
+        "core": "compiled" if offload_engine.IS_COMPILED else "pure Python",
+        "package": str(Path(offload_engine.__file__).parent),
         "commit": _commit(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(_VARIABLES)},
     }

@@ -1,0 +1,116 @@
+"""The head of a chunk whose backward comes at once: copies are in flight up to its logits, and come back behind them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import ref
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+from megatron_patches._attach import Attachment  # noqa: E402
+from megatron_patches._sites import Site  # noqa: E402
+from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
+from offload_engine.schedule import no_pipelining  # noqa: E402
+from tests.adversarial import AdversarialDevice  # noqa: E402
+
+NUM_LAYERS, WIDTH = 4, 8
+
+
+class Chunk(torch.nn.Module):
+    """Layers that save their inputs, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS))
+        self.output_layer = torch.nn.Linear(WIDTH, 2)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output_layer(self.hidden(x))
+
+
+class FusedLoss(Chunk):
+    """Takes the weight of the head and does not call it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.hidden(x), self.output_layer.weight, self.output_layer.bias)
+
+
+class TwoHeads(Chunk):
+    """Predicts a further token, and then the next one, with the same head.
+
+    Attributes:
+        logits: of both.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.hidden(x)
+        self.logits = self.output_layer(hidden.cos()), self.output_layer(hidden)
+        return self.logits[0] + self.logits[1]
+
+
+@contextmanager
+def attached(chunk: Chunk) -> Iterator[OffloadEngine]:
+    """In an iteration of an engine whose copies complete when somebody waits for them."""
+    device = AdversarialDevice(host_capacity=1 << 16)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), device)
+    attachment = Attachment(engine, [chunk], ())
+    attachment._attach_sites(chunk, [Site("layer", f"layers.{i}", None) for i in range(NUM_LAYERS)])
+    attachment.begin_iteration(no_pipelining(1))
+    with engine.iteration(no_pipelining(1)):
+        yield engine
+    attachment.close()
+    assert device.hazards == []
+
+
+def forward(chunk: Chunk) -> torch.Tensor:
+    return chunk(torch.ones(4, WIDTH, requires_grad=True) * 1)
+
+
+def num_in_flight(engine: OffloadEngine) -> int:
+    return len(engine._mover.releases._queue)
+
+
+@pytest.mark.parametrize("kind", [Chunk, FusedLoss, TwoHeads])
+def test_nothing_is_in_flight_behind_the_head_however_it_is_used(kind: type[Chunk]) -> None:
+    chunk = kind()
+    before: list[int] = []
+    with attached(chunk) as engine:
+        chunk.layers[-1].register_forward_hook(lambda module, args, output: before.append(num_in_flight(engine)))
+        loss = forward(chunk).sum()
+        assert before == [2] and num_in_flight(engine) == 0
+        loss.backward()
+
+
+def test_a_loss_ends_with_the_gradients_of_the_last_of_several_heads() -> None:
+    chunk = TwoHeads()
+    with attached(chunk) as engine:
+        loss = forward(chunk).sum()
+        groups = engine.current_chunk.chunk_groups
+        seen: list[tuple[str, bool]] = []
+        for name, logits in zip(("further", "next"), chunk.logits, strict=True):
+            knows = engine._mover.prefetcher.is_in_backward
+            logits.register_hook(lambda grad, name=name, knows=knows: seen.append((name, knows(groups))))
+        loss.backward()
+    assert seen == [("next", False), ("further", True)]
+
+
+def test_a_head_that_is_replaced_goes() -> None:
+    chunk = Chunk()
+    with attached(chunk):
+        old = ref(chunk.output_layer)
+        chunk.output_layer = torch.nn.Linear(WIDTH, 1)
+        gc.collect()
+        assert old() is None
+        forward(chunk).sum().backward()
