@@ -1,4 +1,4 @@
-"""The head of a chunk whose backward comes at once: copies are in flight up to its logits, and come back behind them."""
+"""The head of a chunk whose backward comes at once: copies are in flight up to its logits, and come back after them."""
 
 from __future__ import annotations
 
