@@ -87,9 +87,7 @@ class Mover:
 
     def end_loss(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` has come through its loss: its groups are next."""
-        if not self.prefetcher.is_in_backward(chunk):
-            self.releases.turn_around(chunk.key)
-            self.prefetcher.enter_backward(chunk)
+        self._enter_backward(chunk)
         self._advance()
 
     def begin_backward(self, chunk: ChunkGroups, index: int) -> None:
@@ -98,8 +96,7 @@ class Mover:
             self.store.raise_failure()
         self.releases.advance()
         self.budget.note_backward()
-        if not self.prefetcher.is_in_backward(chunk):
-            self.releases.turn_around(chunk.key)
+        self._enter_backward(chunk)
         self.prefetcher.reach(chunk, index)
         if index < len(chunk.groups):
             self.store.await_copy_in(chunk.groups[index])  # early wait: one for the group, where unpack has one each
@@ -115,6 +112,11 @@ class Mover:
         self.releases.drain()
         self.prefetcher.clear()
         self.budget.clear()
+
+    def _enter_backward(self, chunk: ChunkGroups) -> None:
+        if not self.prefetcher.is_in_backward(chunk):
+            self.releases.turn_around(chunk.key)
+            self.prefetcher.enter_backward(chunk)
 
     def _may_stay(self, group: TensorGroup) -> bool:
         return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes)

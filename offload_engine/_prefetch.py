@@ -89,9 +89,7 @@ class Prefetcher:
         self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
     def reach(self, chunk: ChunkGroups, index: int) -> None:
-        """The backward of group `index` of `chunk` begins: it, and what follows, is needed from now on."""
-        if not self.is_in_backward(chunk):
-            self.enter_backward(chunk)
+        """The backward of group `index` of `chunk`, which was entered, begins: it, and what follows, is needed now."""
         if index < len(chunk.groups):
             self._horizon.note_reached(chunk.groups[index])
         if chunk.next_index >= index:
