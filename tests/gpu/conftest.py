@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.gpu.parity import CUBLAS_WORKSPACE, deterministic_algorithms
-from tests.gpu.ranks import GpuRanks, require_gpus
+from tests.gpu.ranks import GpuRanks, require_libraries
 
 # Read once, at the first product of matrices in the process; processes that tests start inherit it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
@@ -23,11 +23,11 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks_of() -> Iterator[Callable[[int], GpuRanks]]:
-    """`ranks_of(n)`: n ranks with a GPU each, the same ones for all tests; skips the test if there are not as many."""
+    """`ranks_of(n)`: n ranks, the same ones for all tests; skips the test where a library of theirs is missing."""
     started: dict[int, GpuRanks] = {}
 
     def get(num_ranks: int) -> GpuRanks:
-        require_gpus(num_ranks)
+        require_libraries()
         return started.setdefault(num_ranks, GpuRanks(num_ranks))
 
     yield get

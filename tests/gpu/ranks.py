@@ -1,4 +1,4 @@
-"""Ranks with a GPU each, joined over NCCL. They stay for many tests, because they import TransformerEngine for long."""
+"""Ranks on GPUs, joined over NCCL. They stay for many tests, because they import TransformerEngine for long."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ import torch
 
 from tests.dist.launch import Outcome, Pipeline, collect, set_up_parallel_state
 from tests.gpu.parity import CUBLAS_WORKSPACE
+from tests.gpu.sharing import take_gpu
 
 TIMEOUT_S = 150.0
 _ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": CUBLAS_WORKSPACE,
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     "NCCL_ALGO": "Ring",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # the all-to-all overlap refuses one
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
@@ -78,19 +80,16 @@ class GpuRanks:
             self._ranks.append((process, ours))
 
 
-def require_gpus(num_gpus: int) -> None:
-    """Skips the test where GPUs are missing, or a library."""
+def require_libraries() -> None:
+    """Skips the test where one is missing."""
     for package, name in (("megatron", "megatron-core"), ("transformer_engine", "TransformerEngine")):
         if find_spec(package) is None:
             pytest.skip(f"needs {name}, which is not installed")
-    if torch.cuda.device_count() < num_gpus:
-        pytest.skip(f"needs {num_gpus} GPUs of one machine, there are {torch.cuda.device_count()}")
 
 
 def _serve(connection: Connection, rank: int, num_ranks: int, store: str) -> None:
     os.environ.update(_ENVIRONMENT, RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    device = take_gpu(rank)
     torch.distributed.init_process_group("nccl", store, timedelta(seconds=TIMEOUT_S), num_ranks, rank, device_id=device)
     while True:
         shape, fn, args = connection.recv()

@@ -1,4 +1,4 @@
-"""A small GPT of TransformerEngine's layers on this rank's GPU, and steps of it."""
+"""A small GPT of TransformerEngine's layers on this rank's GPU, or a part of it, and steps of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VOCABULARY, SEQUENCE, MICRO_BATCH, HIDDEN = 256, 512, 2, 256
 DEVICE = "cuda"
 
 
-def make_config(num_experts: int = 0, **more: Any) -> TransformerConfig:
-    """A configuration for the parallel state of this process; with experts in every layer, or in none."""
+def make_config(**overrides: Any) -> TransformerConfig:
+    """A configuration for the parallel state of this process; `num_moe_experts` experts in every layer, or none."""
+    virtual = ps.get_virtual_pipeline_model_parallel_world_size()
     experts = dict(
-        num_moe_experts=num_experts,
         moe_router_topk=2,
         moe_grouped_gemm=True,
         moe_ffn_hidden_size=HIDDEN,
@@ -31,7 +31,7 @@ def make_config(num_experts: int = 0, **more: Any) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",
     )
     settings: dict[str, Any] = dict(
-        num_layers=2,
+        num_layers=2 * (virtual or 1) * ps.get_pipeline_model_parallel_world_size(),
         hidden_size=HIDDEN,
         ffn_hidden_size=2 * HIDDEN,
         num_attention_heads=4,
@@ -39,6 +39,11 @@ def make_config(num_experts: int = 0, **more: Any) -> TransformerConfig:
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         autocast_dtype=torch.bfloat16,
+        pipeline_model_parallel_size=ps.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=virtual,
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        deallocate_pipeline_outputs=True,
         tensor_model_parallel_size=ps.get_tensor_model_parallel_world_size(),
         context_parallel_size=ps.get_context_parallel_world_size(),
         expert_model_parallel_size=ps.get_expert_model_parallel_world_size(),
@@ -51,37 +56,48 @@ def make_config(num_experts: int = 0, **more: Any) -> TransformerConfig:
         attention_dropout=0.0,
         gradient_accumulation_fusion=False,
         deterministic_mode=True,
-        **(experts if num_experts else {}),
+        **(experts if overrides.get("num_moe_experts") else {}),
     )
-    return TransformerConfig(**{**settings, **more})
+    return TransformerConfig(**{**settings, **overrides})
 
 
-def make_model(config: TransformerConfig) -> torch.nn.Module:
-    """The whole model, with the same weights every time."""
-    torch.manual_seed(1)
+def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
+    """This rank's model chunks, one for each virtual stage, with the same weights every time."""
+    torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(1)
+    num_stages = config.virtual_pipeline_model_parallel_size
+    return [_make_chunk(config, stage) for stage in (range(num_stages) if num_stages else [None])]
+
+
+def _make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
-    model = GPTModel(
+    chunk = GPTModel(
         config,
         spec,
         VOCABULARY,
         SEQUENCE,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        vp_stage=stage,
     )
-    model.model_type = ModelType.encoder_or_decoder
-    return model.to(DEVICE, torch.bfloat16)
+    chunk.model_type = ModelType.encoder_or_decoder
+    return chunk.to(DEVICE, torch.bfloat16)
 
 
-def run(model: torch.nn.Module, num_microbatches: int) -> list[float]:
+def run(chunks: list[torch.nn.Module], num_microbatches: int) -> list[float]:
     """One forward and backward of all microbatches; returns this rank's losses."""
-    getattr(model, "zero_grad_buffer", model.zero_grad)()
+    for chunk in chunks:
+        getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
+    has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
+    batches = [_batches(num_microbatches) for _ in chunks]
     out = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=_batches(num_microbatches),
-        model=model,
+        data_iterator=batches if has_stages else batches[0],
+        model=chunks if has_stages else chunks[0],
         num_microbatches=num_microbatches,
         seq_length=SEQUENCE,
         micro_batch_size=MICRO_BATCH,
@@ -96,11 +112,12 @@ def _batches(num_microbatches: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCABULARY, (MICRO_BATCH, SEQUENCE), generator=generator).to(DEVICE)
 
 
-def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
+def _forward(batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
     tokens = next(batches)
+    forward = model.build_schedule_plan if return_schedule_plan else model  # under the all-to-all overlap
     positions = torch.arange(SEQUENCE, device=DEVICE)[None].expand_as(tokens).contiguous()
     batch = of_this_rank(tokens=tokens, positions=positions, labels=tokens.roll(-1, dims=1))
-    return model(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(_loss)
+    return forward(batch["tokens"], batch["positions"], None, labels=batch["labels"]), partial(_loss)
 
 
 def _loss(output: torch.Tensor) -> Any:

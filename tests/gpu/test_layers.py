@@ -14,6 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 from offload_engine import OffloadConfig, enable_activation_offloading  # noqa: E402
 from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train  # noqa: E402
 from tests.gpu.parity import deterministic_algorithms, run_twice  # noqa: E402
+from tests.gpu.sharing import take_gpu  # noqa: E402
 
 CONFIG = SMALL.replace(directory=None)
 MIB = 1 << 20
@@ -88,21 +89,17 @@ def test_a_model_on_the_cpu_of_this_machine() -> None:
     handle.remove()
 
 
-# -- several GPUs -----------------------------------------------------------------------------------------------------
+# -- several ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2,
-    reason=f"needs 2 GPUs of one machine to shard over with NCCL, there are {torch.cuda.device_count()}",
-)
-def test_several_gpus(tmp_path: Path) -> None:
-    world_size = torch.cuda.device_count()
-    torch.multiprocessing.spawn(_check_rank, (world_size, str(tmp_path / "store")), nprocs=world_size)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_several_ranks(num_ranks: int, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_check_rank, (num_ranks, str(tmp_path / "store")), nprocs=num_ranks)
 
 
-def _check_rank(rank: int, world_size: int, store: str) -> None:
-    torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl", f"file://{store}", rank=rank, world_size=world_size)
+def _check_rank(rank: int, num_ranks: int, store: str) -> None:
+    device = take_gpu(rank)
+    torch.distributed.init_process_group("nccl", f"file://{store}", rank=rank, world_size=num_ranks, device_id=device)
     with deterministic_algorithms():
         for strategy, is_mixed in [("fsdp2", False), ("fsdp2", True), ("fsdp", False), ("fsdp", True), ("ddp", False)]:
             _check_strategy(rank, strategy, is_mixed)

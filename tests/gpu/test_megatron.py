@@ -18,6 +18,9 @@ DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"
 EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]
 
 
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+
+
 @pytest.mark.parametrize(
     ("shape", "names", "settings"),
     [
@@ -25,8 +28,8 @@ EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", 
         pytest.param(Pipeline(tensor=2), DENSE, {"sequence_parallel": True}, id="tensor and sequence"),
         pytest.param(Pipeline(), DENSE, {}, id="data"),
         pytest.param(Pipeline(), DENSE, {"gradient_accumulation_fusion": True}, id="fused weight gradients"),
-        pytest.param(Pipeline(expert=2), EXPERTS, {"num_experts": 4}, id="experts"),
-        pytest.param(Pipeline(expert=2, context=2), EXPERTS, {"num_experts": 4}, id="experts and context"),
+        pytest.param(Pipeline(expert=2), EXPERTS, {"num_moe_experts": 4}, id="experts"),
+        pytest.param(Pipeline(expert=2, context=2), EXPERTS, {"num_moe_experts": 4}, id="experts and context"),
     ],
 )
 def test_three_steps_of_the_distributed_optimizer(
@@ -34,6 +37,23 @@ def test_three_steps_of_the_distributed_optimizer(
 ) -> None:
     """Gradients are reduced during the backward, and parameters gathered during the next forward."""
     ranks_of(2).run(_check_steps, names, settings, shape=shape)
+
+
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        pytest.param(DENSE, {}, id="dense"),
+        pytest.param(EXPERTS, {"num_moe_experts": 8}, id="experts"),
+        pytest.param(EXPERTS, {"num_moe_experts": 8, **OVERLAP}, id="overlap"),
+        pytest.param(EXPERTS, {"num_moe_experts": 8, **OVERLAP, "delay_wgrad_compute": True}, id="delayed"),
+    ],
+)
+def test_interleaved_pipelines(
+    names: Sequence[str], settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
+) -> None:
+    """The layout of the published results: data parallel 4, expert parallel 4, pipelines of 2 with 2 virtual stages."""
+    shape = Pipeline(2, 2, expert=4 if "num_moe_experts" in settings else 1)
+    ranks_of(8).run(_check_steps, names, settings, shape=shape)
 
 
 def _check_steps(names: Sequence[str], settings: dict[str, Any]) -> None:
@@ -70,7 +90,8 @@ def _train_with_offload(names: Sequence[str], settings: dict[str, Any]) -> list[
 def _train(settings: dict[str, Any]) -> list[dict[str, str]]:
     from tests.dist.tiny import fingerprint
     from tests.dist.training import train
-    from tests.gpu.small_gpt import make_config, make_model, run
+    from tests.gpu.small_gpt import make_chunks, make_config, run
 
     config = make_config(**settings)
-    return train(config, [make_model(config)], lambda chunks: fingerprint(chunks, run(chunks[0], 2)))
+    num_microbatches = 2 * config.pipeline_model_parallel_size
+    return train(config, make_chunks(config), lambda chunks: fingerprint(chunks, run(chunks, num_microbatches)))

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from .model import start_ranks
 
-    ranks = start_ranks(settings.shape, settings.deterministic)
+    ranks = start_ranks(settings.shape, settings.deterministic, settings.share_gpus)
     status = Run(settings, ranks).execute()
     torch.distributed.destroy_process_group()  # not after an exception: it would wait for ranks that wait for this one
     return status
@@ -169,7 +169,11 @@ class Run:
     def _title(self) -> str:
         import torch
 
-        return f"setup {self._settings.setup}, {self._ranks.world_size} x {torch.cuda.get_device_name()}"
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        shared = (
+            f", shared by {self._ranks.world_size} processes: times say nothing" if self._settings.share_gpus else ""
+        )
+        return f"setup {self._settings.setup}, {gpus}{shared}"
 
     def _description(self) -> dict[str, Any]:
         import torch
@@ -187,5 +191,6 @@ class Run:
             "overlap": self._settings.overlap,
             "deterministic": self._settings.deterministic,
             "world_size": self._ranks.world_size,
+            "num_gpus": torch.cuda.device_count(),
             "device": torch.cuda.get_device_name(),
         }

@@ -33,14 +33,20 @@ class Ranks(NamedTuple):
         dist.barrier(group=self.records)
 
 
-def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
-    """Joins the processes of torchrun (or stands alone) and sets up megatron-core's parallel state."""
+def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
+    """Joins the processes of torchrun (or stands alone) and sets up megatron-core's parallel state.
+
+    Args:
+        shape: of the model, for its parallelism.
+        deterministic: kernels that are, where there are any.
+        share_gpus: there are more processes than GPUs.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = _shared_gpu() if share_gpus else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     shape.check(dist.get_world_size())
@@ -54,6 +60,17 @@ def start_ranks(shape: Shape, deterministic: bool) -> Ranks:
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED)
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+
+
+def _shared_gpu() -> torch.device:
+    """The GPU of this rank and others.
+
+    NCCL refuses two ranks of one host on one GPU; NCCL_HOSTID makes them ranks of several hosts, which meet through
+    sockets.
+    """
+    host, index = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
+    os.environ.update(NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
+    return torch.device("cuda", index)
 
 
 def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:

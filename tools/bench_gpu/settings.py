@@ -119,6 +119,7 @@ class Settings:
     overlap: dict[str, bool]
     """Fields of TransformerConfig."""
     deterministic: bool
+    share_gpus: bool
     micro: bool
     json: Path | None
     memory_plot: Path | None
@@ -154,6 +155,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         engine=engine,
         overlap=overlap,
         deterministic=args.deterministic,
+        share_gpus=args.share_gpus,
         micro=not args.no_micro,
         json=args.json,
         memory_plot=args.memory_plot,
@@ -216,7 +218,8 @@ def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
 _EXAMPLES = """examples:
   python3 tools/bench_gpu.py --setup a
   torchrun --nproc-per-node 2 tools/bench_gpu.py --setup fine-2 --no-micro --contenders ours,none,recompute
-  torchrun --nproc-per-node 8 tools/bench_gpu.py --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none"""
+  torchrun --nproc-per-node 8 tools/bench_gpu.py --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none
+  torchrun --nproc-per-node 8 tools/bench_gpu.py --setup d --share-gpus --no-micro  # on 2 GPUs, for its memory"""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -257,6 +260,11 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", action="append", default=[], metavar="NAME=VALUE", help="field of OffloadConfig, for ours"
     )
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="more processes than GPUs: memory and gradients are as on as many GPUs as processes, step times are not",
+    )
     parser.add_argument(
         "--no-micro", action="store_true", help="leave out the link, host reads, pinning and group cost"
     )
