@@ -17,7 +17,7 @@ import torch
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
-from megatron_patches._sites import Site, count_layers, find_sites, last_block
+from megatron_patches._sites import Site, count_layers, find_experts, find_sites, last_block
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Attachment:
             self._last_groups.append(frozenset(last_groups))
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
+            self._attach_experts(chunk)
             self._handles += self.held.attach(chunk)  # last: their hooks run behind those that commit
             self._unused_names.update(site.name for site in sites)
         self.checkpoint_bracket: GroupBracket | None = (
@@ -129,13 +130,14 @@ class Attachment:
         self.abandon_iteration()
         self.engine.close()
 
-    def bracket(self, name: str, is_last: bool = False) -> GroupBracket:
+    def bracket(self, name: str, is_last: bool = False, may_wait: bool = False) -> GroupBracket:
         """A new bracket that opens groups of this name; those of the last place stay where the backward comes at once.
 
         By place, not by number: the order in which a layer runs its modules is not always that of the table.
         """
         # The set, not a function of self: without a cycle an attachment goes as soon as its model does.
-        bracket = GroupBracket(self.engine, name, self.num_groups, self._comes_back_at_once if is_last else ())
+        keeps = self._comes_back_at_once if is_last else ()
+        bracket = GroupBracket(self.engine, name, self.num_groups, keeps, may_wait)
         self._brackets.append(bracket)
         return bracket
 
@@ -188,16 +190,30 @@ class Attachment:
         # the submodule's own bracket, and a stretch that begins there begins last.
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(sites)}
-        stretches = [(site, self.bracket(site.name, site in last)) for site in sites if site.until]
+        brackets = [self.bracket(site.name, site in last, site.is_before_experts) for site in sites]
+        stretches = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self._stretches += (bracket for _, bracket in stretches)
         for site, bracket in stretches:
             self._leave_before(modules[str(site.until)], bracket)
-        for site in sites:
+        for site, bracket in zip(sites, brackets, strict=True):
             if site.until is None:
-                self._enclose(modules[site.path], self.bracket(site.name, site in last))
+                self._enclose(modules[site.path], bracket)
         for site, bracket in stretches:
             owner = modules[site.path.rpartition(".")[0]]
             self._enter_after(modules[site.path], owner, bracket)
+
+    def _attach_experts(self, chunk: torch.nn.Module) -> None:
+        # When the dispatcher has its split sizes, the device waits until the host has launched what computes the
+        # experts. The host takes longer for it while something is copied. So what their layer has committed before
+        # is copied from then on.
+        engine = self.engine
+
+        def issue_waiting_copies(module: torch.nn.Module, args: Any, output: Any) -> None:
+            if engine.is_active and engine.current_chunk is not None:
+                engine.current_chunk.issue_waiting_copies()
+
+        for experts in find_experts(chunk):
+            self._handles.append(experts.register_forward_hook(issue_waiting_copies))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:

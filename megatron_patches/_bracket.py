@@ -34,11 +34,21 @@ class GroupBracket:
         name: str,
         counter: Counter[str],
         keeps: Collection[ChunkKey] = (),
+        may_wait: bool = False,
     ) -> None:
+        """
+        Args:
+            engine: that moves the groups.
+            name: of the groups.
+            counter: of groups opened, by name.
+            keeps: the chunks whose groups of this place stay resident.
+            may_wait: its copies may wait for the experts behind it (`ChunkOffloadHandler.issue_waiting_copies`).
+        """
         self._engine = engine
         self._name = name
         self._counter = counter
-        self._keeps = keeps  # the chunks whose groups of this place stay resident
+        self._keeps = keeps
+        self._may_wait = may_wait
         self._open: _Open | None = None
 
     def enter(self) -> bool:
@@ -53,6 +63,7 @@ class GroupBracket:
         self.leave()  # open still where the place is entered again before its end was reached
         group = chunk.open_group(self._name)
         group.is_kept = group.is_kept or chunk.key in self._keeps
+        group.may_wait = self._may_wait
         self._open = _Open(chunk, None)
         self.resume()
         self._counter[self._name] += 1

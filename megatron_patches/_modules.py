@@ -56,7 +56,13 @@ def _ranges(owner_paths: Iterable[str]) -> tuple[Bracket, ...]:
 
 _MLA_DOWN = ("linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj")
 _MLA_UP = ("linear_q_up_proj", "linear_kv_up_proj")
-_EXPERTS = ("mlp.experts", "mlp.experts.local_experts.*")
+EXPERTS = "mlp.experts"
+"""Path of a layer's experts."""
+
+DISPATCH = "dispatched_tokens"
+"""The row whose stretch begins where the dispatcher does."""
+
+_EXPERTS = (EXPERTS, f"{EXPERTS}.local_experts.*")
 _MOE = "layers with experts (MoELayer)"
 _EXPERT_LINEARS = (
     "experts with linear_fc1 and linear_fc2 (TEGroupedMLP or SequentialMLP; the legacy GroupedMLP has none)"
@@ -203,11 +209,11 @@ MODULES: tuple[ModuleRow, ...] = (
         where=_MOE,
     ),
     ModuleRow(
-        name="dispatched_tokens",
+        name=DISPATCH,
         saves="what the dispatcher keeps of its permutation, and the permuted tokens as the experts get them (their "
         "probabilities leave with moe_act)",
         brackets=(
-            Bracket("mlp.router", "mlp.experts"),
+            Bracket("mlp.router", EXPERTS),
             *_calls(*(f"{owner}.linear_fc1" for owner in _EXPERTS)),
         ),
         recomputed_by=("moe",),
@@ -218,7 +224,7 @@ MODULES: tuple[ModuleRow, ...] = (
         name="experts",
         aliases=("fused_group_mlp",),
         saves="all that the experts save: the next three, and what lies between",
-        brackets=_calls("mlp.experts"),
+        brackets=_calls(EXPERTS),
         recomputed_by=("moe",),
         parts=("router_fc1", "moe_act", "router_fc2"),
         where=_MOE,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_patches._modules import MODULES, ModuleRow
+from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow
 
 _BLOCKS = ("self_attention", "cross_attention", "mlp", "mixer")  # in the order in which a layer runs those it has
 
@@ -19,6 +19,8 @@ class Site(NamedTuple):
     name: str
     path: str
     until: str | None
+    is_before_experts: bool = False
+    """Between it and the experts of its layer the host waits for the device, which has to wait for the host then."""
 
 
 class Survey(NamedTuple):
@@ -39,11 +41,20 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
     found = []
     for depth, (prefix, layer) in enumerate(_layers(chunk)):
         modules = dict(layer.named_modules())
+        is_before_experts = EXPERTS in modules
         for rank, row in enumerate(MODULES):
+            is_before_experts = is_before_experts and row.name != DISPATCH
             if row.name in names:
                 for site, expert in _sites_in_layer(row, modules):
+                    site = site._replace(is_before_experts=is_before_experts)
                     found.append(((depth, expert, rank), _under(prefix, site)))
     return [site for _, site in sorted(found, key=lambda entry: entry[0])]
+
+
+def find_experts(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The experts of each layer that has some."""
+    layers = [dict(layer.named_modules()) for _, layer in _layers(chunk)]
+    return [modules[EXPERTS] for modules in layers if EXPERTS in modules]
 
 
 def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
@@ -116,7 +127,7 @@ def _sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iter
 
 
 def _under(prefix: str, site: Site) -> Site:
-    return Site(site.name, f"{prefix}.{site.path}", f"{prefix}.{site.until}" if site.until else None)
+    return site._replace(path=f"{prefix}.{site.path}", until=f"{prefix}.{site.until}" if site.until else None)
 
 
 def _is_identity(module: torch.nn.Module | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload_engine._budget import Budget
+from offload_engine._devices.base import Event
 from offload_engine._horizon import ResidentHorizon
 from offload_engine._prefetch import ChunkGroups, Prefetcher, on_host_storages
 from offload_engine._release import ReleaseQueue
@@ -19,6 +20,7 @@ class Mover:
         self.prefetcher: Prefetcher = prefetcher
         self.budget: Budget = Budget(store.accounts)
         self._dry_run = dry_run
+        self._waiting: list[tuple[TensorGroup, list[Event]]] = []  # committed; their copy-out is yet to be issued
 
     def limit_resident(self, nbytes: int) -> None:
         """Bound what is resident, and by that alone what is in flight and how far ahead copy-ins are issued."""
@@ -28,22 +30,25 @@ class Mover:
 
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
+        self.issue_waiting()
         self.budget.note_forward()
         self.prefetcher.start_chunk(chunk)
         self._advance()
 
     def begin_tail(self) -> None:
         """A long computation begins that ends a forward."""
-        self.releases.begin_tail()
+        self.releases.begin_tail(len(self._waiting))
 
     def end_tail(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` begins, perhaps long before that of its last group."""
+        self.issue_waiting()
         self.releases.advance()
         self.releases.end_tail(chunk.key)
 
     def begin_head(self, chunk: ChunkGroups) -> None:
         """The layers of `chunk` are through; if its backward comes at once, what it still allocates is for the loss."""
         if any(group.is_kept for group in chunk.groups):
+            self.issue_waiting()
             self.releases.before_peak()
 
     def commit(self, group: TensorGroup, has_head: bool = False) -> None:
@@ -52,11 +57,12 @@ class Mover:
         if group.is_kept:
             self.keep(group)
             if not has_head:
+                self.issue_waiting()
                 self.releases.before_peak()
         else:
             self._note(group)
             if not self._dry_run and not (has_limit and self._may_stay(group)):
-                self.copy_out(group)
+                self._copy_out_or_wait(group)
         self._advance()
         if has_limit:
             self._make_room()
@@ -75,11 +81,19 @@ class Mover:
         if not self._dry_run:
             self.copy_out(group)
 
-    def copy_out(self, group: TensorGroup) -> None:
-        """Issue the copy-out of what `group` saved first."""
-        issued = self.store.issue_copy_out(group)
+    def copy_out(self, group: TensorGroup, produced: list[Event] | None = None) -> None:
+        """Issue the copy-out of what `group` saved first; `produced` as in `ActivationStore.issue_copy_out`."""
+        issued = self.store.issue_copy_out(group, produced)
         if issued is not None:
             self.releases.push(issued)
+
+    def issue_waiting(self) -> None:
+        """Issue the copy-outs that wait for it, in the order of their commits."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            self.releases.waiting_bytes = 0
+            for group, produced in waiting:
+                self.copy_out(group, produced)
 
     def copy_in(self, group: TensorGroup) -> None:
         """Issue the copy-in of what `group` has on host, ahead of the prefetch."""
@@ -87,6 +101,7 @@ class Mover:
 
     def end_loss(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` has come through its loss: its groups are next."""
+        self.issue_waiting()
         self._enter_backward(chunk)
         self._advance()
 
@@ -94,6 +109,7 @@ class Mover:
         """The backward of group `index` of `chunk` begins."""
         if self.store.has_failed:
             self.store.raise_failure()
+        self.issue_waiting()
         self.releases.advance()
         self.budget.note_backward()
         self._enter_backward(chunk)
@@ -109,7 +125,15 @@ class Mover:
     def end_iteration(self) -> None:
         """The last backward is over: release what is left."""
         self.store.raise_failure()
+        self.issue_waiting()
         self.releases.drain()
+        self.prefetcher.clear()
+        self.budget.clear()
+
+    def reset_iteration(self) -> None:
+        """Forget the iteration; the store has yet to abandon what was saved."""
+        self._waiting = []
+        self.releases.clear()
         self.prefetcher.clear()
         self.budget.clear()
 
@@ -117,6 +141,15 @@ class Mover:
         if not self.prefetcher.is_in_backward(chunk):
             self.releases.turn_around(chunk.key)
             self.prefetcher.enter_backward(chunk)
+
+    def _copy_out_or_wait(self, group: TensorGroup) -> None:
+        has_limit = self.store.accounts.resident_limit_bytes is not None
+        if group.may_wait and not has_limit and self.releases.may_wait(group.own_bytes):
+            self._waiting.append((group, self.store.note_produced(group)))
+            self.releases.waiting_bytes += group.own_bytes
+        else:
+            self.issue_waiting()
+            self.copy_out(group)
 
     def _may_stay(self, group: TensorGroup) -> bool:
         return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes)

@@ -34,6 +34,7 @@ from offload_engine._transfers import (
     empty_buffer,
     hand_over_buffer,
     note_last_read,
+    note_produced,
     settle,
 )
 from offload_engine.config import OffloadConfig
@@ -179,10 +180,20 @@ class ActivationStore(Retirement):
             self._hand_over(saved)
         return tensor
 
-    def issue_copy_out(self, group: TensorGroup) -> CopyOut | None:
+    def note_produced(self, group: TensorGroup) -> list[Event]:
+        """For a copy-out that is issued later: events behind what has been computed of `group` by now."""
+        with self._lock:
+            storages = list(group.storages)
+        return note_produced(storages, self._context) if storages else []
+
+    def issue_copy_out(self, group: TensorGroup, produced: Sequence[Event] | None = None) -> CopyOut | None:
         """Copy out what no group saved before `group`; returns what is now being copied (None where there is no room).
 
         What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
+
+        Args:
+            group: whose own storages are copied.
+            produced: as `note_produced` gave it when the group committed; None: it commits now.
         """
         with self, self._lock:
             storages, nbytes = [], 0
@@ -202,7 +213,9 @@ class ActivationStore(Retirement):
             if lease is None:
                 self._note_no_room(group, nbytes)
                 return None
-            copied_out = copy_out(storages, lease, self._context)
+            if produced is None:
+                produced = note_produced(storages, self._context)
+            copied_out = copy_out(storages, lease, produced, self._context)
             for saved in storages:
                 saved.pending = saved.copied_out = copied_out
                 saved.residency = COPYING_OUT

@@ -3,7 +3,8 @@
 [Rules of order] "Compute" is the stream that ran the model's kernels and whose memory pool owns the buffer.
 
  1. Produce, then copy out. Copy-out reads what compute wrote: the copy-out stream waits for an event recorded on
-    compute, the stream that saved the tensor, when the group commits.
+    compute, the stream that saved the tensor, when the group commits. (Not when the copy is issued, which may be later:
+    it would stand behind what compute has been given in between.)
  2. Reuse of a lease. Earlier copies still touch the host bytes that a lease lends again. The pool lends them together
     with the events of those copies, and the copy-out stream waits for each before the first byte.
  3. Copy, then drop the buffer. The allocator gives a dropped buffer to compute at once. Compute therefore waits for
@@ -47,11 +48,18 @@ class TransferContext:
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
 
 
-def copy_out(storages: Sequence[SavedStorage], lease: HostLease, context: TransferContext) -> Event:
+def note_produced(storages: Sequence[SavedStorage], context: TransferContext) -> list[Event]:
+    """What the copy-out of `storages` has to wait for: all that their streams have been given by now."""
+    return [context.device.record_event(compute) for compute in _streams_of(storages)]
+
+
+def copy_out(
+    storages: Sequence[SavedStorage], lease: HostLease, produced: Sequence[Event], context: TransferContext
+) -> Event:
     """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
     device, stream = context.device, context.copy_out_stream
-    for compute in _streams_of(storages):
-        device.wait_event(stream, device.record_event(compute))  # Rule 1
+    for event in produced:
+        device.wait_event(stream, event)  # Rule 1
     for event in lease.ready_after:
         with suppress(CopyError):  # of a copy that is over and that nobody needed: its bytes are free all the same
             device.wait_event(stream, event)  # Rule 2

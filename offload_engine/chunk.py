@@ -135,6 +135,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
         Else the next forward, or this chunk's own backward, says so.
         """
+        self._mover.issue_waiting()
         self.chunk_groups.end_forward()
 
     def begin_backward(self) -> None:
@@ -150,6 +151,15 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         Else they begin to when the backward of the last of them begins.
         """
         self._mover.end_loss(self.chunk_groups)
+
+    def issue_waiting_copies(self) -> None:
+        """Issue the copy-outs of groups that were committed with `TensorGroup.may_wait`.
+
+        While a copy is under way the host works more slowly: each read of memory that it has not cached takes three
+        times as long. So copies may wait while the device is about to wait for the host. They do, as far as what
+        may be in flight allows, until this is called, or another group commits, or the forward is over.
+        """
+        self._mover.issue_waiting()
 
     def recall_groups(self) -> None:
         """The backward comes next: what is still being copied out stays on the device, where its bytes still are."""

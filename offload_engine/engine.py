@@ -183,6 +183,7 @@ class OffloadEngine:
                 them.
             num_copies: how many detached aliases exist besides, where they cannot be named.
         """
+        self._mover.issue_waiting()  # of what stays resident the storage would stay, too
         self._store.empty_for_holders(holders, num_copies)
 
     def note_home(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -255,9 +256,7 @@ class OffloadEngine:
 
         Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward.
         """
-        self._mover.releases.clear()
-        self._mover.prefetcher.clear()
-        self._mover.budget.clear()
+        self._mover.reset_iteration()
         self._store.abandon_all()
         self.pool.forget_events()  # no copy is left; a failed one would never complete, and stop the next step
         self._is_in_iteration = False
