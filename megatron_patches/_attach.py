@@ -208,12 +208,12 @@ class Attachment:
         # is copied from then on.
         engine = self.engine
 
-        def issue_waiting_copies(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def pass_host_wait(module: torch.nn.Module, args: Any, output: Any) -> None:
             if engine.is_active and engine.current_chunk is not None:
-                engine.current_chunk.issue_waiting_copies()
+                engine.current_chunk.pass_host_wait()
 
         for experts in find_experts(chunk):
-            self._handles.append(experts.register_forward_hook(issue_waiting_copies))
+            self._handles.append(experts.register_forward_hook(pass_host_wait))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:

@@ -42,7 +42,7 @@ class GroupBracket:
             name: of the groups.
             counter: of groups opened, by name.
             keeps: the chunks whose groups of this place stay resident.
-            may_wait: its copies may wait for the experts behind it (`ChunkOffloadHandler.issue_waiting_copies`).
+            may_wait: its copies may wait for the experts behind it (`ChunkOffloadHandler.pass_host_wait`).
         """
         self._engine = engine
         self._name = name

@@ -87,6 +87,11 @@ class Mover:
         if issued is not None:
             self.releases.push(issued)
 
+    def pass_host_wait(self) -> None:
+        """The device has caught up with the host, and has work again."""
+        self.issue_waiting()
+        self._advance()
+
     def issue_waiting(self) -> None:
         """Issue the copy-outs that wait for it, in the order of their commits."""
         if self._waiting:

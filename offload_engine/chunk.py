@@ -152,14 +152,14 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """
         self._mover.end_loss(self.chunk_groups)
 
-    def issue_waiting_copies(self) -> None:
-        """Issue the copy-outs of groups that were committed with `TensorGroup.may_wait`.
+    def pass_host_wait(self) -> None:
+        """The device had to wait for the host and has work again: the copy-outs that waited for it are issued.
 
-        While a copy is under way the host works more slowly: each read of memory that it has not cached takes three
-        times as long. So copies may wait while the device is about to wait for the host. They do, as far as what
-        may be in flight allows, until this is called, or another group commits, or the forward is over.
+        While a copy is under way the host works more slowly: a read of memory that it has not cached takes three times
+        as long. So groups committed with `TensorGroup.may_wait` are not copied before this is called, or another group
+        commits, or the forward is over; as long as they fit within the limit on what is in flight.
         """
-        self._mover.issue_waiting()
+        self._mover.pass_host_wait()
 
     def recall_groups(self) -> None:
         """The backward comes next: what is still being copied out stays on the device, where its bytes still are."""

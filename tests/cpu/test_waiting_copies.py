@@ -1,0 +1,159 @@
+"""Copies out that wait until the host has launched what the device is about to wait for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine.schedule import no_pipelining
+from tests.adversarial import AdversarialDevice
+
+GROUP_BYTES = 256
+
+
+class Bench:
+    """A chunk on a device whose copies complete when somebody waits for them."""
+
+    def __init__(self, **settings: int) -> None:
+        self.device = AdversarialDevice(host_capacity=1 << 16)
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device)
+        self.engine.begin_iteration(no_pipelining(1))
+        self.chunk: ChunkOffloadHandler = self.engine.start_chunk(ChunkKey(0, 0))
+        self.handles: list[object] = []
+
+    def commit(self, *, may_wait: bool = False) -> None:
+        group = self.chunk.open_group("group")
+        group.may_wait = may_wait
+        self.handles.append(self.chunk.tensor_push(torch.full((GROUP_BYTES,), len(self.handles), dtype=torch.uint8)))
+        self.chunk.close_group()
+
+    def backward(self) -> None:
+        self.chunk.end_forward()
+        for index in reversed(range(len(self.handles))):
+            self.chunk.on_group_commit_backward(self.chunk.chunk_groups.groups[index])
+            assert (self.chunk.tensor_pop(self.handles.pop()) == index).all()
+        self.engine.end_iteration()
+        self.engine.close()
+        assert self.device.hazards == []
+
+    @property
+    def num_copied(self) -> float:
+        return self.engine.stats.copied_out_bytes / GROUP_BYTES
+
+
+def test_they_wait_until_the_device_has_work_again() -> None:
+    bench = Bench()
+    bench.commit()  # the limit on what is in flight is learned from it
+    bench.commit(may_wait=True)
+    assert bench.num_copied == 1
+    bench.chunk.pass_host_wait()
+    assert bench.num_copied == 2
+    bench.chunk.pass_host_wait()
+    assert bench.num_copied == 2
+    bench.backward()
+
+
+def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
+    """Else the copy would stand behind the very work that it has waited for."""
+    bench = Bench()
+    with bench.device.observe_compute():
+        bench.commit()
+        bench.commit(may_wait=True)
+        compute = bench.device.current_stream()
+        committed = compute.clock[compute.index]
+        torch.ones(1)
+    bench.chunk.pass_host_wait()
+    waited_for = bench.engine._store._context.copy_out_stream.clock[compute.index]
+    assert waited_for <= committed < compute.clock[compute.index]
+    bench.backward()
+
+
+def test_they_are_issued_in_the_order_of_commits_and_before_what_may_not_wait() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit(may_wait=True)
+    bench.commit(may_wait=True)
+    assert bench.num_copied == 0
+    bench.commit()
+    assert bench.num_copied == 3
+    queued = [issued.storages[0].group.index for issued in bench.engine._mover.releases._queue]
+    assert queued == [0, 1, 2]
+    bench.backward()
+
+
+def test_they_wait_no_longer_than_the_forward() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit(may_wait=True)
+    bench.chunk.end_forward()
+    assert bench.num_copied == 1
+    bench.backward()
+
+
+def test_before_the_storage_is_taken_from_its_holders() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    held = torch.ones(GROUP_BYTES, dtype=torch.uint8)
+    bench.chunk.open_group("group").may_wait = True
+    handle = bench.chunk.tensor_push(held)
+    bench.chunk.close_group()
+    bench.engine.held_elsewhere(held)
+    assert bench.num_copied == 1
+    bench.engine._mover.releases.drain()
+    assert held.untyped_storage().nbytes() == 0
+    assert (bench.chunk.tensor_pop(handle) == 1).all()
+
+
+@pytest.mark.parametrize("limit", [0, 2 * GROUP_BYTES])
+def test_what_waits_counts_as_in_flight(limit: int) -> None:
+    bench = Bench(max_inflight_bytes=limit)
+    most = limit // GROUP_BYTES
+    for _ in range(most):
+        bench.commit(may_wait=True)
+    assert bench.num_copied == 0
+    bench.commit(may_wait=True)  # no room for one more: all are issued, and the oldest released
+    assert bench.num_copied == most + 1
+    assert bench.engine._mover.releases.inflight_bytes == limit
+    bench.backward()
+
+
+def test_it_makes_older_copies_leave() -> None:
+    bench = Bench(max_inflight_bytes=2 * GROUP_BYTES)
+    bench.commit()
+    bench.commit()
+    assert bench.engine._mover.releases.inflight_bytes == 2 * GROUP_BYTES
+    bench.commit(may_wait=True)
+    assert bench.engine._mover.releases.inflight_bytes == GROUP_BYTES
+    bench.backward()
+
+
+def test_they_count_as_committed_before_the_tail() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit(may_wait=True)
+    bench.chunk.begin_tail()
+    bench.chunk.pass_host_wait()
+    bench.commit()
+    other = bench.engine.start_chunk(ChunkKey(0, 1))
+    other.begin_backward()
+    assert bench.engine._mover.releases.inflight_bytes == GROUP_BYTES  # of the one in the tail
+    bench.engine.reset_iteration()
+
+
+def test_under_a_budget_nothing_waits() -> None:
+    """There what is to stay is decided at the commit, by what is resident."""
+    bench = Bench(resident_bytes=GROUP_BYTES)
+    bench.commit(may_wait=True)
+    bench.commit(may_wait=True)
+    assert not bench.engine._mover.releases.waiting_bytes
+    bench.backward()
+
+
+def test_a_reset_forgets_them() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit(may_wait=True)
+    bench.engine.reset_iteration()
+    bench.handles.clear()
+    bench.engine.begin_iteration(no_pipelining(1))
+    bench.chunk = bench.engine.start_chunk(ChunkKey(0, 0))
+    bench.chunk.pass_host_wait()
+    assert bench.num_copied == 0 and bench.engine._mover.releases.waiting_bytes == 0
+    bench.commit()
+    bench.backward()

@@ -1,0 +1,63 @@
+"""While a layer's dispatcher waits for the device, nothing that the layer has saved is copied out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+
+from megatron_patches import apply  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
+
+BEFORE_THE_EXPERTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm", "router"]
+GENEROUS = OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=1 << 30, directory="none")
+
+
+class Layer(NamedTuple):
+    """Copy-outs issued so far in the iteration, in bytes."""
+
+    before: int
+    at_its_mlp: int
+    behind_its_mlp: int
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_copies_begin_behind_the_experts(dispatcher: str) -> None:
+    (layers,) = run_ranks(_record, "moe", {"moe_token_dispatcher_type": dispatcher})
+    for layer in layers:
+        assert layer.before == layer.at_its_mlp < layer.behind_its_mlp, layers
+
+
+def test_a_dense_layer_waits_for_nothing() -> None:
+    (layers,) = run_ranks(_record, "mixed", {})
+    dense, sparse = layers[0::2], layers[1::2]
+    assert all(layer.before < layer.at_its_mlp for layer in dense), dense
+    assert all(layer.before == layer.at_its_mlp < layer.behind_its_mlp for layer in sparse), sparse
+
+
+def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
+    """What each layer of one forward finds and leaves, but for the last, whose groups stay."""
+    layers: list[Layer] = []
+    with apply(GENEROUS, modules=BEFORE_THE_EXPERTS) as handle:
+        model = make_chunks(make_config(kind, **settings))[0]
+        run([model], 1)  # makes the engine
+        seen: list[int] = []
+
+        def note(*_: Any) -> None:
+            if torch.is_grad_enabled() and handle.engine is not None:
+                seen.append(handle.engine.stats.copied_out_bytes)
+
+        for layer in model.decoder.layers:
+            layer.register_forward_pre_hook(note)
+            layer.mlp.register_forward_pre_hook(note)
+            layer.mlp.register_forward_hook(note)
+        run([model], 1)
+        for before, at_its_mlp, behind_its_mlp in zip(seen[0::3], seen[1::3], seen[2::3], strict=True):
+            layers.append(Layer(before, at_its_mlp, behind_its_mlp))
+    return layers[:-1]
