@@ -96,7 +96,6 @@ class Mover:
         """Issue the copy-outs that wait for it, in the order of their commits."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
-            self.releases.waiting_bytes = 0
             for group, produced in waiting:
                 self.copy_out(group, produced)
 
@@ -149,12 +148,14 @@ class Mover:
 
     def _copy_out_or_wait(self, group: TensorGroup) -> None:
         has_limit = self.store.accounts.resident_limit_bytes is not None
-        if group.may_wait and not has_limit and self.releases.may_wait(group.own_bytes):
-            self._waiting.append((group, self.store.note_produced(group)))
-            self.releases.waiting_bytes += group.own_bytes
-        else:
+        if not group.may_wait or has_limit:
             self.issue_waiting()
             self.copy_out(group)
+            return
+        self._waiting.append((group, self.store.note_produced(group)))
+        self.releases.advance()
+        if not self.releases.has_room(sum(waiting.own_bytes for waiting, _ in self._waiting)):
+            self.issue_waiting()  # the link is behind
 
     def _may_stay(self, group: TensorGroup) -> bool:
         return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes)

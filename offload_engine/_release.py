@@ -34,7 +34,6 @@ class ReleaseQueue:
         self._max_inflight_groups = max_inflight_groups
         self.largest_bytes: int = 0
         self.inflight_bytes: int = 0
-        self.waiting_bytes: int = 0  # of groups that have committed, and whose copy-out is yet to be issued
         self._queue: deque[CopyOut] = deque()
         self._num_before_tail: int = 0  # how many of them, the oldest, are older than the tail of the last forward
 
@@ -98,11 +97,11 @@ class ReleaseQueue:
     def clear(self) -> None:
         """Forget everything, after the store has abandoned it."""
         self._queue.clear()
-        self.inflight_bytes = self.waiting_bytes = self._num_before_tail = 0
+        self.inflight_bytes = self._num_before_tail = 0
 
-    def may_wait(self, nbytes: int) -> bool:
-        """True if so many bytes more may wait to be copied within the limit on what is in flight."""
-        return self.waiting_bytes + nbytes <= self._limit_bytes
+    def has_room(self, nbytes: int) -> bool:
+        """True if copies of so many bytes more may be in flight."""
+        return self.inflight_bytes + nbytes <= self._limit_bytes
 
     @property
     def has_resident_room(self) -> bool:
@@ -114,7 +113,7 @@ class ReleaseQueue:
         return 2 * self.largest_bytes if self._max_inflight_bytes is None else self._max_inflight_bytes
 
     def _is_over_limit(self) -> bool:
-        if self.inflight_bytes + self.waiting_bytes > self._limit_bytes:
+        if self.inflight_bytes > self._limit_bytes:
             return True
         return self._max_inflight_groups is not None and len(self._queue) > self._max_inflight_groups
 

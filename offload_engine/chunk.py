@@ -157,7 +157,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
         While a copy is under way the host works more slowly: a read of memory that it has not cached takes three times
         as long. So groups committed with `TensorGroup.may_wait` are not copied before this is called, or another group
-        commits, or the forward is over; as long as they fit within the limit on what is in flight.
+        commits, or the forward is over. Not so where more would be in flight with them than may be: there the link is
+        behind, and no time of it to be lost.
         """
         self._mover.pass_host_wait()
 

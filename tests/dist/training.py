@@ -49,7 +49,8 @@ def train(config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[A
 
 
 def _wrap(config: Any, chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **OVERLAP)
+    overlap = {**OVERLAP, "delay_wgrad_compute": True} if config.delay_wgrad_compute else OVERLAP
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=2000, **overlap)
     wrapped = [DistributedDataParallel(config, settings, Float16Module(config, chunk)) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
     for name, function in (
