@@ -61,8 +61,13 @@ class Mover:
                 self.releases.before_peak()
         else:
             self._note(group)
-            if not self._dry_run and not (has_limit and self._may_stay(group)):
-                self._copy_out_or_wait(group)
+            if self._dry_run or (has_limit and self._may_stay(group)):
+                pass
+            elif group.may_wait and not has_limit:
+                self._let_wait(group)
+            else:
+                self.issue_waiting()
+                self.copy_out(group)
         self._advance()
         if has_limit:
             self._make_room()
@@ -146,12 +151,7 @@ class Mover:
             self.releases.turn_around(chunk.key)
             self.prefetcher.enter_backward(chunk)
 
-    def _copy_out_or_wait(self, group: TensorGroup) -> None:
-        has_limit = self.store.accounts.resident_limit_bytes is not None
-        if not group.may_wait or has_limit:
-            self.issue_waiting()
-            self.copy_out(group)
-            return
+    def _let_wait(self, group: TensorGroup) -> None:
         self._waiting.append((group, self.store.note_produced(group)))
         self.releases.advance()
         if not self.releases.has_room(sum(waiting.own_bytes for waiting, _ in self._waiting)):
