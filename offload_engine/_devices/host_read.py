@@ -70,7 +70,9 @@ class _Lent(ctypes.c_byte * SLOT_BYTES):  # type: ignore[misc]
 class MappedReader:
     """Owns a slab of mapped pinned memory, cut into slots that are lent to reads.
 
-    Any thread may read, and drop results: the slots that are free change hands in single operations of a deque.
+    Any thread may read, and drop results: the slots that are free change hands in single operations of a deque. A
+    dropped result may be written over by the next read. That is behind all work of its own stream, but a non-blocking
+    copy from a result to a device on another stream needs the result to be held until it is over.
 
     Args:
         device: whose tensors are read.
