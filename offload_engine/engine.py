@@ -221,7 +221,8 @@ class OffloadEngine:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
 
         Unlike `.cpu()` it does not stand behind copies of activations that are under way. Larger tensors are read the
-        plain way, at once.
+        plain way, at once. The result may be pinned: if it is copied to a device without blocking, on a stream other
+        than that of the next read, hold it until the copy is over.
 
         Returns:
             A handle: `wait()` gives the tensor on the CPU; `tensor` is it, valid once the stream has come so far.

@@ -8,8 +8,8 @@ not use that engine at all.
 from __future__ import annotations
 
 import ctypes
-import math
-from typing import Any
+from collections import deque
+from functools import partial
 
 import torch
 
@@ -19,6 +19,7 @@ from .pinned import PinnedSlab
 
 SLOT_BYTES = 8192
 _NUM_SLOTS = 512
+_MAX_TARGETS = 8  # per slot
 # Bits are stored as integers of the same size: arithmetic would change negative zeros and NaNs.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,24 +36,43 @@ class MappedRead:
 
     def wait(self) -> torch.Tensor:
         """Block the host until the kernel has run; a spin, because sleeping would cost more than the read."""
-        while not self._runtime.is_complete(self._event):
+        event, is_complete = self._event, self._runtime.is_complete
+        while not is_complete(event):
             pass
         return self.tensor
 
 
-class _Slot(ctypes.c_byte * SLOT_BYTES):  # type: ignore[misc]
-    """Memory of one read. The CPU tensor made from it holds it, whatever views of it there are, and then frees it."""
+class _Slot:
+    """One part of the slab, with what is kept from its reads for those to come: a training loop reads a few shapes."""
 
-    release: Any
+    __slots__ = ("address", "offset", "slab", "written", "targets")
+
+    def __init__(self, slab: PinnedSlab, offset: int) -> None:
+        self.address = slab.address + offset
+        self.offset = offset
+        self.slab = slab  # it lives as long as any tensor over it, also without the reader
+        self.written: Event | None = None  # after the last kernel that stores into it
+        self.targets: dict[tuple[int, torch.Size], torch.Tensor] = {}  # on the device, by element size and shape
+
+
+class _Lent(ctypes.c_byte * SLOT_BYTES):  # type: ignore[misc]
+    """The memory of a slot, for one read. The CPU tensor made from it holds it, whatever views of it there are."""
+
+    __slots__ = ("slot", "free")
+
+    slot: _Slot
+    free: deque[_Slot]
 
     def __del__(self) -> None:
-        release = getattr(self, "release", None)
-        if release is not None:
-            release()
+        self.free.append(self.slot)
 
 
 class MappedReader:
     """Owns a slab of mapped pinned memory, cut into slots that are lent to reads.
+
+    Any thread may read, and drop results: the slots that are free change hands in single operations of a deque. A
+    dropped result may be written over by the next read. That is behind all work of its own stream, but a non-blocking
+    copy from a result to a device on another stream needs the result to be held until it is over.
 
     Args:
         device: whose tensors are read.
@@ -63,44 +83,56 @@ class MappedReader:
     """
 
     def __init__(self, device: torch.device, runtime: CudaRuntime) -> None:
-        self._device = device
+        slab = PinnedSlab(SLOT_BYTES * _NUM_SLOTS)
         self._runtime = runtime
-        self._slab = PinnedSlab(SLOT_BYTES * _NUM_SLOTS)
-        mapped = torch.as_tensor(_CudaView(self._slab.address, self._slab.nbytes), device=device)
-        self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}  # made once: a view takes microseconds
-        self._free: list[tuple[int, Event | None]] = [(slot, None) for slot in range(_NUM_SLOTS)]
+        self._current_stream = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        with torch.inference_mode(False):  # else, if the first read is in that mode, no later one could write
+            mapped = _device_view(slab, device)
+            self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}
+        # The slot that came back last is lent first: what the last read touched is still in the caches of the CPU.
+        self._free = deque(_Slot(slab, offset) for offset in range(0, slab.nbytes, SLOT_BYTES))
 
     def read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading `tensor`, behind the work of the current stream; large or many reads go the plain way."""
-        size = tensor.element_size()
+        size, count = tensor.element_size(), tensor.numel()
         mapped = self._mapped.get(size)
-        slot = self._take() if 0 < tensor.numel() * size <= SLOT_BYTES and mapped is not None else None
-        if slot is None or mapped is None:
+        lent = self._lend() if mapped is not None and 0 < count * size <= SLOT_BYTES else None
+        if mapped is None or lent is None:
             return PlainRead(tensor)
-        target = mapped.as_strided(tensor.shape, _contiguous(tensor.shape), slot * SLOT_BYTES // size)
-        source = tensor if tensor.dtype is mapped.dtype else tensor.detach().view(mapped.dtype)
-        torch.bitwise_or(source, 0, out=target)
-        event = self._runtime.record(torch._C._cuda_getCurrentRawStream(self._device.index))
-        return MappedRead(self._host_tensor(slot, event, tensor), event, self._runtime)
+        slot, shape = lent.slot, tensor.shape
+        target = slot.targets.get((size, shape))
+        if target is None:
+            target = _add_target(slot, mapped, size, shape)
+        source = tensor if tensor.dtype is target.dtype else tensor.view(target.dtype)
+        torch.bitwise_or(source, source, out=target)
+        slot.written = event = self._runtime.record(self._current_stream())
+        # The rest is done while the kernel runs.
+        result = torch.frombuffer(lent, dtype=tensor.dtype, count=count)
+        return MappedRead(result if len(shape) == 1 else result.view(shape), event, self._runtime)
 
-    def _take(self) -> int | None:
-        """A free slot that no kernel of an abandoned read still writes to."""
-        for position, (slot, written) in enumerate(self._free):
-            if written is None or self._runtime.is_complete(written):
-                del self._free[position]
-                return slot
+    def _lend(self) -> _Lent | None:
+        """The memory of a free slot that no kernel of an abandoned read still writes to; it is free after its death."""
+        free = self._free
+        for _ in range(len(free)):
+            try:
+                slot = free.pop()
+            except IndexError:  # another thread was faster
+                return None
+            if slot.written is None or self._runtime.is_complete(slot.written):
+                slot.written = None  # for its handle to be the next that is recorded
+                lent = _Lent.from_address(slot.address)
+                lent.slot, lent.free = slot, free
+                return lent
+            free.appendleft(slot)
         return None
 
-    def _host_tensor(self, slot: int, event: Event, like: torch.Tensor) -> torch.Tensor:
-        memory = _Slot.from_address(self._slab.address + slot * SLOT_BYTES)
-        free, slab = self._free, self._slab  # the slab lives as long as any tensor over it
 
-        def release() -> None:
-            free.append((slot, event))
-            assert slab is not None
-
-        memory.release = release
-        return torch.frombuffer(memory, dtype=like.dtype, count=math.prod(like.shape)).view(like.shape)
+def _add_target(slot: _Slot, mapped: torch.Tensor, size: int, shape: torch.Size) -> torch.Tensor:
+    """The contiguous tensor of `shape` at the beginning of `slot` as the device sees it, also for later reads."""
+    if len(slot.targets) == _MAX_TARGETS:  # the shapes are others in each step
+        slot.targets.clear()
+    target = slot.targets[size, shape] = mapped.as_strided(shape, _contiguous(shape), slot.offset // size)
+    return target
 
 
 def _contiguous(shape: torch.Size) -> list[int]:
@@ -109,6 +141,11 @@ def _contiguous(shape: torch.Size) -> list[int]:
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * shape[i]
     return strides
+
+
+def _device_view(slab: PinnedSlab, device: torch.device) -> torch.Tensor:
+    """The bytes of `slab` as a tensor on `device`, which does not keep them."""
+    return torch.as_tensor(_CudaView(slab.address, slab.nbytes), device=device)
 
 
 class _CudaView:

@@ -1,0 +1,255 @@
+"""Slots of small reads without a GPU: plain memory for the mapped slab, a runtime that says when a kernel is over."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine._devices import host_read
+from offload_engine._devices.base import PlainRead
+from offload_engine._devices.host_read import SLOT_BYTES, MappedRead, MappedReader
+
+NUM_SLOTS = 3
+
+
+class Slab:
+    """Plain memory in place of pinned memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = (ctypes.c_byte * nbytes)()
+        self.address = ctypes.addressof(self.memory)
+
+
+class Event:
+    def __init__(self, is_over: bool) -> None:
+        self.is_over = is_over
+
+
+class Runtime:
+    """Records events that are over at once, or when a test says so."""
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self.events: list[Event] = []
+
+    def record(self, stream: int) -> Event:
+        assert stream == 7
+        self.events.append(Event(not self.is_slow))
+        return self.events[-1]
+
+    def is_complete(self, event: Event) -> bool:
+        return event.is_over
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    return Runtime()
+
+
+@pytest.fixture
+def new_reader(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Callable[[], MappedReader]:
+    def view(slab: Slab, device: torch.device) -> torch.Tensor:
+        # As on the device it does not keep the memory, and a tensor made in inference mode is one of that mode.
+        return torch.frombuffer((ctypes.c_byte * slab.nbytes).from_address(slab.address), dtype=torch.uint8)
+
+    monkeypatch.setattr(host_read, "PinnedSlab", Slab)
+    monkeypatch.setattr(host_read, "_NUM_SLOTS", NUM_SLOTS)
+    monkeypatch.setattr(host_read, "_device_view", view)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    made: Any = runtime  # stands in for CudaRuntime
+    return lambda: MappedReader(torch.device("cuda", 0), made)
+
+
+@pytest.fixture
+def reader(new_reader: Callable[[], MappedReader]) -> MappedReader:
+    return new_reader()
+
+
+def numbers(i: int) -> torch.Tensor:
+    return torch.full((4,), i)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool, torch.float32, torch.bfloat16, torch.float64]
+    + [torch.float16, torch.complex64],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (7, 9), (2, 3, 4), (64,)])
+def test_every_bit_arrives(reader: MappedReader, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for _ in range(2):  # with what was kept from the first read, too
+        source = torch.randint(-100, 100, shape).to(dtype)
+        read = reader.read(source)
+        assert isinstance(read, MappedRead)
+        result = read.wait()
+        assert torch.equal(result, source) and result.dtype is dtype and result.shape == source.shape
+        assert result.is_contiguous() and result.data_ptr() != source.data_ptr()
+
+
+def test_negative_zero_and_nan_payloads(reader: MappedReader) -> None:
+    bits = torch.tensor([-(2**31), 0x7FC12345, 0x7F800001], dtype=torch.int32)
+    assert torch.equal(reader.read(bits.view(torch.float32)).wait().view(torch.int32), bits)
+
+
+def test_a_transposed_source_and_one_with_a_gradient(reader: MappedReader) -> None:
+    source = torch.randn(3, 4, requires_grad=True)
+    result = reader.read(source.t()).wait()
+    assert torch.equal(result, source.t()) and not result.requires_grad and result.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [torch.arange(SLOT_BYTES), torch.empty(0), torch.tensor([1 + 2j], dtype=torch.complex128)],
+    ids=["large", "empty", "wide"],
+)
+def test_what_has_no_slot_is_read_the_plain_way(reader: MappedReader, source: torch.Tensor) -> None:
+    read = reader.read(source)
+    assert isinstance(read, PlainRead) and torch.equal(read.wait(), source)
+
+
+def test_a_slot_is_filled_to_its_last_byte_and_no_further(reader: MappedReader) -> None:
+    sources = [torch.randint(-9, 9, (SLOT_BYTES // 8,)) for _ in range(NUM_SLOTS)]
+    reads = [reader.read(source) for source in sources]
+    assert all(isinstance(read, MappedRead) for read in reads)
+    assert all(torch.equal(read.wait(), source) for read, source in zip(reads, sources, strict=True))
+
+
+def test_reads_that_are_alive_at_once_share_no_memory(reader: MappedReader) -> None:
+    results = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS)]
+    assert len({result.data_ptr() for result in results}) == NUM_SLOTS
+    assert [result.tolist() for result in results] == [[i] * 4 for i in range(NUM_SLOTS)]
+
+
+def test_the_slot_that_came_back_last_is_lent_first(reader: MappedReader) -> None:
+    held = reader.read(numbers(1)).wait()
+    address = reader.read(numbers(2)).wait().data_ptr()
+    for shape in [(4,), (2, 3), (4,)]:
+        assert reader.read(torch.zeros(shape)).wait().data_ptr() == address != held.data_ptr()
+
+
+def test_without_a_free_slot_it_is_read_the_plain_way(reader: MappedReader) -> None:
+    held = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS)]
+    read = reader.read(numbers(9))
+    assert isinstance(read, PlainRead) and read.wait().tolist() == [9] * 4
+    address = held.pop(1).data_ptr()
+    assert reader.read(numbers(8)).wait().data_ptr() == address
+    assert [result.tolist() for result in held] == [[0] * 4, [2] * 4]
+
+
+@pytest.mark.parametrize(
+    "part", [lambda t: t[1:3], lambda t: t.numpy()[1:3], lambda t: t.detach(), lambda t: t.untyped_storage()]
+)
+def test_whatever_is_left_of_a_result_holds_its_slot(reader: MappedReader, part: Callable[[Any], Any]) -> None:
+    result = reader.read(numbers(5)).wait()
+    address, left = result.data_ptr(), part(result)
+    expected = bytes(left)
+    del result
+    others = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS - 1)]
+    assert address not in {other.data_ptr() for other in others}
+    assert isinstance(reader.read(numbers(0)), PlainRead) and bytes(left) == expected
+    del left
+    assert reader.read(numbers(0)).wait().data_ptr() == address
+
+
+def test_what_autograd_saved_holds_its_slot(reader: MappedReader) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    product = weight * reader.read(torch.full((4,), 5.0)).wait()
+    others = [reader.read(torch.full((4,), 1.0)).wait() for _ in range(NUM_SLOTS)]
+    product.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [5.0] * 4 and len(others) == NUM_SLOTS
+
+
+def test_an_abandoned_read_keeps_its_slot_until_its_kernel_is_over(reader: MappedReader, runtime: Runtime) -> None:
+    runtime.is_slow = True
+    abandoned = reader.read(numbers(1)).tensor.data_ptr()
+    runtime.is_slow = False
+    others = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS - 1)]
+    assert abandoned not in {other.data_ptr() for other in others}
+    assert isinstance(reader.read(numbers(0)), PlainRead)
+    runtime.events[0].is_over = True
+    assert reader.read(numbers(2)).wait().data_ptr() == abandoned
+
+
+def test_a_wait_ends_with_the_kernel(reader: MappedReader, runtime: Runtime) -> None:
+    runtime.is_slow = True
+    read, done = reader.read(numbers(1)), threading.Event()
+    waiting = threading.Thread(target=lambda: (read.wait(), done.set()))
+    waiting.start()
+    assert not done.wait(0.05)
+    runtime.events[0].is_over = True
+    waiting.join(10)
+    assert done.is_set()
+
+
+def test_a_read_that_fails_costs_no_slot(reader: MappedReader) -> None:
+    for _ in range(NUM_SLOTS + 1):
+        with pytest.raises(RuntimeError, match="conj"):
+            reader.read(torch.tensor([1 + 2j]).conj())
+    assert isinstance(reader.read(numbers(0)), MappedRead)
+
+
+def test_other_shapes_in_each_step_keep_little(reader: MappedReader) -> None:
+    for size in range(1, 200):
+        assert torch.equal(reader.read(torch.arange(size)).wait(), torch.arange(size))
+    assert max(len(slot.targets) for slot in reader._free) <= host_read._MAX_TARGETS
+
+
+def test_equal_shapes_and_equal_bytes_are_told_apart(reader: MappedReader) -> None:
+    numbers = torch.arange(9)
+    for source in [numbers, numbers.float(), numbers.int(), numbers.view(3, 3), numbers.bool(), numbers.double()] * 2:
+        result = reader.read(source).wait()
+        assert torch.equal(result, source) and result.dtype is source.dtype
+
+
+def test_reads_in_and_out_of_inference_mode(new_reader: Callable[[], MappedReader]) -> None:
+    with torch.inference_mode():
+        reader = new_reader()  # as the first read makes it
+        assert reader.read(numbers(1)).wait().tolist() == [1] * 4
+    assert reader.read(numbers(2)).wait().tolist() == [2] * 4
+    with torch.inference_mode():
+        assert reader.read(numbers(3)).wait().tolist() == [3] * 4
+
+
+def test_the_memory_outlives_the_reader_under_a_result(new_reader: Callable[[], MappedReader]) -> None:
+    reader = new_reader()
+    slab = weakref.ref(reader._free[0].slab)
+    result = reader.read(numbers(5)).wait()
+    part = result[1:3]
+    del reader, result
+    assert slab() is not None and part.tolist() == [5, 5]
+    del part
+    assert slab() is None  # at once: nothing of it is in a cycle
+
+
+def test_threads_that_read_at_once(reader: MappedReader) -> None:
+    num_right = [0] * (NUM_SLOTS + 1)
+
+    def read_many(i: int) -> None:
+        for j in range(2000):
+            number = i * 2000 + j
+            num_right[i] += reader.read(numbers(number)).wait().tolist() == [number] * 4
+
+    threads = [threading.Thread(target=read_many, args=(i,)) for i in range(len(num_right))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_right == [2000] * len(num_right) and len(reader._free) == NUM_SLOTS
+
+
+def test_the_last_slot_may_go_to_another_thread(reader: MappedReader) -> None:
+    class TakenFrom(deque[Any]):
+        """As it looks to a thread that is overtaken between its look and its taking."""
+
+        def __len__(self) -> int:
+            return 1
+
+    reader._free = TakenFrom()
+    assert isinstance(reader.read(numbers(0)), PlainRead)
