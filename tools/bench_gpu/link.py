@@ -27,7 +27,7 @@ def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
     streams = {"out": torch.cuda.Stream(), "in": torch.cuda.Stream()}
     found = []
     for size in sizes:
-        buffers = [_Pair(size) for _ in range(2 * _NUM_BUFFERS)]
+        buffers = [Pair(size) for _ in range(2 * _NUM_BUFFERS)]
         halves = {"out": buffers[:_NUM_BUFFERS], "in": buffers[_NUM_BUFFERS:]}
         record: dict[str, Any] = {"kind": "link", "rank": ranks.rank, "copy_bytes": size}
         for name, directions in {"out": ["out"], "in": ["in"], "both": ["out", "in"]}.items():
@@ -41,7 +41,7 @@ def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
     return found
 
 
-class _Pair:
+class Pair:
     """A buffer on each side of the link."""
 
     def __init__(self, nbytes: int) -> None:
@@ -55,7 +55,7 @@ class _Pair:
             self._device.copy_(self._host, non_blocking=True)
 
 
-def _best_rates(work: dict[str, tuple[Any, list[_Pair]]], size: int, ranks: Ranks) -> dict[str, float]:
+def _best_rates(work: dict[str, tuple[Any, list[Pair]]], size: int, ranks: Ranks) -> dict[str, float]:
     num_copies = max(len(work) * _NUM_BUFFERS, _PASS_BYTES // size)
     best = dict.fromkeys(work, 0.0)
     for _ in range(3):
@@ -90,7 +90,7 @@ def measure_reads(ranks: Ranks, repeats: int = 50) -> dict[str, Any]:
 
 
 def _read_times(repeats: int) -> dict[str, float]:
-    bulk, stream = _Pair(_QUEUE_BYTES), torch.cuda.Stream()
+    bulk, stream = Pair(_QUEUE_BYTES), torch.cuda.Stream()
     times = {}
     engine = OffloadEngine()
     for name, read in _readers(torch.arange(64, device="cuda"), engine).items():
@@ -105,7 +105,7 @@ def _readers(small: torch.Tensor, engine: OffloadEngine) -> dict[str, Callable[[
     return {"cpu": small.cpu, "engine": lambda: engine.host_read(small).wait()}
 
 
-def _fill_queue(bulk: _Pair, stream: Any) -> None:
+def _fill_queue(bulk: Pair, stream: Any) -> None:
     with torch.cuda.stream(stream):
         for _ in range(2):
             bulk.copy("out")

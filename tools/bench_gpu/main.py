@@ -103,13 +103,15 @@ class Run:
         OffloadConfig(**self._settings.engine)
 
     def _measure_machine(self) -> None:
-        from . import link
+        from . import host, link
 
         activation = self._settings.shape.activation_bytes
         self._publish(link.measure_link([activation, 2 * activation], self._ranks))
         self._publish([link.measure_reads(self._ranks)])
         # The others wait: these take the host's memory bandwidth and a quiet CPU.
-        alone = [link.measure_pinning(), link.measure_group_cost()] if self._ranks.rank == 0 else []
+        alone = []
+        if self._ranks.rank == 0:
+            alone = [link.measure_pinning(), link.measure_group_cost(), host.measure_host(self._ranks)]
         self._publish(alone)
 
     def _measure_contenders(self) -> None:

@@ -317,7 +317,7 @@ def _moves_table(summaries: Sequence[Record]) -> Table:
 def _machine_table(records: Sequence[Record]) -> Table:
     table = _table("the machine, same run", "what", "rank", "figures")
     for record in records:
-        if record["kind"] in ("link", "host_read", "pinning", "group_cost"):
+        if record["kind"] in ("link", "host_read", "pinning", "group_cost", "host"):
             figures = {k: v for k, v in record.items() if k.endswith(("_gbps", "_ms", "us"))}
             what = f"{record['kind']} {_mib(record['copy_bytes'])} MiB" if "copy_bytes" in record else record["kind"]
             shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())

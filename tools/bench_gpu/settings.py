@@ -266,7 +266,9 @@ def _parser() -> argparse.ArgumentParser:
         help="more processes than GPUs: memory and gradients are as on as many GPUs as processes, step times are not",
     )
     parser.add_argument(
-        "--no-micro", action="store_true", help="leave out the link, host reads, pinning and group cost"
+        "--no-micro",
+        action="store_true",
+        help="leave out what measures the machine: link, host reads, pinning, group cost, host",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument(
