@@ -51,14 +51,16 @@ class Mover:
             self.issue_waiting()
             self.releases.before_peak()
 
-    def commit(self, group: TensorGroup, has_head: bool = False) -> None:
-        """The forward of `group` is over; with `has_head`, `begin_head` will say when its chunk comes to its loss."""
+    def commit(self, group: TensorGroup, chunk: ChunkGroups, has_head: bool = False) -> None:
+        """The forward of `group` is over; with `has_head`, `begin_head` will say when `chunk` comes to its loss."""
         has_limit = self.store.accounts.resident_limit_bytes is not None
         if group.is_kept:
             self.keep(group)
+            self.issue_waiting()
             if not has_head:
-                self.issue_waiting()
                 self.releases.before_peak()
+            elif group is next(other for other in chunk.groups if other.is_kept):  # the last layer begins
+                self.releases.release_layer_before(group)
         else:
             self._note(group)
             if self._dry_run or (has_limit and self._may_stay(group)):

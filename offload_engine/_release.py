@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from offload_engine._devices.base import Device
+from offload_engine._saved import TensorGroup
 from offload_engine._store import ActivationStore, CopyOut
 from offload_engine.schedule import ChunkKey
 
@@ -70,7 +71,7 @@ class ReleaseQueue:
         """
         if self._accounts.resident_limit_bytes is not None:
             return
-        while self._num_before_tail and self._queue[0].chunk != chunk:
+        while self._num_before_tail and self._queue[0].group.chunk != chunk:
             self._release_oldest()
 
     def turn_around(self, chunk: ChunkKey) -> None:
@@ -81,7 +82,19 @@ class ReleaseQueue:
         """
         if self._accounts.resident_limit_bytes is not None:
             return
-        while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].chunk != chunk:
+        while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].group.chunk != chunk:
+            self._release_oldest()
+
+    def release_layer_before(self, kept: TensorGroup) -> None:
+        """What left before the group of the same name as `kept` a layer earlier, and that one, is off the device now.
+
+        It has had the time of a layer. Else the last layer takes its memory from elsewhere, and that stays reserved.
+        """
+        if self._accounts.resident_limit_bytes is not None:
+            return
+        names = [copy.group.name for copy in self._queue]
+        while kept.name in names:
+            names.pop(0)
             self._release_oldest()
 
     def before_peak(self) -> None:

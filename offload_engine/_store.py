@@ -40,18 +40,17 @@ from offload_engine._transfers import (
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.meter import ResidencyMeter
-from offload_engine.schedule import ChunkKey
 
 logger = logging.getLogger(__name__)
 
 
 class CopyOut:
-    """Storages whose copy-out was issued together."""
+    """Storages of one group whose copy-out was issued together."""
 
-    __slots__ = ("chunk", "storages", "nbytes", "copied_out")
+    __slots__ = ("group", "storages", "nbytes", "copied_out")
 
-    def __init__(self, chunk: ChunkKey, storages: list[SavedStorage], nbytes: int, copied_out: Event) -> None:
-        self.chunk = chunk
+    def __init__(self, group: TensorGroup, storages: list[SavedStorage], nbytes: int, copied_out: Event) -> None:
+        self.group = group
         self.storages = storages
         self.nbytes = nbytes
         self.copied_out = copied_out
@@ -221,7 +220,7 @@ class ActivationStore(Retirement):
                 saved.residency = COPYING_OUT
             self.accounts.stats.copied_out_bytes += nbytes
             self.accounts.stats.num_offloaded_groups += 1
-            return CopyOut(group.chunk, storages, nbytes, copied_out)
+            return CopyOut(group, storages, nbytes, copied_out)
 
     def release(self, storages: Sequence[SavedStorage]) -> None:
         """Drop the device bytes of storages copied out together, but for those recalled or gone since.

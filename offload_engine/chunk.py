@@ -106,7 +106,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             CopyError: if the copy-out of an earlier group has failed.
         """
         group = self._pop_open()
-        self._mover.commit(group, self._has_head)
+        self._mover.commit(group, self.chunk_groups, self._has_head)
         return group
 
     def keep_group(self) -> TensorGroup:
