@@ -46,17 +46,15 @@ class Eligibility:
     def movable_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of `tensor` if its bytes may move, else None."""
         # Exact type: a parameter is no activation, and other subclasses may hold more than their storage.
-        if (
-            type(tensor) is not _TENSOR
-            or tensor.device != self._torch_device
-            or tensor.layout is not _STRIDED
-            or tensor.is_quantized
-            or hasattr(tensor, "_TE_do_not_offload")
-        ):
+        if type(tensor) is not _TENSOR or tensor.layout is not _STRIDED:
             return None
         storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_storage_bytes:  # most are: they are asked no more
+            return None
         if (
-            storage.nbytes() < self._min_storage_bytes
+            tensor.device != self._torch_device
+            or tensor.is_quantized
+            or hasattr(tensor, "_TE_do_not_offload")
             or storage.data_ptr() in self._weights
             or storage._cdata in self._excluded
         ):
@@ -65,7 +63,9 @@ class Eligibility:
 
     def staying(self, tensor: torch.Tensor) -> torch.Tensor:
         """What autograd keeps for a tensor that stays: a view of a weight as it is, any other without its graph."""
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if tensor.is_leaf:  # most are: parameters, and what a function computed for its backward alone
+            return tensor
+        if type(tensor) is _TENSOR and tensor.layout is _STRIDED:
             if tensor.untyped_storage().data_ptr() in self._weights:
                 return tensor
         return without_graph(tensor)

@@ -11,11 +11,14 @@ Weights in FP8 and the cached copies that modules quantize from weights are save
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from offload_engine._saved import StayingTensor
+
+# Nearly all that is saved, and told from the rest in no time.
+PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_quantized_activation(tensor: torch.Tensor) -> bool:
@@ -26,7 +29,7 @@ def is_quantized_activation(tensor: torch.Tensor) -> bool:
     it.) So a quantized matrix stays, as what is in doubt must.
     """
     return (
-        type(tensor) is not torch.Tensor
+        type(tensor) not in PLAIN_TYPES
         and not isinstance(tensor, torch.nn.Parameter)
         and hasattr(tensor, "prepare_for_saving")
         and hasattr(tensor, "restore_from_saved")

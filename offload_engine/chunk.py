@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from offload_engine._prefetch import ChunkGroups
-from offload_engine._quantized import PackedParts, is_quantized_activation
+from offload_engine._quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine._te_base import HandlerBase
 from offload_engine.errors import OffloadError
@@ -193,9 +193,10 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def pack_rest(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
         """Pack one tensor saved outside the groups, as `rest_hooks` do."""
-        if is_quantized_activation(tensor):
+        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
             return PackedParts(tensor, self.pack_rest, self._unpack)
-        if not self.tensor_need_offloading_checker(tensor):
+        checker = self.tensor_need_offloading_checker
+        if checker is not _any_tensor and not checker(tensor):
             return StayingTensor(without_graph(tensor))
         packed = self._mover.store.pack(tensor, self._rest)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
@@ -242,7 +243,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
-        if type(tensor) is not torch.Tensor and is_quantized_activation(tensor):
+        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
             return PackedParts(tensor, self._pack, self._unpack)
         packed = self.tensor_push(tensor)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
