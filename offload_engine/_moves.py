@@ -63,13 +63,12 @@ class Mover:
                 self.releases.release_layer_before(group)
         else:
             self._note(group)
-            if self._dry_run or (has_limit and self._may_stay(group)):
-                pass
-            elif group.may_wait and not has_limit:
-                self._let_wait(group)
-            else:
-                self.issue_waiting()
-                self.copy_out(group)
+            if not self._dry_run and not (has_limit and self._may_stay(group)):
+                if group.may_wait and not has_limit:
+                    self._let_wait(group)
+                else:
+                    self.issue_waiting()
+                    self.copy_out(group)
         self._advance()
         if has_limit:
             self._make_room()
