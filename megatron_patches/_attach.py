@@ -17,7 +17,7 @@ import torch
 from megatron_patches._bracket import GroupBracket
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
-from megatron_patches._sites import Site, count_layers, find_experts, find_sites, last_block
+from megatron_patches._sites import Site, count_layers, find_sites, last_block, moe_layers
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ class Attachment:
             self._last_groups.append(frozenset(last_groups))
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
-            self._attach_experts(chunk)
+            self._attach_moe_layers(chunk)
             self._handles += self.held.attach(chunk)  # last: their hooks run behind those that commit
             self._unused_names.update(site.name for site in sites)
         self.checkpoint_bracket: GroupBracket | None = (
-            None if layers_per_checkpoint is None else self.bracket("layer_input")
+            None if layers_per_checkpoint is None else self.bracket(Site("layer_input", "", None))
         )
 
     def begin_iteration(self, actions: Sequence[Action], *, is_combined: bool = False) -> None:
@@ -130,14 +130,14 @@ class Attachment:
         self.abandon_iteration()
         self.engine.close()
 
-    def bracket(self, name: str, is_last: bool = False, may_wait: bool = False) -> GroupBracket:
-        """A new bracket that opens groups of this name; those of the last place stay where the backward comes at once.
+    def bracket(self, site: Site, is_last: bool = False) -> GroupBracket:
+        """A new bracket for the groups of a place; those of the last place stay where the backward comes at once.
 
         By place, not by number: the order in which a layer runs its modules is not always that of the table.
         """
         # The set, not a function of self: without a cycle an attachment goes as soon as its model does.
         keeps = self._comes_back_at_once if is_last else ()
-        bracket = GroupBracket(self.engine, name, self.num_groups, keeps, may_wait)
+        bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, site.is_before_experts, site.layer)
         self._brackets.append(bracket)
         return bracket
 
@@ -190,7 +190,7 @@ class Attachment:
         # the submodule's own bracket, and a stretch that begins there begins last.
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(sites)}
-        brackets = [self.bracket(site.name, site in last, site.is_before_experts) for site in sites]
+        brackets = [self.bracket(site, site in last) for site in sites]
         stretches = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self._stretches += (bracket for _, bracket in stretches)
         for site, bracket in stretches:
@@ -202,18 +202,18 @@ class Attachment:
             owner = modules[site.path.rpartition(".")[0]]
             self._enter_after(modules[site.path], owner, bracket)
 
-    def _attach_experts(self, chunk: torch.nn.Module) -> None:
+    def _attach_moe_layers(self, chunk: torch.nn.Module) -> None:
         # When the dispatcher has its split sizes, the device waits until the host has launched what computes the
-        # experts. The host takes longer for it while something is copied. So what their layer has committed before
-        # is copied from then on.
+        # experts. The host takes longer for it while something is copied. So what the layer has committed before is
+        # copied from the end of its MLP on. (Not of the experts: they may run inside a checkpoint, unseen.)
         engine = self.engine
 
         def pass_host_wait(module: torch.nn.Module, args: Any, output: Any) -> None:
             if engine.is_active and engine.current_chunk is not None:
                 engine.current_chunk.pass_host_wait()
 
-        for experts in find_experts(chunk):
-            self._handles.append(experts.register_forward_hook(pass_host_wait))
+        for layer in moe_layers(chunk):
+            self._handles.append(layer.register_forward_hook(pass_host_wait))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:

@@ -35,6 +35,7 @@ class GroupBracket:
         counter: Counter[str],
         keeps: Collection[ChunkKey] = (),
         may_wait: bool = False,
+        layer: int = 0,
     ) -> None:
         """
         Args:
@@ -43,12 +44,14 @@ class GroupBracket:
             counter: of groups opened, by name.
             keeps: the chunks whose groups of this place stay resident.
             may_wait: its copies may wait for the experts behind it (`ChunkOffloadHandler.pass_host_wait`).
+            layer: of the chunk.
         """
         self._engine = engine
         self._name = name
         self._counter = counter
         self._keeps = keeps
         self._may_wait = may_wait
+        self._layer = layer
         self._open: _Open | None = None
 
     def enter(self) -> bool:
@@ -63,7 +66,7 @@ class GroupBracket:
         self.leave()  # open still where the place is entered again before its end was reached
         group = chunk.open_group(self._name)
         group.is_kept = group.is_kept or chunk.key in self._keeps
-        group.may_wait = self._may_wait
+        group.may_wait, group.layer = self._may_wait, self._layer
         self._open = _Open(chunk, None)
         self.resume()
         self._counter[self._name] += 1

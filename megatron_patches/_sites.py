@@ -10,6 +10,7 @@ import torch
 
 from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow
 
+_DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
 _BLOCKS = ("self_attention", "cross_attention", "mlp", "mixer")  # in the order in which a layer runs those it has
 
 
@@ -19,8 +20,11 @@ class Site(NamedTuple):
     name: str
     path: str
     until: str | None
+    layer: int = 0
+    """Counted in the chunk."""
+
     is_before_experts: bool = False
-    """Between it and the experts of its layer the host waits for the device, which has to wait for the host then."""
+    """It ends in front of the experts of its layer: the host waits for the device then, and the device for the host."""
 
 
 class Survey(NamedTuple):
@@ -41,20 +45,20 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
     found = []
     for depth, (prefix, layer) in enumerate(_layers(chunk)):
         modules = dict(layer.named_modules())
-        is_before_experts = EXPERTS in modules
+        has_experts = EXPERTS in modules
         for rank, row in enumerate(MODULES):
-            is_before_experts = is_before_experts and row.name != DISPATCH
             if row.name in names:
                 for site, expert in _sites_in_layer(row, modules):
-                    site = site._replace(is_before_experts=is_before_experts)
-                    found.append(((depth, expert, rank), _under(prefix, site)))
+                    is_before = has_experts and (rank < _DISPATCH_RANK or site.until == EXPERTS)
+                    site = _under(prefix, site)._replace(layer=depth, is_before_experts=is_before)
+                    found.append(((depth, expert, rank), site))
     return [site for _, site in sorted(found, key=lambda entry: entry[0])]
 
 
-def find_experts(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """The experts of each layer that has some."""
+def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The MLP of each layer that has experts."""
     layers = [dict(layer.named_modules()) for _, layer in _layers(chunk)]
-    return [modules[EXPERTS] for modules in layers if EXPERTS in modules]
+    return [modules[EXPERTS.rpartition(".")[0]] for modules in layers if EXPERTS in modules]
 
 
 def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:

@@ -37,18 +37,17 @@ class Mover:
 
     def begin_tail(self) -> None:
         """A long computation begins that ends a forward."""
-        self.releases.begin_tail(len(self._waiting))
+        self.issue_waiting()  # else it would count among the copies of the tail
+        self.releases.begin_tail()
 
     def end_tail(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` begins, perhaps long before that of its last group."""
-        self.issue_waiting()
         self.releases.advance()
         self.releases.end_tail(chunk.key)
 
     def begin_head(self, chunk: ChunkGroups) -> None:
         """The layers of `chunk` are through; if its backward comes at once, what it still allocates is for the loss."""
         if any(group.is_kept for group in chunk.groups):
-            self.issue_waiting()
             self.releases.before_peak()
 
     def commit(self, group: TensorGroup, chunk: ChunkGroups, has_head: bool = False) -> None:
@@ -56,7 +55,6 @@ class Mover:
         has_limit = self.store.accounts.resident_limit_bytes is not None
         if group.is_kept:
             self.keep(group)
-            self.issue_waiting()
             if not has_head:
                 self.releases.before_peak()
             elif group is next(other for other in chunk.groups if other.is_kept):  # the last layer begins
@@ -64,8 +62,8 @@ class Mover:
         else:
             self._note(group)
             if not self._dry_run and not (has_limit and self._may_stay(group)):
-                if group.may_wait and not has_limit:
-                    self._let_wait(group)
+                if group.may_wait and not has_limit and self._has_room_to_wait(group):
+                    self._waiting.append((group, self.store.note_produced(group)))
                 else:
                     self.issue_waiting()
                     self.copy_out(group)
@@ -111,7 +109,6 @@ class Mover:
 
     def end_loss(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` has come through its loss: its groups are next."""
-        self.issue_waiting()
         self._enter_backward(chunk)
         self._advance()
 
@@ -152,11 +149,8 @@ class Mover:
             self.releases.turn_around(chunk.key)
             self.prefetcher.enter_backward(chunk)
 
-    def _let_wait(self, group: TensorGroup) -> None:
-        self._waiting.append((group, self.store.note_produced(group)))
-        self.releases.advance()
-        if not self.releases.has_room(sum(waiting.own_bytes for waiting, _ in self._waiting)):
-            self.issue_waiting()  # the link is behind
+    def _has_room_to_wait(self, group: TensorGroup) -> bool:
+        return self.releases.has_room_to_wait(sum(waiting.own_bytes for waiting, _ in self._waiting) + group.own_bytes)
 
     def _may_stay(self, group: TensorGroup) -> bool:
         return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes)

@@ -17,7 +17,7 @@ import torch
 
 from offload_engine._saved import StayingTensor
 
-# Nearly all that is saved, and told from the rest in no time.
+# Nearly all that is saved is of these, which need not be asked.
 PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -29,8 +29,7 @@ def is_quantized_activation(tensor: torch.Tensor) -> bool:
     it.) So a quantized matrix stays, as what is in doubt must.
     """
     return (
-        type(tensor) not in PLAIN_TYPES
-        and not isinstance(tensor, torch.nn.Parameter)
+        not isinstance(tensor, torch.nn.Parameter)
         and hasattr(tensor, "prepare_for_saving")
         and hasattr(tensor, "restore_from_saved")
         and not hasattr(tensor, "_TE_do_not_offload")

@@ -56,13 +56,9 @@ class ReleaseQueue:
         while self._queue and (self._is_over_limit() or self._device.is_complete(self._queue[0].copied_out)):
             self._release_oldest()
 
-    def begin_tail(self, num_waiting: int) -> None:
-        """A computation begins that ends the forward, and takes longer than the copies of what has committed so far.
-
-        Args:
-            num_waiting: how many of these are yet to be issued.
-        """
-        self._num_before_tail = len(self._queue) + num_waiting
+    def begin_tail(self) -> None:
+        """A computation begins that ends the forward, and takes longer than the copies issued so far."""
+        self._num_before_tail = len(self._queue)
 
     def end_tail(self, chunk: ChunkKey) -> None:
         """The backward of `chunk` begins, behind a tail if there was one: release what others copied out before that.
@@ -92,9 +88,12 @@ class ReleaseQueue:
         """
         if self._accounts.resident_limit_bytes is not None:
             return
-        names = [copy.group.name for copy in self._queue]
-        while kept.name in names:
-            names.pop(0)
+        num_older = 0
+        for number, copy in enumerate(self._queue, 1):
+            group = copy.group
+            if group.name == kept.name and (group.chunk != kept.chunk or group.layer < kept.layer):
+                num_older = number
+        for _ in range(num_older):
             self._release_oldest()
 
     def before_peak(self) -> None:
@@ -112,9 +111,14 @@ class ReleaseQueue:
         self._queue.clear()
         self.inflight_bytes = self._num_before_tail = 0
 
-    def has_room(self, nbytes: int) -> bool:
-        """True if copies of so many bytes more may be in flight."""
-        return self.inflight_bytes + nbytes <= self._limit_bytes
+    def has_room_to_wait(self, nbytes: int) -> bool:
+        """True if so many bytes may wait to be copied: no more than half of what may be in flight, and all within it.
+
+        So nobody is made to wait for a copy because that was issued late.
+        """
+        if self._max_inflight_groups is not None:
+            return False
+        return 2 * nbytes <= self._limit_bytes and self.inflight_bytes + nbytes <= self._limit_bytes
 
     @property
     def has_resident_room(self) -> bool:

@@ -169,6 +169,7 @@ class TensorGroup:
         "is_rest",
         "is_read_once",
         "may_wait",
+        "layer",
         "storages",
         "nbytes",
         "own_bytes",
@@ -182,7 +183,8 @@ class TensorGroup:
         self.is_kept = is_kept  # the plan leaves it resident
         self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
         self.is_read_once: bool = False  # in each backward, and needed no longer than the tensor that it is read as
-        self.may_wait: bool = False  # its copy-out is issued by `Mover.issue_waiting`
+        self.may_wait: bool = False  # with its copy-out, until `ChunkOffloadHandler.pass_host_wait`
+        self.layer: int = 0  # of its chunk; where nobody says, all are of one
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
         self.nbytes = 0
         self.own_bytes = 0  # of what no group saved before

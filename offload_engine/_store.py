@@ -181,9 +181,9 @@ class ActivationStore(Retirement):
 
     def note_produced(self, group: TensorGroup) -> list[Event]:
         """For a copy-out that is issued later: events behind what has been computed of `group` by now."""
-        with self._lock:
+        with self, self._lock:
             storages = list(group.storages)
-        return note_produced(storages, self._context) if storages else []
+            return note_produced(storages, self._context) if storages else []
 
     def issue_copy_out(self, group: TensorGroup, produced: Sequence[Event] | None = None) -> CopyOut | None:
         """Copy out what no group saved before `group`; returns what is now being copied (None where there is no room).

@@ -99,7 +99,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         return group
 
     def close_group(self) -> TensorGroup:
-        """Commit the innermost open group: its copy-out is issued.
+        """Commit the innermost open group: its copy-out is issued, unless it may wait.
 
         Raises:
             OffloadError: if no group is open.
@@ -155,10 +155,14 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def pass_host_wait(self) -> None:
         """The device had to wait for the host and has work again: the copy-outs that waited for it are issued.
 
-        While a copy is under way the host works more slowly: a read of memory that it has not cached takes three times
-        as long. So groups committed with `TensorGroup.may_wait` are not copied before this is called, or another group
-        commits, or the forward is over. Not so where more would be in flight with them than may be: there the link is
-        behind, and no time of it to be lost.
+        While a copy is under way the host works more slowly: a read of memory that it has not cached takes two to four
+        times as long. So groups committed with `TensorGroup.may_wait` are not copied before this is called, or another
+        group commits, or the forward is over. At most half of what may be in flight waits, and nothing where the link
+        is behind: where as much is in flight as may be.
+
+        Raises:
+            OffloadError: if the host tier is full, and that is to be an error.
+            CopyError: if an earlier copy has failed.
         """
         self._mover.pass_host_wait()
 

@@ -67,10 +67,8 @@ def attached(chunk: Chunk) -> Iterator[OffloadEngine]:
     device = AdversarialDevice(host_capacity=1 << 16)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), device)
     attachment = Attachment(engine, [chunk], ())
-    sites = [
-        Site(part, f"layers.{i}.{n}", None) for i in range(NUM_LAYERS) for n, part in enumerate(("first", "second"))
-    ]
-    attachment._attach_sites(chunk, sites)
+    places = [(part, i, f"layers.{i}.{n}") for i in range(NUM_LAYERS) for n, part in enumerate(("first", "second"))]
+    attachment._attach_sites(chunk, [Site(part, path, None, layer) for part, layer, path in places])
     attachment.begin_iteration(no_pipelining(1))
     with engine.iteration(no_pipelining(1)):
         yield engine

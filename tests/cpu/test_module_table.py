@@ -117,6 +117,8 @@ def test_sites_come_in_the_order_of_execution() -> None:
         "0.mlp.linear_fc2",
         *(f"1.mlp.experts.local_experts.{i}.linear_fc2" for i in (0, 1, 10)),
     ]
+    assert [site.layer for site in found] == [0] * 3 + [1] * (len(found) - 3)
+    assert [site.path for site in found if site.is_before_experts] == [site.path for site in found[3:5]]
 
 
 def test_grouped_experts_are_one_site() -> None:
@@ -128,7 +130,7 @@ def test_grouped_experts_are_one_site() -> None:
 
 def test_dispatched_tokens_reach_from_the_router_to_the_experts_and_into_them() -> None:
     assert find_sites(_Holder(_Layer("mlp.router", "mlp.experts", *GROUPED)), ("dispatched_tokens",)) == [
-        Site("dispatched_tokens", "layer.mlp.router", "layer.mlp.experts"),
+        Site("dispatched_tokens", "layer.mlp.router", "layer.mlp.experts", is_before_experts=True),
         Site("dispatched_tokens", "layer.mlp.experts.linear_fc1", None),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,11 +27,13 @@ class Bench:
         self.engine.begin_iteration(order)
         self.handles: dict[ChunkKey, list[object]] = {}
 
-    def forward(self, key: ChunkKey, num_in_tail: int | None = None, **options: Any) -> ChunkOffloadHandler:
+    def forward(
+        self, key: ChunkKey, num_in_tail: int | None = None, names: Sequence[str] = ("second", "first"), **options: Any
+    ) -> ChunkOffloadHandler:
         chunk = self.engine.start_chunk(key, **options)
         handles = self.handles[key] = []
         for num_left in reversed(range(NUM_GROUPS)):
-            handles.append(self._save(chunk, f"part {num_left % PARTS_PER_LAYER}"))
+            handles.append(self._save(chunk, names[num_left % PARTS_PER_LAYER], -1 - num_left // PARTS_PER_LAYER))
             if num_left == num_in_tail:
                 chunk.begin_tail()
                 chunk.begin_tail()  # the last call counts, alone
@@ -46,8 +49,8 @@ class Bench:
         self.engine.close()
         assert self.device.hazards == []
 
-    def _save(self, chunk: ChunkOffloadHandler, name: str) -> object:
-        chunk.open_group(name)
+    def _save(self, chunk: ChunkOffloadHandler, name: str, layer: int) -> object:
+        chunk.open_group(name).layer = layer
         handle = chunk.tensor_push(torch.ones(GROUP_BYTES, dtype=torch.uint8))
         chunk.close_group()
         return handle
@@ -200,6 +203,15 @@ def test_copies_of_the_layer_before_the_last_may_be_in_flight_until_the_head_beg
     assert bench.resident_groups == len(KEPT) + 1
     chunk.begin_head()
     assert bench.resident_groups == len(KEPT)
+    bench.finish()
+
+
+def test_a_group_of_the_same_name_in_the_last_layer_has_not_had_the_time_of_a_layer() -> None:
+    """Only the last of several places of a name stays: that the others have just been copied says nothing of it."""
+    bench = Bench(AT_ONCE)
+    bench.forward(FIRST, keep_groups=frozenset({NUM_GROUPS - 1}), has_head=True, names=("projection", "projection"))
+    in_flight = [copy.group.index for copy in bench.engine._mover.releases._queue]
+    assert in_flight == [NUM_GROUPS - 2]
     bench.finish()
 
 

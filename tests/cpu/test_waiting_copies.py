@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ class Bench:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
-        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device)
+        self.engine = OffloadEngine(OffloadConfig(**{"min_tensor_bytes": 0, **settings}), self.device)
         self.engine.begin_iteration(no_pipelining(1))
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk(ChunkKey(0, 0))
         self.handles: list[object] = []
@@ -36,6 +38,10 @@ class Bench:
         self.engine.end_iteration()
         self.engine.close()
         assert self.device.hazards == []
+
+    @property
+    def releases(self) -> Any:
+        return self.engine._mover.releases
 
     @property
     def num_copied(self) -> float:
@@ -76,8 +82,17 @@ def test_they_are_issued_in_the_order_of_commits_and_before_what_may_not_wait() 
     assert bench.num_copied == 0
     bench.commit()
     assert bench.num_copied == 3
-    queued = [issued.storages[0].group.index for issued in bench.engine._mover.releases._queue]
+    queued = [issued.group.index for issued in bench.releases._queue]
     assert queued == [0, 1, 2]
+    bench.backward()
+
+
+def test_what_is_complete_by_then_is_released() -> None:
+    bench = Bench()
+    bench.commit()
+    bench.device.synchronize_all()
+    bench.chunk.pass_host_wait()
+    assert bench.releases.inflight_bytes == 0
     bench.backward()
 
 
@@ -97,21 +112,47 @@ def test_before_the_storage_is_taken_from_its_holders() -> None:
     bench.chunk.close_group()
     bench.engine.held_elsewhere(held)
     assert bench.num_copied == 1
-    bench.engine._mover.releases.drain()
+    bench.releases.drain()
     assert held.untyped_storage().nbytes() == 0
     assert (bench.chunk.tensor_pop(handle) == 1).all()
 
 
-@pytest.mark.parametrize("limit", [0, 2 * GROUP_BYTES])
-def test_no_more_wait_than_may_be_in_flight(limit: int) -> None:
+def test_they_wait_no_longer_than_to_the_next_forward() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit(may_wait=True)
+    bench.engine.start_chunk(ChunkKey(0, 1))
+    assert bench.num_copied == 1
+    bench.engine.reset_iteration()
+
+
+def test_they_wait_no_longer_than_to_a_backward() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit()
+    bench.commit(may_wait=True)
+    bench.chunk.on_group_commit_backward(bench.chunk.chunk_groups.groups[0])
+    assert bench.num_copied == 2
+    bench.engine.reset_iteration()
+
+
+def test_they_wait_no_longer_than_the_iteration() -> None:
+    bench = Bench(max_inflight_bytes=1 << 20)
+    bench.commit(may_wait=True)
+    bench.handles.clear()
+    bench.engine.end_iteration()
+    assert bench.engine._mover._waiting == []
+
+
+@pytest.mark.parametrize("limit", [0, 2 * GROUP_BYTES, 6 * GROUP_BYTES])
+def test_no_more_wait_than_half_of_what_may_be_in_flight(limit: int) -> None:
+    """One more, and all are issued; they fit, so compute need not wait for copies that have just begun."""
     bench = Bench(max_inflight_bytes=limit)
-    most = limit // GROUP_BYTES
+    most = limit // GROUP_BYTES // 2
     for _ in range(most):
         bench.commit(may_wait=True)
     assert bench.num_copied == 0
-    bench.commit(may_wait=True)  # no room for one more: all are issued, and the oldest released
+    bench.commit(may_wait=True)
     assert bench.num_copied == most + 1
-    assert bench.engine._mover.releases.inflight_bytes == limit
+    assert bench.releases.inflight_bytes == (most + 1) * GROUP_BYTES * (limit > 0)
     bench.backward()
 
 
@@ -122,20 +163,33 @@ def test_nothing_waits_where_the_link_is_behind() -> None:
     bench.commit(may_wait=True)
     assert bench.num_copied == 3
     bench.device.synchronize_all()
+    bench.chunk.pass_host_wait()
     bench.commit(may_wait=True)
-    assert bench.num_copied == 3  # what is complete is in flight no longer
+    assert bench.num_copied == 3
     bench.backward()
 
 
-def test_they_count_as_committed_before_the_tail() -> None:
-    bench = Bench(max_inflight_bytes=1 << 20)
+def test_nothing_waits_where_groups_on_the_device_are_counted() -> None:
+    bench = Bench(horizon_groups=3)
+    bench.commit()
     bench.commit(may_wait=True)
+    assert bench.num_copied == 2
+    bench.backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_limit_bytes": 2 * GROUP_BYTES}, {"min_tensor_bytes": 2 * GROUP_BYTES}])
+def test_the_tail_does_not_count_what_was_not_copied_after_all(settings: dict[str, int]) -> None:
+    """The host tier is full, or nothing in the group is large enough to move."""
+    bench = Bench(max_inflight_bytes=1 << 20, **settings)
+    for _ in range(3):
+        bench.commit(may_wait=True)
     bench.chunk.begin_tail()
+    num_before = len(bench.releases._queue)
     bench.chunk.pass_host_wait()
     bench.commit()
-    other = bench.engine.start_chunk(ChunkKey(0, 1))
-    other.begin_backward()
-    assert bench.engine._mover.releases.inflight_bytes == GROUP_BYTES  # of the one in the tail
+    num_in_tail = len(bench.releases._queue) - num_before
+    bench.engine.start_chunk(ChunkKey(0, 1)).begin_backward()
+    assert len(bench.releases._queue) == num_in_tail
     bench.engine.reset_iteration()
 
 
@@ -152,6 +206,7 @@ def test_a_reset_forgets_them() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     bench.commit(may_wait=True)
     bench.engine.reset_iteration()
+    assert bench.engine._mover._waiting == []
     bench.handles.clear()
     bench.engine.begin_iteration(no_pipelining(1))
     bench.chunk = bench.engine.start_chunk(ChunkKey(0, 0))

@@ -27,11 +27,29 @@ class Layer(NamedTuple):
     behind_its_mlp: int
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_copies_begin_behind_the_experts(dispatcher: str) -> None:
-    (layers,) = run_ranks(_record, "moe", {"moe_token_dispatcher_type": dispatcher})
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"moe_token_dispatcher_type": "alltoall"}, {"moe_token_dispatcher_type": "allgather"}, RECOMPUTED],
+    ids=["alltoall", "allgather", "recomputed"],
+)
+def test_copies_begin_behind_the_experts(settings: dict[str, Any]) -> None:
+    (layers,) = run_ranks(_record, "moe", settings)
     for layer in layers:
         assert layer.before == layer.at_its_mlp < layer.behind_its_mlp, layers
+
+
+def test_what_ends_where_the_experts_begin_waits_for_them() -> None:
+    (copied,) = run_ranks(_copied_at_the_experts)
+    assert copied[0] == 0 < copied[1]
+
+
+@pytest.mark.parametrize("limits", [{"host_limit_bytes": 20_000}, {"min_tensor_bytes": 9_000}], ids=str)
+def test_what_waited_and_was_not_copied_after_all_is_missed_by_nobody(limits: dict[str, int]) -> None:
+    """In a pipeline, where what was copied before a forward's tail is counted."""
+    run_ranks(_check_with_limits, limits, pipeline=Pipeline(2))
 
 
 def test_a_dense_layer_waits_for_nothing() -> None:
@@ -44,7 +62,8 @@ def test_a_dense_layer_waits_for_nothing() -> None:
 def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
     """What each layer of one forward finds and leaves, but for the last, whose groups stay."""
     layers: list[Layer] = []
-    with apply(GENEROUS, modules=BEFORE_THE_EXPERTS) as handle:
+    names = [name for name in BEFORE_THE_EXPERTS if name != "router" or "recompute_modules" not in settings]
+    with apply(GENEROUS, modules=names) as handle:
         model = make_chunks(make_config(kind, **settings))[0]
         run([model], 1)  # makes the engine
         seen: list[int] = []
@@ -61,3 +80,29 @@ def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
         for before, at_its_mlp, behind_its_mlp in zip(seen[0::3], seen[1::3], seen[2::3], strict=True):
             layers.append(Layer(before, at_its_mlp, behind_its_mlp))
     return layers[:-1]
+
+
+def _copied_at_the_experts() -> list[int]:
+    """Bytes issued when the first layer's experts begin, and when its MLP is over."""
+    copied: list[int] = []
+    with apply(GENEROUS, modules=["core_attn", "dispatched_tokens"]) as handle:
+        model = make_chunks(make_config("moe"))[0]
+        run([model], 1)
+
+        def note(*_: Any) -> None:
+            assert handle.engine is not None
+            copied.append(handle.engine.stats.copied_out_bytes)
+
+        mlp = model.decoder.layers[0].mlp
+        mlp.experts.register_forward_pre_hook(note)
+        mlp.register_forward_hook(note)
+        run([model], 1)
+    return copied
+
+
+def _check_with_limits(limits: dict[str, int]) -> None:
+    with apply(OffloadConfig(**{**vars(GENEROUS), **limits}), modules=BEFORE_THE_EXPERTS) as handle:
+        chunks = make_chunks(make_config("moe"))
+        run(chunks, 4)
+        assert handle.stats is not None
+        assert 0 < handle.stats.num_offloaded_groups < handle.stats.num_groups - handle.stats.num_kept_groups

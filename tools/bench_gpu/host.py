@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,46 +16,54 @@ from .link import Pair
 from .model import Ranks
 
 _COPY_BYTES = 1 << 30  # under way for 19 ms at 55 GB/s: longer than the work beside it
-_NUM_OBJECTS = 400_000  # some 100 MB: more than the caches hold
+_NUM_OBJECTS = 400_000  # some 160 MB: more than the caches hold
 _NUM_VISITS = 4000
 _REPEATS = 15
+_BESIDE = ("idle", "out", "in")
 
 
 def measure_host(ranks: Ranks) -> dict[str, Any]:
-    """Milliseconds of two kinds of Python, without a copy and beside one in each direction.
+    """Milliseconds of two kinds of Python, without a copy and beside one in each direction, in turns.
 
-    One walks through objects whose memory is in no cache, as most of a training step does; one stays in the caches.
+    One walks through objects whose memory is hardly in the caches, as most of a training step does; one stays in them.
     """
     pair, stream = Pair(_COPY_BYTES), torch.cuda.Stream()
     record: dict[str, Any] = {"kind": "host", "rank": ranks.rank, "copy_bytes": _COPY_BYTES}
-    for name, work in {"cold": _walk(), "hot": _count}.items():
-        for direction in ("idle", "out", "in"):
-            record[f"{name}_{direction}_ms"] = _median_ms(work, pair, stream, direction)
+    for name, work in {"cold": _walks(), "hot": itertools.repeat(_count)}.items():
+        times: dict[str, list[float]] = {direction: [] for direction in _BESIDE}
+        for _ in range(_REPEATS):
+            for direction in _BESIDE:
+                times[direction].append(_milliseconds(next(work), pair, stream, direction))
+        record.update({f"{name}_{direction}_ms": statistics.median(own) for direction, own in times.items()})
     del pair
     torch.cuda.empty_cache()
     torch._C._host_emptyCache()
     return record
 
 
-def _walk() -> Callable[[], int]:
-    objects = [{"name": str(number), "values": [number] * 8} for number in range(_NUM_OBJECTS)]
-    visits = random.Random(0).sample(range(_NUM_OBJECTS), _NUM_VISITS)
-    return lambda: sum(len(objects[i]["name"]) + objects[i]["values"][3] for i in visits)  # type: ignore[arg-type, misc]
+def _walks() -> Iterator[Callable[[], int]]:
+    """Each visits other objects, in no order."""
+    objects: list[dict[str, Any]] = [{"name": str(number), "values": [number] * 8} for number in range(_NUM_OBJECTS)]
+    chance = random.Random(0)
+    while True:
+        yield partial(_visit, objects, chance.sample(range(_NUM_OBJECTS), _NUM_VISITS))
+
+
+def _visit(objects: Sequence[dict[str, Any]], visits: Sequence[int]) -> int:
+    return sum(len(objects[i]["name"]) + objects[i]["values"][3] for i in visits)
 
 
 def _count() -> int:
     return sum(number * number for number in range(20_000))
 
 
-def _median_ms(work: Callable[[], int], pair: Pair, stream: Any, direction: str) -> float:
-    times = []
-    for _ in range(_REPEATS):
-        torch.cuda.synchronize()
-        if direction != "idle":
-            with torch.cuda.stream(stream):
-                pair.copy(direction)
-        begin = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - begin) * 1e3)
+def _milliseconds(work: Callable[[], int], pair: Pair, stream: Any, direction: str) -> float:
     torch.cuda.synchronize()
-    return statistics.median(times)
+    if direction != "idle":
+        with torch.cuda.stream(stream):
+            pair.copy(direction)
+    begin = time.perf_counter()
+    work()
+    milliseconds = (time.perf_counter() - begin) * 1e3
+    torch.cuda.synchronize()
+    return milliseconds

@@ -171,14 +171,17 @@ class Run:
     def _title(self) -> str:
         import torch
 
-        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        shared = (
-            f", shared by {self._ranks.world_size} processes: times say nothing" if self._settings.share_gpus else ""
-        )
+        from .model import num_gpus
+
+        gpus = f"{num_gpus(self._ranks.world_size)} x {torch.cuda.get_device_name()}"
+        is_shared = num_gpus(self._ranks.world_size) < self._ranks.world_size
+        shared = f", shared by {self._ranks.world_size} processes: times say nothing" if is_shared else ""
         return f"setup {self._settings.setup}, {gpus}{shared}"
 
     def _description(self) -> dict[str, Any]:
         import torch
+
+        from .model import num_gpus
 
         return {
             "kind": "run",
@@ -193,6 +196,6 @@ class Run:
             "overlap": self._settings.overlap,
             "deterministic": self._settings.deterministic,
             "world_size": self._ranks.world_size,
-            "num_gpus": torch.cuda.device_count(),
+            "num_gpus": num_gpus(self._ranks.world_size),
             "device": torch.cuda.get_device_name(),
         }

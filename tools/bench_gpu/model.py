@@ -46,7 +46,7 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
 
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-    device = _shared_gpu() if share_gpus else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = _shared_gpu() if share_gpus else _own_gpu()
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     shape.check(dist.get_world_size())
@@ -62,12 +62,26 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
 
 
+def num_gpus(world_size: int) -> int:
+    """How many GPUs the processes of one node have between them."""
+    return min(world_size, torch.cuda.device_count())
+
+
+def _own_gpu() -> torch.device:
+    index = int(os.environ["LOCAL_RANK"])
+    if index >= torch.cuda.device_count():
+        raise SystemExit(f"process {index} has no GPU, there are {torch.cuda.device_count()}: pass --share-gpus")
+    return torch.device("cuda", index)
+
+
 def _shared_gpu() -> torch.device:
     """The GPU of this rank and others.
 
     NCCL refuses two ranks of one host on one GPU; NCCL_HOSTID makes them ranks of several hosts, which meet through
-    sockets.
+    sockets of one node.
     """
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+        raise SystemExit("--share-gpus is for the processes of one node")
     host, index = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
     os.environ.update(NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
     return torch.device("cuda", index)
