@@ -454,6 +454,12 @@ class AdversarialDevice:
         if stream is not memory.home and stream not in memory.recorded:
             memory.recorded.append(stream)
 
+    def note_produced(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """The current stream has made `tensors` by now, though some perhaps below what `observe_compute` sees."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._memory_of(tensor)
+
     def wait_for_writers(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Order the current stream after the kernels that wrote `tensors`: what autograd does before each node."""
         for tensor in tensors:

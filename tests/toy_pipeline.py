@@ -20,6 +20,7 @@ from torch import nn
 from offload_engine import (
     Action,
     ChunkKey,
+    ChunkOffloadHandler,
     CopyError,
     IterationStats,
     OffloadConfig,
@@ -270,6 +271,7 @@ class Case:
     passes_weights: bool
     tracks_rest: bool
     manages_rest: bool
+    tells_backward: bool
     deallocates: bool
     config: OffloadConfig
     host_capacity: int | None
@@ -296,6 +298,7 @@ class Case:
             passes_weights=rng.random() < 0.9,
             tracks_rest=rng.random() < 0.5,
             manages_rest=random.Random(seed + 1).random() < 0.5,  # drawn apart: the other draws stay as they were
+            tells_backward=random.Random(seed + 7).random() < 0.5,
             deallocates=rng.random() < 0.5,
             config=config,
             host_capacity=rng.choice((4096, 1 << 16)) if limit is not None else rng.choice((1500, 1 << 14, 1 << 18)),
@@ -386,6 +389,8 @@ class Unit(nn.Module):
         # Somebody keeps its input until backward, unread. Not in a pair, where the other unit reads it too.
         drawn_apart = random.Random(runner.case.seed + 2 + index)
         self.is_input_held = index >= 0 and drawn_apart.random() < 0.3 and not isinstance(block, InPlaceInput)
+        # Its copy-out waits; the device has work again behind it; it begins the tail of the forward.
+        self.may_wait, self.ends_wait, self.begins_tail = (drawn_apart.random() < share for share in (0.4, 0.3, 0.15))
         self._runner: tuple[Runner] = (runner,)  # in a tuple: not a submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -412,10 +417,20 @@ class Unit(nn.Module):
         assert chunk is not None
         if self.is_excluded:
             engine.exclude(x)
+        if self.begins_tail:
+            chunk.begin_tail()
         x = group_start(x, chunk, type(self.block).__name__)
+        group = chunk.innermost_group
+        assert group is not None
+        group.may_wait = self.may_wait
         with chunk.saved_tensors_hooks():
             out = self._inner(x, runner)
-        return group_commit(out, chunk)
+        out = group_commit(out, chunk)
+        if runner.device is not None:
+            runner.device.note_produced(saved.buffer for saved in group.storages)
+        if self.ends_wait:
+            chunk.pass_host_wait()
+        return out
 
     def _inner(self, x: torch.Tensor, runner: Runner) -> torch.Tensor:
         if self.is_recomputed:
@@ -444,6 +459,7 @@ class Runner:
         self._inputs: dict[ChunkKey, torch.Tensor] = {}
         self._outputs: dict[ChunkKey, torch.Tensor] = {}
         self._unread: defaultdict[ChunkKey, list[torch.Tensor]] = defaultdict(list)
+        self._chunks: dict[ChunkKey, ChunkOffloadHandler] = {}  # that are told when their backward begins
         self._tagged: set[Any] = set()
 
     @property
@@ -527,6 +543,7 @@ class Runner:
         self._outputs.clear()
         self._tagged.clear()
         self._unread.clear()
+        self._chunks.clear()
 
     def _check_restored(self, *chunks: ChunkKey) -> None:
         assert all(x.untyped_storage().nbytes() > 0 for chunk in chunks for x in self._unread.pop(chunk, []))
@@ -545,6 +562,8 @@ class Runner:
         rest: AbstractContextManager[Any] = nullcontext()
         if self.engine is not None:
             chunk = self.engine.start_chunk(key, keep_groups=step.keep.get(key, frozenset()))
+            if self.case.tells_backward:
+                self._chunks[key] = chunk
             if self.case.manages_rest:
                 rest = chunk.rest_hooks()
         with self._tracker(), rest:
@@ -565,6 +584,8 @@ class Runner:
         is_sent = self._is_sent(key)
         grad = self._inputs.pop(ChunkKey(key.stage + 1, key.microbatch)).grad if is_sent else torch.ones_like(out)
         assert grad is not None
+        if key in self._chunks:
+            self._chunks.pop(key).begin_backward()
         for retain in (True, False) if is_retained else (False,):
             torch.autograd.Variable._execution_engine.run_backward(  # as megatron-core: shapes are not compared
                 (out,), (grad,), retain, False, (), allow_unreachable=True, accumulate_grad=True
