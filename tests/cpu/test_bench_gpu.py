@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,36 @@ def test_modules_of_ours_alone_need_not_be_known_to_the_incumbent() -> None:
     found = settings.parse(["--modules", "mlp_fc1", "--contenders", "ours,none", "--engine", "horizon_bytes=1024"])
     assert [entry.modules for entry in found.entries] == [("mlp_fc1",), ()]
     assert found.engine == {"horizon_bytes": 1024}
+
+
+@pytest.mark.parametrize(("rank", "host", "gpu"), [(0, "host 0", 0), (1, "host 0", 1), (5, "host 2", 1)])
+def test_processes_that_share_gpus_are_of_several_hosts_to_nccl(
+    rank: int, host: str, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_node(monkeypatch, rank, num_processes=8, num_gpus=2)
+    assert settings.parse(["--share-gpus"]).share_gpus and model.num_gpus(8) == 2
+    assert model._shared_gpu() == torch.device("cuda", gpu)
+    assert os.environ["NCCL_HOSTID"] == host
+
+
+def test_sharing_is_for_one_node_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_node(monkeypatch, 5, num_processes=8, num_gpus=8)
+    assert model._own_gpu() == torch.device("cuda", 5) and model.num_gpus(4) == 4
+    set_node(monkeypatch, 5, num_processes=8, num_gpus=2)
+    with pytest.raises(SystemExit, match="process 5 has no GPU, there are 2: pass --share-gpus"):
+        model._own_gpu()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(SystemExit, match="of one node"):
+        model._shared_gpu()
+
+
+def set_node(monkeypatch: pytest.MonkeyPatch, rank: int, num_processes: int, num_gpus: int) -> None:
+    """The environment that torchrun gives a process, on a machine with so many GPUs."""
+    for name, value in {"LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}.items():
+        monkeypatch.setenv(name, str(value))
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
 
 
 def test_overlap_goes_into_the_configuration_as_megatron_names_it() -> None:
