@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 from offload_engine import OffloadConfig, enable_activation_offloading  # noqa: E402
 from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train  # noqa: E402
 from tests.gpu.parity import deterministic_algorithms, run_twice  # noqa: E402
-from tests.gpu.sharing import take_gpu  # noqa: E402
+from tests.tool_scripts import load_tool  # noqa: E402
 
 CONFIG = SMALL.replace(directory=None)
 MIB = 1 << 20
@@ -98,7 +98,8 @@ def test_several_ranks(num_ranks: int, tmp_path: Path) -> None:
 
 
 def _check_rank(rank: int, num_ranks: int, store: str) -> None:
-    device = take_gpu(rank)
+    device = load_tool("shared_gpus").gpu_of(rank)
+    torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", f"file://{store}", rank=rank, world_size=num_ranks, device_id=device)
     with deterministic_algorithms():
         for strategy, is_mixed in [("fsdp2", False), ("fsdp2", True), ("fsdp", False), ("fsdp", True), ("ddp", False)]:

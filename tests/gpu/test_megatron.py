@@ -16,8 +16,6 @@ from tests.gpu.ranks import GpuRanks
 
 DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]
-
-
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from shared_gpus import gpu_of
 
 from .settings import Shape
 
@@ -75,16 +76,9 @@ def _own_gpu() -> torch.device:
 
 
 def _shared_gpu() -> torch.device:
-    """The GPU of this rank and others.
-
-    NCCL refuses two ranks of one host on one GPU; NCCL_HOSTID makes them ranks of several hosts, which meet through
-    sockets of one node.
-    """
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
         raise SystemExit("--share-gpus is for the processes of one node")
-    host, index = divmod(int(os.environ["LOCAL_RANK"]), torch.cuda.device_count())
-    os.environ.update(NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
-    return torch.device("cuda", index)
+    return gpu_of(int(os.environ["LOCAL_RANK"]))
 
 
 def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:

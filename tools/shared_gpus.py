@@ -1,4 +1,4 @@
-"""More ranks than GPUs: those of one GPU pose to NCCL as ranks of several hosts."""
+"""More ranks than GPUs: those of one GPU pose to NCCL as ranks of several hosts. For the benchmark and the tests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 import torch
 
 
-def take_gpu(rank: int) -> torch.device:
-    """Makes this rank's GPU current; where there are fewer GPUs than ranks, others have it too.
+def gpu_of(rank: int) -> torch.device:
+    """The GPU of a rank of this node; where there are fewer GPUs than ranks, others have it too.
 
     NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"), and lets NCCL_HOSTID say what a host is.
     Ranks of different hosts meet through sockets: what they compute is the same, how long it takes says nothing.
 
-    Call it before the process makes its first communicator.
+    Call it in the process of that rank, before its first communicator.
     """
     host, index = divmod(rank, torch.cuda.device_count())
     os.environ.update(NCCL_HOSTID=f"host {host}", NCCL_SOCKET_IFNAME="lo")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", index)
