@@ -124,6 +124,30 @@ class GroupBracket:
         return chunk
 
 
+class RestPause:
+    """Lets a module's saved tensors past the engine: around modules none of which calls another.
+
+    Args:
+        engine: that takes what is saved outside the groups.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._chunk: ChunkOffloadHandler | None = None  # whose hooks are off
+
+    def enter(self) -> None:
+        """What is saved from now on is autograd's alone. Nothing while the engine is passive, or in an open group."""
+        chunk = self._engine.current_chunk if self._engine.is_active else None
+        if chunk is not None and chunk.pause_rest_hooks():
+            self._chunk = chunk
+
+    def leave(self) -> None:
+        """The engine takes what is saved again; nothing if `enter` did nothing."""
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.resume_rest_hooks()
+
+
 def _replace_in_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], replace: _Replace
 ) -> tuple[bool, tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -39,6 +39,9 @@ class ModuleRow:
     parts: tuple[str, ...] = ()
     """Names inside this one: asked for together, this one's groups hold their tensors too."""
 
+    saves_alone: bool = False
+    """No other row saves a tensor of its, but those that it is a part of."""
+
     where: str = ""
     """Where a model has it, for the error when it does not."""
 
@@ -235,6 +238,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="tokens routed to the experts here",
         brackets=_calls(*(f"{owner}.linear_fc1" for owner in _EXPERTS)),
         recomputed_by=("moe",),
+        saves_alone=True,
         where=_EXPERT_LINEARS,
     ),
     ModuleRow(
@@ -251,6 +255,7 @@ MODULES: tuple[ModuleRow, ...] = (
         brackets=_calls(*(f"{owner}.linear_fc2" for owner in _EXPERTS)),
         recomputed_by=("moe",),
         discarded_by=("moe_act",),
+        saves_alone=True,
         where=_EXPERT_LINEARS,
     ),
     ModuleRow(
@@ -323,6 +328,12 @@ def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Separates names into those to bracket and those that lie inside a bracket asked for as well."""
     inside = {part for name in names for part in row_of(name).parts}
     return tuple(n for n in names if n not in inside), tuple(n for n in names if n in inside)
+
+
+def unshared_rows(names: Sequence[str]) -> tuple[ModuleRow, ...]:
+    """The rows none of whose saved tensors is saved by a bracket of these names."""
+    asked = {*names, *(part for name in names for part in row_of(name).parts)}
+    return tuple(row for row in MODULES if row.saves_alone and row.name not in asked)
 
 
 def _can_have(config: Any, row: ModuleRow) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow
+from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow, unshared_rows
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
 _BLOCKS = ("self_attention", "cross_attention", "mlp", "mixer")  # in the order in which a layer runs those it has
@@ -53,6 +53,15 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
                     site = _under(prefix, site)._replace(layer=depth, is_before_experts=is_before)
                     found.append(((depth, expert, rank), site))
     return [site for _, site in sorted(found, key=lambda entry: entry[0])]
+
+
+def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
+    """Submodules that save much, and nothing that a place of these names saves: the linear layers of the experts."""
+    found = []
+    for _, layer in _layers(chunk):
+        modules = dict(layer.named_modules())
+        found += [modules[site.path] for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)]
+    return found
 
 
 def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:

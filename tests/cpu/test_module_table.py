@@ -15,7 +15,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 from megatron_patches.__main__ import module_table  # noqa: E402
 from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
 from megatron_patches._modules import MODULES, canonical_names, drop_parts, known_names, row_of  # noqa: E402
-from megatron_patches._sites import Site, count_layers, find_sites, merge_surveys, survey  # noqa: E402
+from megatron_patches._sites import (  # noqa: E402
+    Site,
+    count_layers,
+    find_sites,
+    merge_surveys,
+    survey,
+    unshared_modules,
+)
 from megatron_patches._validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
@@ -133,6 +140,28 @@ def test_dispatched_tokens_reach_from_the_router_to_the_experts_and_into_them() 
         Site("dispatched_tokens", "layer.mlp.router", "layer.mlp.experts", is_before_experts=True),
         Site("dispatched_tokens", "layer.mlp.experts.linear_fc1", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "unshared"),
+    [
+        (["qkv_linear", "moe_act"], {"linear_fc1", "linear_fc2"}),
+        (["router_fc1"], {"linear_fc2"}),
+        (["dispatched_tokens"], {"linear_fc2"}),
+        (["router_fc2"], {"linear_fc1"}),
+        (["experts"], set()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("layer", [MOE, GROUPED], ids=["one by one", "grouped"])
+def test_linears_of_experts_that_no_name_shares_a_tensor_with(
+    layer: tuple[str, ...], names: list[str], unshared: set[str]
+) -> None:
+    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*layer))
+    paths = {module: path for path, module in chunk.named_modules()}
+    found = [paths[module] for module in unshared_modules(chunk, names)]
+    assert len(found) == len(set(found))
+    assert set(found) == {p for p in paths.values() if ".experts." in p and p.rpartition(".")[2] in unshared}
 
 
 def test_latent_projections_have_names_of_their_own_and_a_common_one() -> None:
