@@ -60,7 +60,7 @@ class Attachment:
         self._is_closed: bool = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._brackets: list[GroupBracket] = []
-        self._pause: RestPause = RestPause(engine)
+        self._pauses: list[RestPause] = []
         self._last_groups: list[frozenset[int]] = []
         self._unused_names: set[str] = set()
         self._called: _Called | None = None  # the chunk whose forward runs, unless it runs as the nodes of a plan
@@ -111,7 +111,8 @@ class Attachment:
         """Leaves every bracket that an exception kept open."""
         for bracket in reversed(self._brackets):
             bracket.leave()
-        self._pause.leave()
+        for pause in self._pauses:
+            pause.leave()
         self._leave_called()
         self.held.clear()
         self.nodes.clear()
@@ -219,19 +220,13 @@ class Attachment:
             self._handles.append(layer.register_forward_hook(pass_host_wait))
 
     def _attach_unshared(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
-        # One call saves two or three tensors for each expert. Where no group can have a use for them the host does not
-        # spend its time on them: in a layer of 32 experts that was a tenth of its step.
-        pause = self._pause
-
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            pause.enter()
-
-        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            pause.leave()
-
+        # Where no group can have a use for what is saved, the host does not spend its time on it. Experts save two or
+        # three tensors each: in a layer of 32 of them that was a tenth of the step.
         for module in unshared_modules(chunk, names):
-            self._handles.append(module.register_forward_pre_hook(enter))
-            self._handles.append(module.register_forward_hook(leave, always_call=True))
+            pause = RestPause(self.engine)
+            self._pauses.append(pause)
+            self._handles.append(module.register_forward_pre_hook(pause.enter))
+            self._handles.append(module.register_forward_hook(pause.leave, always_call=True))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:

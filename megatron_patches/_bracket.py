@@ -125,7 +125,7 @@ class GroupBracket:
 
 
 class RestPause:
-    """Lets a module's saved tensors past the engine: around modules none of which calls another.
+    """Hooks that let what one module saves past the engine. Inside another such module they do nothing.
 
     Args:
         engine: that takes what is saved outside the groups.
@@ -135,13 +135,13 @@ class RestPause:
         self._engine = engine
         self._chunk: ChunkOffloadHandler | None = None  # whose hooks are off
 
-    def enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         """What is saved from now on is autograd's alone. Nothing while the engine is passive, or in an open group."""
         chunk = self._engine.current_chunk if self._engine.is_active else None
         if chunk is not None and chunk.pause_rest_hooks():
             self._chunk = chunk
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """The engine takes what is saved again; nothing if `enter` did nothing."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:

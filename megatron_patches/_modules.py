@@ -39,8 +39,8 @@ class ModuleRow:
     parts: tuple[str, ...] = ()
     """Names inside this one: asked for together, this one's groups hold their tensors too."""
 
-    saves_alone: bool = False
-    """No other row saves a tensor of its, but those that it is a part of."""
+    shares_with: tuple[str, ...] | None = None
+    """The other names whose brackets save some of the same tensors; None: not known."""
 
     where: str = ""
     """Where a model has it, for the error when it does not."""
@@ -209,6 +209,7 @@ MODULES: tuple[ModuleRow, ...] = (
         brackets=_calls("mlp.router"),
         recomputed_by=("moe",),
         discarded_by=("layernorm",),
+        shares_with=("mlp_norm", "shared_experts", "shared_fc1", DISPATCH),
         where=_MOE,
     ),
     ModuleRow(
@@ -238,7 +239,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="tokens routed to the experts here",
         brackets=_calls(*(f"{owner}.linear_fc1" for owner in _EXPERTS)),
         recomputed_by=("moe",),
-        saves_alone=True,
+        shares_with=(DISPATCH, "experts"),
         where=_EXPERT_LINEARS,
     ),
     ModuleRow(
@@ -255,7 +256,7 @@ MODULES: tuple[ModuleRow, ...] = (
         brackets=_calls(*(f"{owner}.linear_fc2" for owner in _EXPERTS)),
         recomputed_by=("moe",),
         discarded_by=("moe_act",),
-        saves_alone=True,
+        shares_with=("experts",),
         where=_EXPERT_LINEARS,
     ),
     ModuleRow(
@@ -330,10 +331,10 @@ def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(n for n in names if n not in inside), tuple(n for n in names if n in inside)
 
 
-def unshared_rows(names: Sequence[str]) -> tuple[ModuleRow, ...]:
-    """The rows none of whose saved tensors is saved by a bracket of these names."""
-    asked = {*names, *(part for name in names for part in row_of(name).parts)}
-    return tuple(row for row in MODULES if row.saves_alone and row.name not in asked)
+def unshared_rows(names: Iterable[str]) -> tuple[ModuleRow, ...]:
+    """The rows that save no tensor which a bracket of these names saves, as far as that is known."""
+    asked = frozenset(names)
+    return tuple(r for r in MODULES if r.shares_with is not None and asked.isdisjoint((r.name, *r.shares_with)))
 
 
 def _can_have(config: Any, row: ModuleRow) -> bool:

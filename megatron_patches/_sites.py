@@ -11,7 +11,13 @@ import torch
 from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow, unshared_rows
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
-_BLOCKS = ("self_attention", "cross_attention", "mlp", "mixer")  # in the order in which a layer runs those it has
+# In the order in which a layer runs those it has, each with the norm in front of it.
+_BLOCKS = {
+    "self_attention": "input_layernorm",
+    "cross_attention": "pre_cross_attn_layernorm",
+    "mlp": "pre_mlp_layernorm",
+    "mixer": "norm",
+}
 
 
 class Site(NamedTuple):
@@ -56,11 +62,21 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
 
 
 def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
-    """Submodules that save much, and nothing that a place of these names saves: the linear layers of the experts."""
+    """Submodules that save no tensor that a place of these names saves, too; some lie inside others.
+
+    A block shares what it saves with the norm in front of it at most: its input. Where none of these names has a place
+    in the two, the block is one of these submodules, and so are its experts, because the all-to-all overlap does not
+    call the block around them. In any block what `unshared_rows` stand for is.
+    """
+    asked = [row for row in MODULES if row.name in names]
     found = []
     for _, layer in _layers(chunk):
         modules = dict(layer.named_modules())
-        found += [modules[site.path] for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)]
+        parts = {site.path.partition(".")[0] for row in asked for site, _ in _sites_in_layer(row, modules)}
+        blocks = [block for block, norm in _BLOCKS.items() if not parts & {block, norm}]
+        paths = [path for path in (*blocks, EXPERTS) if path in modules and path.partition(".")[0] in blocks]
+        paths += [site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)]
+        found += [modules[path] for path in paths]
     return found
 
 

@@ -142,26 +142,46 @@ def test_dispatched_tokens_reach_from_the_router_to_the_experts_and_into_them() 
     ]
 
 
+ROUTED = {"mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
+SPARSE = (*ATTENTION, "pre_mlp_layernorm", *ROUTED)
+
+
 @pytest.mark.parametrize(
     ("names", "unshared"),
     [
-        (["qkv_linear", "moe_act"], {"linear_fc1", "linear_fc2"}),
-        (["router_fc1"], {"linear_fc2"}),
-        (["dispatched_tokens"], {"linear_fc2"}),
-        (["router_fc2"], {"linear_fc1"}),
-        (["experts"], set()),
+        (["qkv_linear", "attn_norm"], {"mlp", "mlp.experts", *ROUTED}),
+        (["layer_input"], {"mlp", "mlp.experts", *ROUTED}),
+        (["mlp_norm"], {"self_attention", *ROUTED - {"mlp.router"}}),
+        (["core_attn", "moe_act"], ROUTED),
+        (["router_fc1"], {"self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
+        (["router_fc2"], {"self_attention", "mlp.router", "mlp.experts.linear_fc1"}),
+        (["dispatched_tokens", "attn_proj"], {"mlp.experts.linear_fc2"}),
+        (["shared_fc1", "self_attn"], {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}),
+        (["experts"], {"self_attention", "mlp.router"}),
+        (["mlp_act"], {"self_attention", "mlp", "mlp.experts", *ROUTED}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-@pytest.mark.parametrize("layer", [MOE, GROUPED], ids=["one by one", "grouped"])
-def test_linears_of_experts_that_no_name_shares_a_tensor_with(
-    layer: tuple[str, ...], names: list[str], unshared: set[str]
-) -> None:
-    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*layer))
-    paths = {module: path for path, module in chunk.named_modules()}
-    found = [paths[module] for module in unshared_modules(chunk, names)]
-    assert len(found) == len(set(found))
-    assert set(found) == {p for p in paths.values() if ".experts." in p and p.rpartition(".")[2] in unshared}
+def test_submodules_that_share_nothing_with_the_names(names: list[str], unshared: set[str]) -> None:
+    layer = _Layer(*SPARSE, "mlp.shared_experts.linear_fc1")
+    paths = {module: path for path, module in layer.named_modules()}
+    assert {paths[module] for module in unshared_modules(_Holder(layer), names)} == unshared
+
+
+def test_a_layer_with_none_of_the_places_shares_nothing() -> None:
+    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*MOE))
+    dense = unshared_modules(chunk[:1], ["router_fc1"])
+    assert dense == [chunk[0].self_attention, chunk[0].mlp]
+    paths = {module: path for path, module in chunk[1].named_modules()}
+    assert {paths[module] for module in unshared_modules(chunk[1:], ["router_fc1"])} == {
+        "self_attention",
+        "mlp.router",
+        *(path for path in EXPERTS if path.endswith("fc2")),
+    }
+
+
+def test_who_shares_is_in_the_table() -> None:
+    assert {name for row in MODULES for name in row.shares_with or ()} <= {row.name for row in MODULES}
 
 
 def test_latent_projections_have_names_of_their_own_and_a_common_one() -> None:

@@ -1,7 +1,8 @@
-"""What the experts' linear layers save passes the engine by, unless a group may save it too."""
+"""What shares no tensor with a group passes the engine by."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -18,25 +19,27 @@ from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+WATCHED = ("core_attention", "router", "linear_fc1", "linear_fc2", "final_layernorm")
 
 
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
 @pytest.mark.parametrize(
-    ("name", "are_packed"),
+    ("name", "packed"),
     [
-        ("qkv_linear", {"linear_fc1": False, "linear_fc2": False}),
-        ("router_fc2", {"linear_fc1": False, "linear_fc2": True}),
-        ("dispatched_tokens", {"linear_fc1": True, "linear_fc2": False}),
+        ("qkv_linear", {"core_attention", "final_layernorm"}),
+        ("router_fc2", {"linear_fc2", "final_layernorm"}),
+        ("dispatched_tokens", {"router", "linear_fc1", "final_layernorm"}),
+        ("mlp_norm", {"router", "final_layernorm"}),
     ],
 )
-def test_hooks_inside_the_linears_of_experts(name: str, are_packed: dict[str, bool], settings: dict[str, Any]) -> None:
+def test_where_hooks_pack_what_is_saved(name: str, packed: set[str], settings: dict[str, Any]) -> None:
     pipeline = Pipeline(expert=2) if settings else Pipeline()
     for seen in run_ranks(_see_hooks, name, settings, pipeline=pipeline):
-        assert seen == {**are_packed, "behind": True}, seen
+        assert seen == {what: what in packed for what in WATCHED}, seen
 
 
 def _see_hooks(name: str, settings: dict[str, Any]) -> dict[str, bool]:
-    """Whether hooks pack what is saved inside the two linears of an expert, and behind it."""
+    """Submodule -> whether hooks pack what its forward saves."""
     seen: dict[str, bool] = {}
 
     def note(what: str) -> None:
@@ -45,13 +48,10 @@ def _see_hooks(name: str, settings: dict[str, Any]) -> dict[str, bool]:
 
     with apply(ALL, modules=[name]):
         chunks = make_chunks(make_config("moe", torch.bfloat16, **settings))
-        for module in (module for chunk in chunks for module in chunk.modules()):
-            for what in ("linear_fc1", "linear_fc2"):
-                linear = getattr(module, what, None)
-                if linear is not None:
-                    _on_call(linear, lambda what=what: note(what))
-            if hasattr(module, "linear_fc2"):
-                module.register_forward_hook(lambda *_: note("behind"))
+        for path, module in (entry for chunk in chunks for entry in chunk.named_modules()):
+            what = path.rpartition(".")[2]
+            if what in WATCHED:
+                _on_call(module, functools.partial(note, what))
         run(chunks, 2)
     return seen
 
