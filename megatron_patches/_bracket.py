@@ -125,7 +125,7 @@ class GroupBracket:
 
 
 class RestPause:
-    """Hooks that let what one module saves past the engine. Inside another such module they do nothing.
+    """Hooks that let what one module saves past the engine.
 
     Args:
         engine: that takes what is saved outside the groups.

@@ -62,22 +62,28 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
 
 
 def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
-    """Submodules that save no tensor that a place of these names saves, too; some lie inside others.
+    """The largest submodules that are called and save no tensor that a place of these names saves, too.
 
-    A block shares what it saves with the norm in front of it at most: its input. Where none of these names has a place
-    in the two, the block is one of these submodules, and so are its experts, because the all-to-all overlap does not
-    call the block around them. In any block what `unshared_rows` stand for is.
+    A block shares what it saves with the norm in front of it at most: its input. So it is one of these submodules where
+    none of the names has a place in the two. In other blocks, what `unshared_rows` stand for is.
     """
     asked = [row for row in MODULES if row.name in names]
     found = []
     for _, layer in _layers(chunk):
         modules = dict(layer.named_modules())
         parts = {site.path.partition(".")[0] for row in asked for site, _ in _sites_in_layer(row, modules)}
-        blocks = [block for block, norm in _BLOCKS.items() if not parts & {block, norm}]
-        paths = [path for path in (*blocks, EXPERTS) if path in modules and path.partition(".")[0] in blocks]
-        paths += [site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)]
-        found += [modules[path] for path in paths]
+        paths = {block for block, norm in _BLOCKS.items() if block in modules and not parts & {block, norm}}
+        if "mlp" in paths and EXPERTS in modules and _runs_as_nodes(chunk):
+            paths = paths - {"mlp"} | {EXPERTS}
+        paths |= {site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)}
+        found += [modules[path] for path in sorted(paths) if not any(path.startswith(f"{p}.") for p in paths)]
     return found
+
+
+def _runs_as_nodes(chunk: torch.nn.Module) -> bool:
+    """True if the all-to-all overlap calls the parts of a layer with experts in place of its MLP."""
+    config = getattr(chunk, "config", None)
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:

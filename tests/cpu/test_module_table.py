@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -142,42 +144,50 @@ def test_dispatched_tokens_reach_from_the_router_to_the_experts_and_into_them() 
     ]
 
 
-ROUTED = {"mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
-SPARSE = (*ATTENTION, "pre_mlp_layernorm", *ROUTED)
+LINEARS = {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
+SPARSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *LINEARS, "mlp.shared_experts.linear_fc1")
 
 
 @pytest.mark.parametrize(
     ("names", "unshared"),
     [
-        (["qkv_linear", "attn_norm"], {"mlp", "mlp.experts", *ROUTED}),
-        (["layer_input"], {"mlp", "mlp.experts", *ROUTED}),
-        (["mlp_norm"], {"self_attention", *ROUTED - {"mlp.router"}}),
-        (["core_attn", "moe_act"], ROUTED),
+        (["qkv_linear", "attn_norm"], {"mlp"}),
+        (["layer_input"], {"mlp"}),
+        (["mlp_norm"], {"self_attention", *LINEARS}),
+        (["core_attn", "moe_act"], {"mlp.router", *LINEARS}),
         (["router_fc1"], {"self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
         (["router_fc2"], {"self_attention", "mlp.router", "mlp.experts.linear_fc1"}),
         (["dispatched_tokens", "attn_proj"], {"mlp.experts.linear_fc2"}),
-        (["shared_fc1", "self_attn"], {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}),
+        (["shared_fc1", "self_attn"], LINEARS),
         (["experts"], {"self_attention", "mlp.router"}),
-        (["mlp_act"], {"self_attention", "mlp", "mlp.experts", *ROUTED}),
+        (["mlp_act"], {"self_attention", "mlp"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_submodules_that_share_nothing_with_the_names(names: list[str], unshared: set[str]) -> None:
-    layer = _Layer(*SPARSE, "mlp.shared_experts.linear_fc1")
-    paths = {module: path for path, module in layer.named_modules()}
-    assert {paths[module] for module in unshared_modules(_Holder(layer), names)} == unshared
+    assert _unshared(_Layer(*SPARSE), names) == unshared
+
+
+def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
+    layer = _Layer(*SPARSE)
+    assert _unshared(layer, ["qkv_linear"], overlap=True) == {"mlp.router", "mlp.experts"}
+    assert _unshared(layer, ["router_fc1"], overlap=True) == _unshared(layer, ["router_fc1"])
+    assert _unshared(_Layer(*DENSE), ["qkv_linear"], overlap=True) == {"mlp"}
 
 
 def test_a_layer_with_none_of_the_places_shares_nothing() -> None:
-    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*MOE))
-    dense = unshared_modules(chunk[:1], ["router_fc1"])
-    assert dense == [chunk[0].self_attention, chunk[0].mlp]
-    paths = {module: path for path, module in chunk[1].named_modules()}
-    assert {paths[module] for module in unshared_modules(chunk[1:], ["router_fc1"])} == {
-        "self_attention",
-        "mlp.router",
-        *(path for path in EXPERTS if path.endswith("fc2")),
-    }
+    assert _unshared(_Layer(*DENSE), ["router_fc1"]) == {"self_attention", "mlp"}
+    second = [path for path in EXPERTS if path.endswith("fc2")]
+    assert _unshared(_Layer(*MOE), ["router_fc1"]) == {"self_attention", "mlp.router", *second}
+
+
+def _unshared(layer: _Layer, names: list[str], overlap: bool = False) -> set[str]:
+    chunk = _Holder(layer)
+    chunk.config = SimpleNamespace(overlap_moe_expert_parallel_comm=overlap)
+    paths = {module: path for path, module in layer.named_modules()}
+    found = [paths[module] for module in unshared_modules(chunk, names)]
+    assert len(found) == len(set(found))
+    return set(found)
 
 
 def test_who_shares_is_in_the_table() -> None:
