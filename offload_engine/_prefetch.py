@@ -83,6 +83,9 @@ class Prefetcher:
     def enter_backward(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` begins: its groups come first from now on."""
         chunk.end_forward()
+        if self._is_combined and self._backward_chunk is not None:
+            for other in self._chunks.values():  # a forward runs together with one backward; this is another
+                other.end_forward()
         self._backward_chunk = chunk
         self._chunks.pop(chunk.key, None)
         following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
