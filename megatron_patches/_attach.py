@@ -225,8 +225,9 @@ class Attachment:
         for module in unshared_modules(chunk, names):
             pause = RestPause(self.engine)
             self._pauses.append(pause)
+            # Innermost: behind the end of a stretch in front of the module, and in front of the one that begins there.
             self._handles.append(module.register_forward_pre_hook(pause.enter))
-            self._handles.append(module.register_forward_hook(pause.leave, always_call=True))
+            self._handles.append(module.register_forward_hook(pause.leave, prepend=True, always_call=True))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:
