@@ -72,7 +72,8 @@ def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch
     for _, layer in _layers(chunk):
         modules = dict(layer.named_modules())
         parts = {site.path.partition(".")[0] for row in asked for site, _ in _sites_in_layer(row, modules)}
-        paths = {block for block, norm in _BLOCKS.items() if block in modules and not parts & {block, norm}}
+        blocks = {block: norm for block, norm in _BLOCKS.items() if not _is_absent(modules.get(block))}
+        paths = {block for block, norm in blocks.items() if not parts & {block, norm}}
         if "mlp" in paths and EXPERTS in modules and _runs_as_nodes(chunk):
             paths = paths - {"mlp"} | {EXPERTS}
         paths |= {site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)}
@@ -102,7 +103,7 @@ def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
     for _, layer in _layers(chunk) if count_layers(chunk) > 1 else ():
         for name in _BLOCKS:
             block = getattr(layer, name, None)
-            if isinstance(block, torch.nn.Module) and not _is_identity(block):
+            if not _is_absent(block):
                 found = block
     return found
 
@@ -163,6 +164,10 @@ def _sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iter
 
 def _under(prefix: str, site: Site) -> Site:
     return site._replace(path=f"{prefix}.{site.path}", until=f"{prefix}.{site.until}" if site.until else None)
+
+
+def _is_absent(block: torch.nn.Module | None) -> bool:
+    return not isinstance(block, torch.nn.Module) or _is_identity(block)
 
 
 def _is_identity(module: torch.nn.Module | None) -> bool:

@@ -169,7 +169,8 @@ def test_submodules_that_share_nothing_with_the_names(names: list[str], unshared
 
 
 def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
-    layer = _Layer(*SPARSE)
+    layer = _Layer(*SPARSE, identities=("cross_attention",))
+    assert _unshared(layer, ["qkv_linear"]) == {"mlp"}
     assert _unshared(layer, ["qkv_linear"], overlap=True) == {"mlp.router", "mlp.experts"}
     assert _unshared(layer, ["router_fc1"], overlap=True) == _unshared(layer, ["router_fc1"])
     assert _unshared(_Layer(*DENSE), ["qkv_linear"], overlap=True) == {"mlp"}
