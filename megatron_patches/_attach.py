@@ -53,14 +53,14 @@ class Attachment:
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
         self._stretches: list[GroupBracket] = []
-        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches)
+        self._pauses: list[RestPause] = []
+        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pauses)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 
         self._is_closed: bool = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._brackets: list[GroupBracket] = []
-        self._pauses: list[RestPause] = []
         self._last_groups: list[frozenset[int]] = []
         self._unused_names: set[str] = set()
         self._called: _Called | None = None  # the chunk whose forward runs, unless it runs as the nodes of a plan
@@ -221,7 +221,7 @@ class Attachment:
 
     def _attach_unshared(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
         # Where no group can have a use for what is saved, the host does not spend its time on it. Experts save two or
-        # three tensors each: in a layer of 32 of them that was a tenth of the step.
+        # three tensors each: with 32 of them in each layer that was a twentieth of the step.
         for module in unshared_modules(chunk, names):
             pause = RestPause(self.engine)
             self._pauses.append(pause)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_patches._bracket import GroupBracket
+from megatron_patches._bracket import GroupBracket, RestPause
 from megatron_patches._held import HeldTensors
 from megatron_patches._registry import Patch
 from offload_engine import OffloadEngine
@@ -72,12 +72,20 @@ class PlanNodes:
         engine: that moves the groups.
         held: to which a node that runs attention is a layer.
         stretches: brackets that may begin in one node and end in another; the list may grow.
+        pauses: that an interrupt may leave on; the list may grow.
     """
 
-    def __init__(self, engine: OffloadEngine, held: HeldTensors, stretches: Sequence[GroupBracket]) -> None:
+    def __init__(
+        self,
+        engine: OffloadEngine,
+        held: HeldTensors,
+        stretches: Sequence[GroupBracket],
+        pauses: Sequence[RestPause],
+    ) -> None:
         self._engine: OffloadEngine = engine
         self._held: HeldTensors = held
         self._stretches: Sequence[GroupBracket] = stretches
+        self._pauses: Sequence[RestPause] = pauses
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
         self._residual: Callable[[], torch.Tensor | None] = _none
@@ -125,6 +133,8 @@ class PlanNodes:
         try:
             yield
         finally:
+            for pause in self._pauses:
+                pause.leave()
             for bracket in self._stretches:
                 bracket.suspend()  # the backward of another chunk is next
 

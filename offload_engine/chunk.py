@@ -204,7 +204,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def pause_rest_hooks(self) -> bool:
         """What is saved from now on is autograd's alone, until `resume_rest_hooks`: no group saves it too.
 
-        Spares the host 2 to 4 microseconds for each tensor. What a group does save too is left on the device with it.
+        Spares the host what a hook costs for each tensor. What a group does save too stays on the device all the same.
 
         Returns:
             False, and nothing changes, where `rest_hooks` are not the innermost hooks: in an open group, for instance.

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fsdp.py"
 STEPS = 3

@@ -66,24 +66,25 @@ def _on_call(module: torch.nn.Module, do: Any) -> None:
     module.forward = noted  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_an_expert_that_raises_leaves_no_hooks_behind(error: type[BaseException]) -> None:
+def test_an_expert_that_raises_leaves_no_hooks_behind(error: type[BaseException], settings: dict[str, Any]) -> None:
     """An interrupt does not run the hooks behind a module's forward."""
-    run_ranks(_raise_in_expert, error)
+    run_ranks(_raise_in_expert, error, settings, pipeline=Pipeline(expert=2) if settings else Pipeline())
 
 
-def _raise_in_expert(error: type[BaseException]) -> None:
+def _raise_in_expert(error: type[BaseException], settings: dict[str, Any]) -> None:
     def fail() -> None:
         if is_failing:
-            raise error("in the second expert")
+            raise error("in an expert")
 
     is_failing = False
     with apply(ALL, modules=["qkv_linear"]):
-        chunks = make_chunks(make_config("moe"))
-        _on_call(chunks[0].decoder.layers[1].mlp.experts.local_experts[1].linear_fc1, fail)
+        chunks = make_chunks(make_config("moe", torch.bfloat16, **settings))
+        _on_call(chunks[0].decoder.layers[1].mlp.experts, fail)
         expected = run(chunks, 2)
         is_failing = True
-        with pytest.raises(error, match="second expert"):
+        with pytest.raises(error, match="in an expert"):
             run(chunks, 2)
         assert HOOKS(True) is None
         is_failing = False
