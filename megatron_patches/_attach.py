@@ -53,8 +53,8 @@ class Attachment:
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
         self._stretches: list[GroupBracket] = []
-        self._pauses: list[RestPause] = []
-        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pauses)
+        self._pause: RestPause = RestPause(engine)  # one: modules that pass by lie in no other such module
+        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pause)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
 
@@ -111,8 +111,6 @@ class Attachment:
         """Leaves every bracket that an exception kept open."""
         for bracket in reversed(self._brackets):
             bracket.leave()
-        for pause in self._pauses:
-            pause.leave()
         self._leave_called()
         self.held.clear()
         self.nodes.clear()
@@ -184,6 +182,7 @@ class Attachment:
 
     def _leave_called(self) -> ChunkOffloadHandler | None:
         called, self._called = self._called, None
+        self._pause.leave()  # on still only after an interrupt, which runs no hook behind a forward
         if called is None:
             return None
         called.rest_hooks.__exit__(None, None, None)
@@ -223,11 +222,9 @@ class Attachment:
         # Where no group can have a use for what is saved, the host does not spend its time on it. Experts save two or
         # three tensors each: with 32 of them in each layer that was a twentieth of the step.
         for module in unshared_modules(chunk, names):
-            pause = RestPause(self.engine)
-            self._pauses.append(pause)
             # Innermost: behind the end of a stretch in front of the module, and in front of the one that begins there.
-            self._handles.append(module.register_forward_pre_hook(pause.enter))
-            self._handles.append(module.register_forward_hook(pause.leave, prepend=True, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(self._pause.enter))
+            self._handles.append(module.register_forward_hook(self._pause.leave, prepend=True, always_call=True))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:

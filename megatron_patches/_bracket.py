@@ -125,7 +125,7 @@ class GroupBracket:
 
 
 class RestPause:
-    """Hooks that let what one module saves past the engine.
+    """Hooks that let what a module saves past the engine, for modules none of which calls another.
 
     Args:
         engine: that takes what is saved outside the groups.
@@ -136,7 +136,7 @@ class RestPause:
         self._chunk: ChunkOffloadHandler | None = None  # whose hooks are off
 
     def enter(self, *_: Any) -> None:
-        """What is saved from now on is autograd's alone. Nothing while the engine is passive, or in an open group."""
+        """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
         chunk = self._engine.current_chunk if self._engine.is_active else None
         if chunk is not None and chunk.pause_rest_hooks():
             self._chunk = chunk

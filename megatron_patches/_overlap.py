@@ -72,7 +72,7 @@ class PlanNodes:
         engine: that moves the groups.
         held: to which a node that runs attention is a layer.
         stretches: brackets that may begin in one node and end in another; the list may grow.
-        pauses: that an interrupt may leave on; the list may grow.
+        pause: that an interrupt may leave on.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class PlanNodes:
         engine: OffloadEngine,
         held: HeldTensors,
         stretches: Sequence[GroupBracket],
-        pauses: Sequence[RestPause],
+        pause: RestPause,
     ) -> None:
         self._engine: OffloadEngine = engine
         self._held: HeldTensors = held
         self._stretches: Sequence[GroupBracket] = stretches
-        self._pauses: Sequence[RestPause] = pauses
+        self._pause: RestPause = pause
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
         self._residual: Callable[[], torch.Tensor | None] = _none
@@ -133,8 +133,7 @@ class PlanNodes:
         try:
             yield
         finally:
-            for pause in self._pauses:
-                pause.leave()
+            self._pause.leave()
             for bracket in self._stretches:
                 bracket.suspend()  # the backward of another chunk is next
 

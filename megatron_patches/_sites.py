@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow, unshared_rows
+from megatron_patches._schedules import overlaps_expert_comm
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
 # In the order in which a layer runs those it has, each with the norm in front of it.
@@ -62,29 +63,30 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
 
 
 def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
-    """The largest submodules that are called and save no tensor that a place of these names saves, too.
+    """The largest submodules that are called and save no tensor that a place of these names is to free.
 
-    A block shares what it saves with the norm in front of it at most: its input. So it is one of these submodules where
-    none of the names has a place in the two. In other blocks, what `unshared_rows` stand for is.
+    In megatron-core's layers a block shares what it saves with the norm in front of it at most: its input. So it is one
+    of these submodules where none of the names has a place in the two. In other blocks, what `unshared_rows` stand for
+    is. Of other layers nothing is known: attention and MLP may read one tensor there.
     """
     asked = [row for row in MODULES if row.name in names]
+    config = getattr(chunk, "config", None)
+    # TransformerEngine's operations run the hooks in front of the experts' linear layers, and never those behind.
+    calls_linears = not getattr(config, "use_transformer_engine_op_fuser", False)
     found = []
     for _, layer in _layers(chunk):
+        if not type(layer).__module__.startswith("megatron.core."):
+            continue
         modules = dict(layer.named_modules())
         parts = {site.path.partition(".")[0] for row in asked for site, _ in _sites_in_layer(row, modules)}
         blocks = {block: norm for block, norm in _BLOCKS.items() if not _is_absent(modules.get(block))}
         paths = {block for block, norm in blocks.items() if not parts & {block, norm}}
-        if "mlp" in paths and EXPERTS in modules and _runs_as_nodes(chunk):
-            paths = paths - {"mlp"} | {EXPERTS}
-        paths |= {site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)}
+        if "mlp" in paths and EXPERTS in modules and overlaps_expert_comm(config):
+            paths = paths - {"mlp"} | {EXPERTS}  # then the MLP is not called, but its parts are
+        rows = {site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)}
+        paths |= {path for path in rows if calls_linears or not path.startswith(f"{EXPERTS}.")}
         found += [modules[path] for path in sorted(paths) if not any(path.startswith(f"{p}.") for p in paths)]
     return found
-
-
-def _runs_as_nodes(chunk: torch.nn.Module) -> bool:
-    """True if the all-to-all overlap calls the parts of a layer with experts in place of its MLP."""
-    config = getattr(chunk, "config", None)
-    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:

@@ -202,9 +202,10 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         return torch.autograd.graph.saved_tensors_hooks(self.pack_rest, self._unpack)
 
     def pause_rest_hooks(self) -> bool:
-        """What is saved from now on is autograd's alone, until `resume_rest_hooks`: no group saves it too.
+        """What is saved from now on does not go through `rest_hooks`, until `resume_rest_hooks`.
 
-        Spares the host what a hook costs for each tensor. What a group does save too stays on the device all the same.
+        Spares the host what a hook costs for each tensor. It stays on the device, even where a group saves it too, and
+        no meter counts it. Nothing of it may be told to `OffloadEngine.held_elsewhere`, if a group does save it too.
 
         Returns:
             False, and nothing changes, where `rest_hooks` are not the innermost hooks: in an open group, for instance.

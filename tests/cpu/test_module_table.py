@@ -40,6 +40,8 @@ OWN_NAMES = (
 class _Layer(TransformerLayer):
     """A transformer layer with the submodules given by path, and nothing else."""
 
+    __module__ = TransformerLayer.__module__  # of others it is not known what their submodules share
+
     def __init__(self, *paths: str, identities: tuple[str, ...] = ()) -> None:
         torch.nn.Module.__init__(self)
         for path in paths:
@@ -182,9 +184,24 @@ def test_a_layer_with_none_of_the_places_shares_nothing() -> None:
     assert _unshared(_Layer(*MOE), ["router_fc1"]) == {"self_attention", "mlp.router", *second}
 
 
-def _unshared(layer: _Layer, names: list[str], overlap: bool = False) -> set[str]:
+def test_the_fused_operations_of_experts_do_not_call_their_linears() -> None:
+    assert _unshared(_Layer(*SPARSE), ["mlp_norm"], op_fuser=True) == {"self_attention"}
+    assert _unshared(_Layer(*SPARSE), ["core_attn", "moe_act"], op_fuser=True) == {"mlp.router"}
+    assert _unshared(_Layer(*SPARSE), ["qkv_linear"], op_fuser=True) == {"mlp"}
+
+
+def test_of_a_layer_that_is_not_megatron_cores_nothing_is_known() -> None:
+    class Parallel(_Layer):
+        """Attention and MLP may read one tensor here."""
+
+        __module__ = __name__
+
+    assert _unshared(Parallel(*SPARSE), ["qkv_linear"]) == set()
+
+
+def _unshared(layer: _Layer, names: list[str], overlap: bool = False, op_fuser: bool = False) -> set[str]:
     chunk = _Holder(layer)
-    chunk.config = SimpleNamespace(overlap_moe_expert_parallel_comm=overlap)
+    chunk.config = SimpleNamespace(overlap_moe_expert_parallel_comm=overlap, use_transformer_engine_op_fuser=op_fuser)
     paths = {module: path for path, module in layer.named_modules()}
     found = [paths[module] for module in unshared_modules(chunk, names)]
     assert len(found) == len(set(found))

@@ -46,7 +46,7 @@ class Run(NamedTuple):
 @pytest.mark.parametrize(
     ("strategy", "world_size", "kind"),
     [
-        pytest.param(strategy, world_size, kind, marks=[pytest.mark.slow] * (world_size > 2))
+        (strategy, world_size, kind)
         for strategy in ("fsdp", "fsdp2", "ddp")
         for world_size, kind in ((2, "qwen2"), (2, "llama"), (4, "qwen2"))
     ],

@@ -12,8 +12,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "fsdp.py"
 STEPS = 3
