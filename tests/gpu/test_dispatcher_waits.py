@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from offload_engine._devices.host_read import MappedRead
 from tests.dist.launch import Pipeline
@@ -23,12 +24,8 @@ LONGEST_WAIT_S = 0.1e-3
 LONGEST_DELAY_S = 1e-3
 NUM_ROUNDS = 12
 # All that makes the host wait for the device on the way of the tokens, in megatron-core and in what replaces it.
-WAITS = {
-    torch.cuda.Event: ["synchronize"],
-    torch.cuda.Stream: ["synchronize"],
-    torch.Tensor: ["cpu", "item", "tolist", "masked_select"],
-    MappedRead: ["wait"],
-}
+READS = (torch.Tensor.cpu, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.masked_select)
+WAITS = [(torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"), (MappedRead, "wait")]
 
 # Of megatron-core's flex dispatcher -> what it needs, by flag in `fused_a2a` and by package.
 BACKENDS = {"deepep": ("HAVE_DEEP_EP", "deep_ep"), "hybridep": ("HAVE_HYBRIDEP", "deep_ep")}
@@ -129,7 +126,6 @@ class _Stopwatch:
     def __init__(self, layer: Any) -> None:
         self.dispatches: list[Dispatch] = []
         self._begin = self._waited = 0.0
-        self._is_waiting = False
         self._stream = torch.cuda.Stream()
         self._source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
         self._target = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -139,22 +135,19 @@ class _Stopwatch:
     @contextmanager
     def timing_waits(self) -> Iterator[None]:
         """While entered, `dispatches` says of how long the host waited."""
-        with ExitStack() as patches:
-            for owner, names in WAITS.items():
-                for name in names:
-                    patches.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name))))
+        with ExitStack() as stack:
+            for owner, name in WAITS:
+                stack.enter_context(mock.patch.object(owner, name, self._timed(getattr(owner, name))))
+            stack.enter_context(_TimedReads(self._timed))
             yield
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._is_waiting:  # one within another
-                return wait(*args, **kwargs)
-            begin, self._is_waiting = time.perf_counter(), True
+            begin = time.perf_counter()
             try:
                 return wait(*args, **kwargs)
             finally:
-                self._is_waiting = False
                 self._waited += time.perf_counter() - begin
 
         return timed
@@ -169,3 +162,15 @@ class _Stopwatch:
 
     def _before_experts(self, *_: Any) -> None:
         self.dispatches.append(Dispatch(self._waited, time.perf_counter() - self._begin))
+
+
+class _TimedReads(TorchFunctionMode):
+    """Times the reads that no other mode, entered later, has replaced."""
+
+    def __init__(self, timed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__()
+        self._timed = timed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_read = func in READS and args[0].is_cuda
+        return (self._timed(func) if is_read else func)(*args, **(kwargs or {}))
