@@ -17,7 +17,8 @@ import torch
 from megatron_patches._bracket import GroupBracket, RestPause
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
-from megatron_patches._sites import Site, count_layers, find_sites, last_block, moe_layers, unshared_modules
+from megatron_patches._sites import Site, count_layers, find_sites, last_block, moe_layers
+from megatron_patches._unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
 logger = logging.getLogger(__name__)

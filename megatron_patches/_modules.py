@@ -40,7 +40,7 @@ class ModuleRow:
     """Names inside this one: asked for together, this one's groups hold their tensors too."""
 
     shares_with: tuple[str, ...] | None = None
-    """The other names whose brackets save some of the same tensors; None: not known."""
+    """The other names whose brackets save, or may save, some of the same tensors; None: not known."""
 
     where: str = ""
     """Where a model has it, for the error when it does not."""
@@ -84,6 +84,7 @@ MODULES: tuple[ModuleRow, ...] = (
         brackets=_calls("input_layernorm"),
         recomputed_by=("layernorm",),
         parts=("attn_norm",),
+        shares_with=("attn_norm", "self_attn", "qkv_linear", "mla_down_proj"),
         where=_NORM,
         instead="qkv_linear",
     ),
@@ -92,6 +93,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the norm before attention",
         brackets=_calls("input_layernorm"),
         recomputed_by=("layernorm",),
+        shares_with=("layer_input", "self_attn", "qkv_linear", "mla_down_proj"),
         where=_NORM,
         instead="qkv_linear",
     ),
@@ -111,6 +113,7 @@ MODULES: tuple[ModuleRow, ...] = (
         recomputed_by=("mla_up_proj",),
         discarded_by=("layernorm",),
         parts=("mla_down_proj", "mla_up_proj"),
+        shares_with=("layer_input", "attn_norm", "self_attn", "mla_down_proj", "qk_norm", "mla_up_proj"),
         where="layers with self attention",
     ),
     ModuleRow(
@@ -141,6 +144,7 @@ MODULES: tuple[ModuleRow, ...] = (
         "which attn_proj saves as well: it leaves only with both)",
         brackets=_calls("self_attention.core_attention", "cross_attention.core_attention"),
         recomputed_by=("core_attn",),
+        shares_with=("self_attn", "qk_norm", "attn_proj"),
         where="layers with self attention",
     ),
     ModuleRow(
@@ -148,6 +152,7 @@ MODULES: tuple[ModuleRow, ...] = (
         aliases=("attn_linear",),
         saves="input of the output projection",
         brackets=_calls("self_attention.linear_proj", "self_attention.out_proj", "cross_attention.linear_proj"),
+        shares_with=("self_attn", "core_attn"),
         where="layers with self attention",
     ),
     ModuleRow(
@@ -155,6 +160,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the norm before the MLP or the experts",
         brackets=_calls("pre_mlp_layernorm"),
         recomputed_by=("layernorm",),
+        shares_with=("mlp_fc1", "shared_experts", "shared_fc1", "router", DISPATCH),
         where=_NORM,
         instead="mlp_fc1",
     ),

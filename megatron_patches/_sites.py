@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow, unshared_rows
-from megatron_patches._schedules import overlaps_expert_comm
+from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
 # In the order in which a layer runs those it has, each with the norm in front of it.
-_BLOCKS = {
+BLOCKS = {
     "self_attention": "input_layernorm",
     "cross_attention": "pre_cross_attn_layernorm",
     "mlp": "pre_mlp_layernorm",
@@ -50,48 +49,21 @@ class Survey(NamedTuple):
 def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
     """Every place in a model chunk that the names stand for, in the order in which the chunk runs them."""
     found = []
-    for depth, (prefix, layer) in enumerate(_layers(chunk)):
+    for depth, (prefix, layer) in enumerate(layers_of(chunk)):
         modules = dict(layer.named_modules())
         has_experts = EXPERTS in modules
         for rank, row in enumerate(MODULES):
             if row.name in names:
-                for site, expert in _sites_in_layer(row, modules):
+                for site, expert in sites_in_layer(row, modules):
                     is_before = has_experts and (rank < _DISPATCH_RANK or site.until == EXPERTS)
                     site = _under(prefix, site)._replace(layer=depth, is_before_experts=is_before)
                     found.append(((depth, expert, rank), site))
     return [site for _, site in sorted(found, key=lambda entry: entry[0])]
 
 
-def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
-    """The largest submodules that are called and save no tensor that a place of these names is to free.
-
-    In megatron-core's layers a block shares what it saves with the norm in front of it at most: its input. So it is one
-    of these submodules where none of the names has a place in the two. In other blocks, what `unshared_rows` stand for
-    is. Of other layers nothing is known: attention and MLP may read one tensor there.
-    """
-    asked = [row for row in MODULES if row.name in names]
-    config = getattr(chunk, "config", None)
-    # TransformerEngine's operations run the hooks in front of the experts' linear layers, and never those behind.
-    calls_linears = not getattr(config, "use_transformer_engine_op_fuser", False)
-    found = []
-    for _, layer in _layers(chunk):
-        if not type(layer).__module__.startswith("megatron.core."):
-            continue
-        modules = dict(layer.named_modules())
-        parts = {site.path.partition(".")[0] for row in asked for site, _ in _sites_in_layer(row, modules)}
-        blocks = {block: norm for block, norm in _BLOCKS.items() if not _is_absent(modules.get(block))}
-        paths = {block for block, norm in blocks.items() if not parts & {block, norm}}
-        if "mlp" in paths and EXPERTS in modules and overlaps_expert_comm(config):
-            paths = paths - {"mlp"} | {EXPERTS}  # then the MLP is not called, but its parts are
-        rows = {site.path for row in unshared_rows(names) for site, _ in _sites_in_layer(row, modules)}
-        paths |= {path for path in rows if calls_linears or not path.startswith(f"{EXPERTS}.")}
-        found += [modules[path] for path in sorted(paths) if not any(path.startswith(f"{p}.") for p in paths)]
-    return found
-
-
 def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     """The MLP of each layer that has experts."""
-    layers = [dict(layer.named_modules()) for _, layer in _layers(chunk)]
+    layers = [dict(layer.named_modules()) for _, layer in layers_of(chunk)]
     return [modules[EXPERTS.rpartition(".")[0]] for modules in layers if EXPERTS in modules]
 
 
@@ -102,10 +74,10 @@ def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
     host bytes that the copy-ins for the next backward, issued when this forward begins, may still be reading.
     """
     found = None
-    for _, layer in _layers(chunk) if count_layers(chunk) > 1 else ():
-        for name in _BLOCKS:
+    for _, layer in layers_of(chunk) if count_layers(chunk) > 1 else ():
+        for name in BLOCKS:
             block = getattr(layer, name, None)
-            if not _is_absent(block):
+            if not is_absent(block):
                 found = block
     return found
 
@@ -114,19 +86,19 @@ def count_layers(chunk: torch.nn.Module) -> int:
     """Layers of a model chunk that full recomputation would run again."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-    mtp = [f"{path}." for path, layer in _layers(chunk) if isinstance(layer, MultiTokenPredictionLayer)]
-    return sum(1 for path, _ in _layers(chunk) if not path.startswith(tuple(mtp)))
+    mtp = [f"{path}." for path, layer in layers_of(chunk) if isinstance(layer, MultiTokenPredictionLayer)]
+    return sum(1 for path, _ in layers_of(chunk) if not path.startswith(tuple(mtp)))
 
 
 def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
     """Counts, for every name of the table, the places in these chunks."""
     sites = {row.name: 0 for row in MODULES}
     identities, classes = set(), set()
-    for _, layer in (entry for chunk in chunks for entry in _layers(chunk)):
+    for _, layer in (entry for chunk in chunks for entry in layers_of(chunk)):
         modules = dict(layer.named_modules())
         classes |= {f"{name}: {type(child).__name__}" for name, child in layer.named_children()}
         for row in MODULES:
-            sites[row.name] += sum(1 for _ in _sites_in_layer(row, modules))
+            sites[row.name] += sum(1 for _ in sites_in_layer(row, modules))
             if any(_is_identity(modules.get(bracket.path)) for bracket in row.brackets):
                 identities.add(row.name)
     return Survey(sites, frozenset(identities), frozenset(classes))
@@ -140,7 +112,7 @@ def merge_surveys(surveys: Iterable[Survey]) -> Survey:
     return Survey(sites, identities, frozenset[str]().union(*(part.classes for part in parts)))
 
 
-def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def layers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Layers that the table's paths begin at. One that predicts a token more comes before the layers inside it."""
     from megatron.core.ssm.mamba_layer import MambaLayer
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
@@ -151,7 +123,7 @@ def _layers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield path, module
 
 
-def _sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
+def sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
     """Sites relative to the layer, each with the number of its expert (-1: not one of several)."""
     for bracket in row.brackets:
         pattern = re.compile(re.escape(bracket.path).replace(r"\*", r"([^.]+)"))
@@ -168,7 +140,7 @@ def _under(prefix: str, site: Site) -> Site:
     return site._replace(path=f"{prefix}.{site.path}", until=f"{prefix}.{site.until}" if site.until else None)
 
 
-def _is_absent(block: torch.nn.Module | None) -> bool:
+def is_absent(block: torch.nn.Module | None) -> bool:
     return not isinstance(block, torch.nn.Module) or _is_identity(block)
 
 

@@ -23,8 +23,8 @@ from megatron_patches._sites import (  # noqa: E402
     find_sites,
     merge_surveys,
     survey,
-    unshared_modules,
 )
+from megatron_patches._unshared import unshared_modules  # noqa: E402
 from megatron_patches._validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
@@ -153,16 +153,20 @@ SPARSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *LINEARS, "mlp.shared_e
 @pytest.mark.parametrize(
     ("names", "unshared"),
     [
-        (["qkv_linear", "attn_norm"], {"mlp"}),
-        (["layer_input"], {"mlp"}),
-        (["mlp_norm"], {"self_attention", *LINEARS}),
-        (["core_attn", "moe_act"], {"mlp.router", *LINEARS}),
-        (["router_fc1"], {"self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
-        (["router_fc2"], {"self_attention", "mlp.router", "mlp.experts.linear_fc1"}),
-        (["dispatched_tokens", "attn_proj"], {"mlp.experts.linear_fc2"}),
-        (["shared_fc1", "self_attn"], LINEARS),
-        (["experts"], {"self_attention", "mlp.router"}),
-        (["mlp_act"], {"self_attention", "mlp"}),
+        (["qkv_linear", "attn_norm"], {"core_attention", "linear_proj", "pre_mlp_layernorm", "mlp"}),
+        (["layer_input"], {"core_attention", "linear_proj", "pre_mlp_layernorm", "mlp"}),
+        (["mlp_norm"], {"input_layernorm", "self_attention", "linear_fc1", "linear_fc2"}),
+        (["core_attn"], {"input_layernorm", "linear_qkv", "pre_mlp_layernorm", "mlp"}),
+        (
+            ["attn_proj", "moe_act"],
+            {"input_layernorm", "linear_qkv", "pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2"},
+        ),
+        (["router_fc1"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "router", "linear_fc2"}),
+        (["router_fc2"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "router", "linear_fc1"}),
+        (["dispatched_tokens", "attn_proj"], {"input_layernorm", "linear_qkv", "linear_fc2"}),
+        (["shared_fc1", "self_attn"], {"linear_fc1", "linear_fc2"}),
+        (["experts"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "router"}),
+        (["mlp_act"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -172,22 +176,28 @@ def test_submodules_that_share_nothing_with_the_names(names: list[str], unshared
 
 def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
     layer = _Layer(*SPARSE, identities=("cross_attention",))
-    assert _unshared(layer, ["qkv_linear"]) == {"mlp"}
-    assert _unshared(layer, ["qkv_linear"], overlap=True) == {"mlp.router", "mlp.experts"}
+    called, in_a_plan = _unshared(layer, ["qkv_linear"]), _unshared(layer, ["qkv_linear"], overlap=True)
+    assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"router", "experts"})
     assert _unshared(layer, ["router_fc1"], overlap=True) == _unshared(layer, ["router_fc1"])
-    assert _unshared(_Layer(*DENSE), ["qkv_linear"], overlap=True) == {"mlp"}
+    assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], overlap=True)
 
 
 def test_a_layer_with_none_of_the_places_shares_nothing() -> None:
-    assert _unshared(_Layer(*DENSE), ["router_fc1"]) == {"self_attention", "mlp"}
-    second = [path for path in EXPERTS if path.endswith("fc2")]
-    assert _unshared(_Layer(*MOE), ["router_fc1"]) == {"self_attention", "mlp.router", *second}
+    blocks = {"input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"}
+    assert _unshared(_Layer(*DENSE), ["router_fc1"]) == blocks
+    assert _unshared(_Layer(*MOE), ["router_fc1"]) == blocks - {"mlp"} | {"router", "linear_fc2"}
 
 
 def test_the_fused_operations_of_experts_do_not_call_their_linears() -> None:
-    assert _unshared(_Layer(*SPARSE), ["mlp_norm"], op_fuser=True) == {"self_attention"}
-    assert _unshared(_Layer(*SPARSE), ["core_attn", "moe_act"], op_fuser=True) == {"mlp.router"}
-    assert _unshared(_Layer(*SPARSE), ["qkv_linear"], op_fuser=True) == {"mlp"}
+    for names in (["mlp_norm"], ["core_attn", "moe_act"], ["qkv_linear"]):
+        fused, called = _unshared(_Layer(*SPARSE), names, op_fuser=True), _unshared(_Layer(*SPARSE), names)
+        assert fused == called - {"linear_fc1", "linear_fc2"}
+
+
+def test_another_kind_of_attention_reads_what_its_projections_read() -> None:
+    layer = _Layer(*DENSE)
+    assert _unshared(layer, ["qkv_linear"], variant="dsa") == {"pre_mlp_layernorm", "mlp"}
+    assert "self_attention" in _unshared(layer, ["mlp_norm"], variant="dsa")
 
 
 def test_of_a_layer_that_is_not_megatron_cores_nothing_is_known() -> None:
@@ -199,13 +209,20 @@ def test_of_a_layer_that_is_not_megatron_cores_nothing_is_known() -> None:
     assert _unshared(Parallel(*SPARSE), ["qkv_linear"]) == set()
 
 
-def _unshared(layer: _Layer, names: list[str], overlap: bool = False, op_fuser: bool = False) -> set[str]:
+def _unshared(
+    layer: _Layer, names: list[str], overlap: bool = False, op_fuser: bool = False, variant: str | None = None
+) -> set[str]:
+    """The names of the submodules, without the path to them."""
     chunk = _Holder(layer)
-    chunk.config = SimpleNamespace(overlap_moe_expert_parallel_comm=overlap, use_transformer_engine_op_fuser=op_fuser)
+    chunk.config = SimpleNamespace(
+        overlap_moe_expert_parallel_comm=overlap,
+        use_transformer_engine_op_fuser=op_fuser,
+        experimental_attention_variant=variant,
+    )
     paths = {module: path for path, module in layer.named_modules()}
     found = [paths[module] for module in unshared_modules(chunk, names)]
     assert len(found) == len(set(found))
-    return set(found)
+    return {path.rpartition(".")[2] for path in found}
 
 
 def test_who_shares_is_in_the_table() -> None:

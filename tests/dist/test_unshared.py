@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -15,26 +12,22 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from megatron_patches._bracket import RestPause  # noqa: E402
-from megatron_patches._modules import MODULES  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
-from offload_engine._saved import TensorGroup  # noqa: E402
-from offload_engine._store import ActivationStore  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
+from tests.dist.saved_storages import innermost_hooks, num_passing  # noqa: E402
 from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 
 ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
-HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
-WATCHED = ("core_attention", "router", "linear_fc1", "linear_fc2", "final_layernorm")
+WATCHED = ("linear_qkv", "core_attention", "router", "linear_fc1", "linear_fc2", "final_layernorm")
 
 
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        ("qkv_linear", {"core_attention", "final_layernorm"}),
+        ("qkv_linear", {"linear_qkv", "final_layernorm"}),
         ("router_fc2", {"linear_fc2", "final_layernorm"}),
         ("dispatched_tokens", {"router", "linear_fc1", "final_layernorm"}),
         ("mlp_norm", {"router", "final_layernorm"}),
@@ -52,7 +45,7 @@ def _see_hooks(name: str, settings: dict[str, Any]) -> dict[str, set[bool]]:
 
     def note(what: str) -> None:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            seen.setdefault(what, set()).add(HOOKS(True) is not None)
+            seen.setdefault(what, set()).add(innermost_hooks(True) is not None)
 
     with apply(ALL, modules=[name]):
         chunks = make_chunks(make_config("moe", torch.bfloat16, **settings))
@@ -79,6 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared experts": ("mixed", {"moe_shared_expert_intermediate_size": 32}),
     "latent attention": ("moe", LATENT),
     "further tokens": ("moe", {"mtp_num_layers": 1}),
+    "norms of query and key": ("dense", {"qk_layernorm": True}),
     "recomputed": ("mixed", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
 }
 
@@ -98,66 +92,7 @@ def test_what_passes_by_is_saved_by_no_group(model: str, settings: dict[str, Any
 def _check_disjoint(model: str, settings: dict[str, Any]) -> int:
     """How many storages passed the engine by."""
     kind, own = MODELS[model]
-    num_passed = 0
-    for row in MODULES:
-        config = {**own, **settings, "offload_activation": True, "offload_modules": [row.name]}
-        recorder = _Recorder()
-        try:
-            with apply(ALL), recorder.recording():
-                run(make_chunks(make_config(kind, torch.bfloat16, **config)), 2)
-        except ValueError:  # this model has it not, or recomputes it
-            continue
-        assert recorder.grouped and not recorder.passed.keys() & recorder.grouped.keys(), (model, row.name)
-        num_passed += len(recorder.passed)
-    return num_passed
-
-
-class _Recorder:
-    """The storages that autograd saves in groups, and those that it saves in pauses; alive, so that none is another."""
-
-    def __init__(self) -> None:
-        self.grouped: dict[int, torch.UntypedStorage] = {}
-        self.passed: dict[int, torch.UntypedStorage] = {}
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        pack, enter, leave = ActivationStore.pack, RestPause.enter, RestPause.leave
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._note_passed, lambda tensor: tensor)
-        is_on = []
-
-        def noting_pack(store: ActivationStore, tensor: torch.Tensor, group: TensorGroup) -> Any:
-            if not group.is_rest:
-                _note(tensor, self.grouped)
-            return pack(store, tensor, group)
-
-        def noting_enter(pause: RestPause, *args: Any) -> None:
-            enter(pause, *args)
-            if HOOKS(True) is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-                hooks.__enter__()
-                is_on.append(True)
-
-        def noting_leave(pause: RestPause, *args: Any) -> None:
-            if is_on:
-                is_on.pop()
-                hooks.__exit__()
-            leave(pause, *args)
-
-        with (
-            mock.patch.object(ActivationStore, "pack", noting_pack),
-            mock.patch.object(RestPause, "enter", noting_enter),
-            mock.patch.object(RestPause, "leave", noting_leave),
-        ):
-            yield
-
-    def _note_passed(self, tensor: torch.Tensor) -> torch.Tensor:
-        _note(tensor, self.passed)
-        return tensor.detach() if tensor.grad_fn is not None else tensor
-
-
-def _note(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
-    if not isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 1:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage
+    return num_passing(lambda offload: run(make_chunks(make_config(kind, torch.bfloat16, **own, **settings, **offload)), 2))
 
 
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
@@ -180,6 +115,6 @@ def _raise_in_expert(error: type[BaseException], settings: dict[str, Any]) -> No
         is_failing = True
         with pytest.raises(error, match="in an expert"):
             run(chunks, 2)
-        assert HOOKS(True) is None
+        assert innermost_hooks(True) is None
         is_failing = False
         assert run(chunks, 2) == expected

@@ -1,0 +1,89 @@
+"""What autograd saves in groups, and what passes the engine by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_patches import apply
+from megatron_patches._bracket import RestPause
+from megatron_patches._modules import MODULES
+from offload_engine import OffloadConfig
+from offload_engine._saved import TensorGroup
+from offload_engine._store import ActivationStore
+
+innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def num_passing(run: Callable[[dict[str, Any]], object]) -> int:
+    """How many storages pass the engine by, over all names of the table; each name alone.
+
+    Args:
+        run: a few microbatches of a new model, with these settings of its configuration.
+
+    Raises:
+        AssertionError: if a group of that name saves one of them, too.
+    """
+    num_passed = 0
+    for row in MODULES:
+        recorder = SavedStorages()
+        try:
+            with apply(OffloadConfig(min_tensor_bytes=1)), recorder.recording():
+                run({"offload_activation": True, "offload_modules": [row.name]})
+        except ValueError:  # this model has it not, or recomputes it
+            continue
+        assert recorder.grouped and not recorder.passed.keys() & recorder.grouped.keys(), row.name
+        num_passed += len(recorder.passed)
+    return num_passed
+
+
+class SavedStorages:
+    """The storages that autograd saves in groups, and those that it saves in pauses; alive, so that none is another."""
+
+    def __init__(self) -> None:
+        self.grouped: dict[int, torch.UntypedStorage] = {}
+        self.passed: dict[int, torch.UntypedStorage] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        pack, enter, leave = ActivationStore.pack, RestPause.enter, RestPause.leave
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._note_passed, lambda tensor: tensor)
+        is_on = []
+
+        def noting_pack(store: ActivationStore, tensor: torch.Tensor, group: TensorGroup) -> Any:
+            if not group.is_rest:
+                _note(tensor, self.grouped)
+            return pack(store, tensor, group)
+
+        def noting_enter(pause: RestPause, *args: Any) -> None:
+            enter(pause, *args)
+            if innermost_hooks(True) is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                hooks.__enter__()
+                is_on.append(True)
+
+        def noting_leave(pause: RestPause, *args: Any) -> None:
+            if is_on:
+                is_on.pop()
+                hooks.__exit__()
+            leave(pause, *args)
+
+        with (
+            mock.patch.object(ActivationStore, "pack", noting_pack),
+            mock.patch.object(RestPause, "enter", noting_enter),
+            mock.patch.object(RestPause, "leave", noting_leave),
+        ):
+            yield
+
+    def _note_passed(self, tensor: torch.Tensor) -> torch.Tensor:
+        _note(tensor, self.passed)
+        return tensor.detach() if tensor.grad_fn is not None else tensor
+
+
+def _note(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> None:
+    if not isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 1:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage

@@ -1,0 +1,23 @@
+"""What passes the engine by, with the kernels that TransformerEngine has on a GPU: no group saves a tensor of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.gpu.ranks import GpuRanks
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_moe_experts": 4}], ids=["dense", "experts"])
+def test_what_passes_by_is_saved_by_no_group(settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
+    (num_passed,) = ranks_of(1).run(_count_passing, settings)
+    assert num_passed > 0
+
+
+def _count_passing(settings: dict[str, Any]) -> int:
+    from tests.dist.saved_storages import num_passing
+    from tests.gpu.small_gpt import make_chunks, make_config, run
+
+    return num_passing(lambda offload: run(make_chunks(make_config(**settings, **offload)), 2))
