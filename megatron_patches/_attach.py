@@ -213,8 +213,9 @@ class Attachment:
         engine = self.engine
 
         def pass_host_wait(module: torch.nn.Module, args: Any, output: Any) -> None:
-            if engine.is_active and engine.current_chunk is not None:
-                engine.current_chunk.pass_host_wait()
+            running = engine.active_chunk
+            if running is not None:
+                running.pass_host_wait()
 
         for layer in moe_layers(chunk):
             self._handles.append(layer.register_forward_hook(pass_host_wait))

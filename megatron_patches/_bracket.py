@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadEngine, group_commit
 
 _Replace = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _Open(NamedTuple):
-    """A bracket between its entry and its exit."""
-
-    chunk: ChunkOffloadHandler
-    hooks: AbstractContextManager[Any] | None
-    """None: suspended."""
 
 
 class GroupBracket:
@@ -52,7 +43,8 @@ class GroupBracket:
         self._keeps = keeps
         self._may_wait = may_wait
         self._layer = layer
-        self._open: _Open | None = None
+        self._chunk: ChunkOffloadHandler | None = None  # whose group is open
+        self._has_hooks = False  # else the bracket is suspended, or not open
 
     def enter(self) -> bool:
         """Opens a group: what is saved from now on belongs to it. False while the engine is passive.
@@ -60,30 +52,30 @@ class GroupBracket:
         Nothing marks the input in the graph. A mark would gather the gradients of an input that is read more than once
         before those of its other readers are added: another order of summation, and another last bit.
         """
-        chunk = self._engine.current_chunk if self._engine.is_active else None
+        chunk = self._engine.active_chunk
         if chunk is None:
             return False
-        self.leave()  # open still where the place is entered again before its end was reached
+        if self._chunk is not None:
+            self.leave()  # the place is entered again before its end was reached
         group = chunk.open_group(self._name)
         group.is_kept = group.is_kept or chunk.key in self._keeps
         group.may_wait, group.layer = self._may_wait, self._layer
-        self._open = _Open(chunk, None)
+        self._chunk = chunk
         self.resume()
         self._counter[self._name] += 1
         return True
 
     def suspend(self) -> None:
         """Something else runs before the bracket's end is reached: what is saved belongs to no group. Idempotent."""
-        if self._open is not None and self._open.hooks is not None:
-            self._open.hooks.__exit__(None, None, None)
-            self._open = self._open._replace(hooks=None)
+        if self._chunk is not None and self._has_hooks:
+            self._chunk.pop_hooks()
+            self._has_hooks = False
 
     def resume(self) -> None:
         """What is saved belongs to the open group again. Idempotent; nothing if it is not open."""
-        if self._open is not None and self._open.hooks is None:
-            hooks = self._open.chunk.saved_tensors_hooks()
-            hooks.__enter__()
-            self._open = self._open._replace(hooks=hooks)
+        if self._chunk is not None and not self._has_hooks:
+            self._chunk.push_hooks()
+            self._has_hooks = True
 
     def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Leaves in front of a call; returns its arguments with the mark of the group's end."""
@@ -117,10 +109,8 @@ class GroupBracket:
         return lambda tensor: group_commit(tensor, chunk)
 
     def _exit_hooks(self) -> ChunkOffloadHandler | None:
-        if self._open is None:
-            return None
         self.suspend()
-        chunk, self._open = self._open.chunk, None
+        chunk, self._chunk = self._chunk, None
         return chunk
 
 
@@ -137,7 +127,7 @@ class RestPause:
 
     def enter(self, *_: Any) -> None:
         """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
-        chunk = self._engine.current_chunk if self._engine.is_active else None
+        chunk = self._engine.active_chunk
         if chunk is not None and chunk.pause_rest_hooks():
             self._chunk = chunk
 
@@ -174,4 +164,6 @@ def _replace_first(value: Any, replace: _Replace) -> tuple[bool, Any]:
 
 
 def _needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter)
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return False
+    return not value.is_leaf or not isinstance(value, torch.nn.Parameter)  # the last one takes longest to ask

@@ -100,7 +100,7 @@ class PlanNodes:
 
     def run(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Runs the forward of one node."""
-        chunk = self._engine.current_chunk if self._engine.is_active else None
+        chunk = self._engine.active_chunk
         if chunk is None:
             return forward(*inputs)
         is_attention = node.name in _ATTENTION

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _innermost_hooks: Final[Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _pop_hooks: Final[Any] = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks: Final[Any] = torch._C._autograd._push_saved_tensors_default_hooks
+_PARAMETER: Final = torch.nn.Parameter
 
 
 def _any_tensor(_: torch.Tensor) -> bool:
@@ -192,6 +193,14 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Context manager for the forward of a group: hands what autograd saves to this handler."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    def push_hooks(self) -> None:
+        """As to enter `saved_tensors_hooks()`, at less cost; `pop_hooks()` is as to leave it."""
+        _push_hooks(self._pack, self._unpack)
+
+    def pop_hooks(self) -> None:
+        """Undo `push_hooks`. Hooks that were pushed since must have been popped."""
+        _pop_hooks()
+
     def rest_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager for the whole forward of the chunk, around its groups.
 
@@ -223,11 +232,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Pack one tensor saved outside the groups, as `rest_hooks` do."""
         if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
             return PackedParts(tensor, self.pack_rest, self._unpack)
-        checker = self.tensor_need_offloading_checker
-        if checker is not _any_tensor and not checker(tensor):
-            return StayingTensor(without_graph(tensor))
-        packed = self._mover.store.pack(tensor, self._rest)
-        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
+        return self._pack_plain(tensor, self._rest)
 
     # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
 
@@ -273,7 +278,15 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def _pack(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
         if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
             return PackedParts(tensor, self._pack, self._unpack)
-        packed = self.tensor_push(tensor)
+        return self._pack_plain(tensor, self._open[-1] if self._open else self.open_group("layer"))
+
+    def _pack_plain(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | StayingTensor:
+        if type(tensor) is _PARAMETER:  # half of what layers with many experts save
+            return StayingTensor(tensor)
+        checker = self.tensor_need_offloading_checker
+        if checker is not _any_tensor and not checker(tensor):
+            return StayingTensor(without_graph(tensor))
+        packed = self._mover.store.pack(tensor, group)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:

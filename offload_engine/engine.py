@@ -68,6 +68,11 @@ class OffloadEngine:
         return self._is_in_iteration and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
     @property
+    def active_chunk(self) -> ChunkOffloadHandler | None:
+        """The chunk whose forward runs, where groups may be opened; else None."""
+        return self.current_chunk if self.is_active else None
+
+    @property
     def is_in_iteration(self) -> bool:
         """True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
         return self._is_in_iteration
