@@ -136,8 +136,10 @@ class Prefetcher:
             return True
         # The groups of its last layer, which are the last of each name. Where they are used memory has its peak; those
         # of the layer before have the whole of that backward to come back.
-        name = chunk.groups[chunk.next_index].name
-        return all(group.name != name for group in chunk.groups[chunk.next_index + 1 :])
+        group, last = chunk.groups[chunk.next_index], chunk.groups[-1]
+        if group.layer == last.layer != chunk.groups[0].layer:  # of a name that has several places in a layer, maybe
+            return True
+        return all(later.name != group.name for later in chunk.groups[chunk.next_index + 1 :])
 
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
         """The backward overtook the prefetch: everything down to `index` is late, and is issued in one go."""

@@ -23,11 +23,15 @@ class Bench:
         self.engine.begin_iteration(parse_actions(order))
         self.handles: dict[ChunkKey, list[object]] = {}
 
-    def forward(self, key: ChunkKey, names: str, *, ends: bool = True) -> ChunkOffloadHandler:
+    def forward(
+        self, key: ChunkKey, names: str, *, ends: bool = True, layer_size: int | None = None
+    ) -> ChunkOffloadHandler:
+        """With a `layer_size`, groups are told their layers, of as many groups each; the first is one of its own."""
         chunk = self.engine.start_chunk(key)
         self.handles[key] = []
-        for name in names.split():
-            chunk.open_group(name)
+        for index, name in enumerate(names.split()):
+            group = chunk.open_group(name)
+            group.layer = (index + layer_size - 1) // layer_size if layer_size else 0
             self.handles[key].append(chunk.tensor_push(torch.ones(4 * NUMEL if name == "large" else NUMEL)))
             chunk.close_group()
         if ends:
@@ -65,6 +69,15 @@ def test_only_the_last_of_each_name(names: str, expected: int) -> None:
     assert bench.num_copied_in == expected
     bench.backward(first)
     assert bench.finish() == 0
+
+
+@pytest.mark.parametrize(("layer_size", "expected"), [(3, 3), (None, 1)])
+def test_all_of_the_last_layer_where_a_name_has_two_places(layer_size: int | None, expected: int) -> None:
+    bench, names = Bench("F0.0 F0.1 B0.0 B0.1"), "large qkv tokens tokens qkv tokens tokens"
+    bench.forward(FIRST, names, layer_size=layer_size)
+    bench.forward(SECOND, names, layer_size=layer_size)
+    assert bench.num_copied_in == expected
+    bench.finish()
 
 
 def test_the_groups_of_the_layers_before_come_when_that_backward_has_begun() -> None:
