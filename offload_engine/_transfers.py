@@ -63,30 +63,32 @@ def copy_out(
     for event in lease.ready_after:
         with suppress(CopyError):  # of a copy that is over and that nobody needed: its bytes are free all the same
             device.wait_event(stream, event)  # Rule 2
+    copies = []
     for storage in storages:
         assert storage.region is not None and storage.buffer is not None
-        device.copy_out(stream, storage.buffer, storage.region)
+        copies.append((storage.buffer, storage.region))
+    device.copy_out(stream, copies)
     return device.record_event(stream)
 
 
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
     """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
     device, stream = context.device, context.copy_in_stream
-    buffers = [
-        device.allocate(storage.nbytes, storage.stream, storage.form)
-        if storage.emptied is None
-        else device.restore(storage.emptied, storage.nbytes, storage.stream)
-        for storage in storages
-    ]
+    copies = []
+    for storage in storages:
+        assert storage.region is not None
+        if storage.emptied is None:
+            buffer = device.allocate(storage.nbytes, storage.stream, storage.form)
+        else:
+            buffer = device.restore(storage.emptied, storage.nbytes, storage.stream)
+        copies.append((storage.region, buffer))
     for compute in _streams_of(storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
+    device.copy_in(stream, copies)
     for i, storage in enumerate(storages):
-        assert storage.region is not None
-        buffer = buffers[i]
-        device.copy_in(stream, storage.region, buffer)
         if storage.emptied is not None:  # restored: the tensors over it are whatever they were
             storage.form = None
-        storage.buffer, storage.emptied, storage.home = buffer, None, None
+        storage.buffer, storage.emptied, storage.home = copies[i][1], None, None
     return device.record_event(stream)
 
 

@@ -24,7 +24,7 @@ import ctypes
 import random
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -66,9 +66,13 @@ class AdversarialStream:
     def __repr__(self) -> str:
         return f"<stream {self.name}>"
 
-    def tick(self) -> int:
-        self.clock[self.index] += 1
+    @property
+    def now(self) -> int:
         return self.clock[self.index]
+
+    def tick(self, count: int = 1) -> int:
+        self.clock[self.index] += count
+        return self.now
 
     def run_until(self, event: AdversarialEvent) -> None:
         while not event.is_done:
@@ -351,25 +355,17 @@ class AdversarialDevice:
         memory.poison()
         return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,))
 
-    def copy_out(self, stream: AdversarialStream, source: torch.Tensor, target: HostRegion) -> None:
+    def copy_out(self, stream: AdversarialStream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
         self._enter()
-        copy, access, memory = self._issue("out", stream, source, target)
-        self._require(access, f"reads {_describe(memory)}", memory.writes)
-        self._require(access, "overwrites host bytes", target.slab.overlapping(target, only_writes=False))
-        memory.reads[stream.index, copy.number] = access
-        target.slab.note(target, True, access)
-        stream.queue.append(copy)
+        for tick, (source, target) in enumerate(copies, stream.now + 1):
+            self._copy_out(stream, tick, source, target)
+        stream.tick(len(copies))  # not before: the copies of one call have no order among themselves
 
-    def copy_in(self, stream: AdversarialStream, source: HostRegion, target: torch.Tensor) -> None:
+    def copy_in(self, stream: AdversarialStream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
         self._enter()
-        copy, access, memory = self._issue("in", stream, target, source)
-        if not source.slab.overlapping(source, only_writes=True):
-            self._violation(f"{copy} reads host bytes that nobody wrote", copy)
-        self._require(access, "reads host bytes", source.slab.overlapping(source, only_writes=True))
-        self._require(access, f"writes {_describe(memory)}", memory.accesses())
-        memory.writes.append(access)
-        source.slab.note(source, False, access)
-        stream.queue.append(copy)
+        for tick, (source, target) in enumerate(copies, stream.now + 1):
+            self._copy_in(stream, tick, source, target)
+        stream.tick(len(copies))  # as above
 
     def host_read(self, tensor: torch.Tensor) -> PlainRead:
         return PlainRead(tensor)
@@ -503,10 +499,28 @@ class AdversarialDevice:
             if copy is not None:
                 copy.poison()
 
-    # ---- memory
+    # ---- copies
+
+    def _copy_out(self, stream: AdversarialStream, tick: int, source: torch.Tensor, target: HostRegion) -> None:
+        copy, access, memory = self._issue("out", stream, tick, source, target)
+        self._require(access, f"reads {_describe(memory)}", memory.writes)
+        self._require(access, "overwrites host bytes", target.slab.overlapping(target, only_writes=False))
+        memory.reads[stream.index, copy.number] = access
+        target.slab.note(target, True, access)
+        stream.queue.append(copy)
+
+    def _copy_in(self, stream: AdversarialStream, tick: int, source: HostRegion, target: torch.Tensor) -> None:
+        copy, access, memory = self._issue("in", stream, tick, target, source)
+        if not source.slab.overlapping(source, only_writes=True):
+            self._violation(f"{copy} reads host bytes that nobody wrote", copy)
+        self._require(access, "reads host bytes", source.slab.overlapping(source, only_writes=True))
+        self._require(access, f"writes {_describe(memory)}", memory.accesses())
+        memory.writes.append(access)
+        source.slab.note(source, False, access)
+        stream.queue.append(copy)
 
     def _issue(
-        self, kind: str, stream: AdversarialStream, buffer: torch.Tensor, region: HostRegion
+        self, kind: str, stream: AdversarialStream, tick: int, buffer: torch.Tensor, region: HostRegion
     ) -> tuple[Copy, Access, Memory]:
         assert buffer.untyped_storage().nbytes() == region.nbytes, "a copy is of a whole storage"
         assert region.offset % self.host_alignment == 0, region
@@ -522,12 +536,14 @@ class AdversarialDevice:
         memory.is_watched = True
         if memory.ref is not None:
             self._unsettled[memory] = None
-        return copy, Access(stream, stream.tick(), copy.name, copy), memory
+        return copy, Access(stream, tick, copy.name, copy), memory
 
     def _next_fails(self, kind: str) -> bool:
         fails = 0 in self._failures[kind]
         self._failures[kind] = [after - 1 for after in self._failures[kind] if after > 0]
         return fails
+
+    # ---- memory
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()

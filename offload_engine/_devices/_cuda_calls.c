@@ -13,6 +13,21 @@ typedef int (*query_t)(void *event);
 typedef int (*copy_t)(void *target, const void *source, size_t nbytes, int kind, void *stream);
 typedef int (*last_error_t)(void);
 
+/* cudaMemcpyAttributes of CUDA 13. */
+typedef struct {
+    int source_access_order;
+    struct {
+        int type, id;
+    } source_hint, target_hint;
+    unsigned flags;
+} attributes_t;
+
+#define STREAM_ORDER 1 /* cudaMemcpySrcAccessOrderStream */
+
+typedef int (*copy_batch_t)(void *const *targets, const void *const *sources, const size_t *sizes, size_t count,
+                            attributes_t *attributes, size_t *first_of_attributes, size_t num_attributes,
+                            void *stream);
+
 typedef struct {
     PyObject_HEAD
     record_t record;
@@ -20,7 +35,10 @@ typedef struct {
     query_t query;
     copy_t copy;
     last_error_t last_error;
+    copy_batch_t copy_batch; /* NULL: the runtime has none */
 } Calls;
+
+#define VALUES_ON_STACK (1 + 3 * 64)
 
 /* Parses `count` non-negative integers; false, with an exception set, if there are more or fewer or others. */
 static int parse(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t count, size_t *values)
@@ -82,6 +100,37 @@ static PyObject *calls_copy(PyObject *self, PyObject *const *args, Py_ssize_t gi
     return PyLong_FromLong(code);
 }
 
+/* `values` are the stream, then `count` targets, as many sources, and as many sizes. */
+static int issue_batch(copy_batch_t copy_batch, size_t *values, size_t count)
+{
+    attributes_t attributes = {.source_access_order = STREAM_ORDER};
+    size_t first = 0, *targets = values + 1, *sources = targets + count, *sizes = sources + count;
+    int code;
+    Py_BEGIN_ALLOW_THREADS
+    code = copy_batch((void *const *)targets, (const void *const *)sources, sizes, count, &attributes, &first, 1,
+                      (void *)values[0]);
+    Py_END_ALLOW_THREADS
+    return code;
+}
+
+static PyObject *calls_copy_batch(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t on_stack[VALUES_ON_STACK], *values = on_stack;
+    copy_batch_t copy_batch = ((Calls *)self)->copy_batch;
+    PyObject *code = NULL;
+    if (copy_batch == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "copy_batch(): this CUDA runtime has no cudaMemcpyBatchAsync");
+    if (given < 4 || given % 3 != 1)
+        return PyErr_Format(PyExc_TypeError, "copy_batch() takes a stream and three arguments a copy, got %zd", given);
+    if (given > VALUES_ON_STACK && (values = PyMem_New(size_t, given)) == NULL)
+        return PyErr_NoMemory();
+    if (parse("copy_batch", args, given, given, values))
+        code = PyLong_FromLong(issue_batch(copy_batch, values, (size_t)given / 3));
+    if (values != on_stack)
+        PyMem_Free(values);
+    return code;
+}
+
 static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 {
     return PyLong_FromLong(((Calls *)self)->last_error());
@@ -89,13 +138,14 @@ static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 
 static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"record", "wait", "query", "copy", "last_error", NULL};
-    unsigned long long record, wait, query, copy, last_error;
+    static char *names[] = {"record", "wait", "query", "copy", "last_error", "copy_batch", NULL};
+    unsigned long long record, wait, query, copy, last_error, copy_batch;
     Calls *calls = (Calls *)self;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKK", names, &record, &wait, &query, &copy, &last_error))
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKKKKK", names, &record, &wait, &query, &copy, &last_error,
+                                     &copy_batch))
         return -1;
     if (!record || !wait || !query || !copy || !last_error) {
-        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of five functions, and 0 is none");
+        PyErr_SetString(PyExc_ValueError, "Calls() needs the addresses of its first five functions, and 0 is none");
         return -1;
     }
     calls->record = (record_t)(uintptr_t)record;
@@ -103,6 +153,7 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
     calls->query = (query_t)(uintptr_t)query;
     calls->copy = (copy_t)(uintptr_t)copy;
     calls->last_error = (last_error_t)(uintptr_t)last_error;
+    calls->copy_batch = (copy_batch_t)(uintptr_t)copy_batch;
     return 0;
 }
 
@@ -113,6 +164,8 @@ static PyMethodDef calls_methods[] = {
     {"copy", (PyCFunction)(void (*)(void))calls_copy, METH_FASTCALL,
      "cudaMemcpyAsync(target, source, nbytes, kind, stream)"},
     {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
+    {"copy_batch", (PyCFunction)(void (*)(void))calls_copy_batch, METH_FASTCALL,
+     "cudaMemcpyBatchAsync(stream, *targets, *sources, *sizes)"},
     {NULL, NULL, 0, NULL},
 };
 

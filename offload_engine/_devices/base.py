@@ -9,6 +9,7 @@ Streams and events are opaque: only the device that made them looks inside.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -111,15 +112,22 @@ class Device(Protocol):
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
         """As `allocate`, for a storage that `empty` left without bytes: every tensor that holds it has bytes again."""
 
-    def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
-        """Issue the device-to-host copy of the whole storage of `source` on `stream`.
+    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
+        """Issue the device-to-host copies of whole storages on `stream`, in no order among themselves.
 
         A tensor stands for its storage here, whatever its shape and dtype. The caller keeps it alive, and unchanged,
         until an event recorded afterwards has completed.
+
+        Args:
+            stream: from `new_stream`.
+            copies: source and target of each.
+
+        Raises:
+            ValueError: if a target has another size than its source, or is not inside its slab; nothing is issued.
         """
 
-    def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
-        """Issue the host-to-device copy into the whole storage of `target` on `stream`; else as `copy_out`."""
+    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
+        """Issue the host-to-device copies into the whole storages of the targets on `stream`; else as `copy_out`."""
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor, without standing behind copies that are under way."""

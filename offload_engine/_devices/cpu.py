@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -99,13 +100,17 @@ class CpuDevice:
         storage.resize_(nbytes)
         return whole(storage)
 
-    def copy_out(self, stream: Stream, source: torch.Tensor, target: HostRegion) -> None:
-        check_copy(source, target)
-        stream.write(source, target.slab, target.offset)
+    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
+        for source, target in copies:
+            check_copy(source, target)
+        for source, target in copies:
+            stream.write(source, target.slab, target.offset)
 
-    def copy_in(self, stream: Stream, source: HostRegion, target: torch.Tensor) -> None:
-        check_copy(target, source)
-        stream.read(source.slab, source.offset, target)
+    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
+        for source, target in copies:
+            check_copy(target, source)
+        for source, target in copies:
+            stream.read(source.slab, source.offset, target)
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)

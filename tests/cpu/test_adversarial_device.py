@@ -50,7 +50,7 @@ class Program:
         self.wait("produce", self.out_stream, self.device.record_event(self.main))
         if earlier is not None:
             self.wait("lease", self.out_stream, earlier)
-        self.device.copy_out(self.out_stream, as_bytes(tensor), self.region)
+        self.device.copy_out(self.out_stream, [(as_bytes(tensor), self.region)])
         return self.device.record_event(self.out_stream)
 
     def drop(self, tensor: torch.Tensor, copied_out: object) -> None:
@@ -62,7 +62,7 @@ class Program:
         self.wait("copied_out", self.in_stream, copied_out)
         buffer = self.device.allocate(NBYTES, self.main)
         self.wait("allocate", self.in_stream, self.device.record_event(self.main))
-        self.device.copy_in(self.in_stream, self.region, buffer)
+        self.device.copy_in(self.in_stream, [(self.region, buffer)])
         return buffer, self.device.record_event(self.in_stream)
 
     def use(self, buffer: torch.Tensor, copied_in: object) -> torch.Tensor:
@@ -189,7 +189,7 @@ def test_a_copy_into_a_released_buffer(device: AdversarialDevice) -> None:
     device.on_release(buffer)
     device.wait_event(program.in_stream, copied_out)
     device.wait_event(program.in_stream, device.record_event(program.main))
-    device.copy_in(program.in_stream, program.region, buffer)
+    device.copy_in(program.in_stream, [(program.region, buffer)])
     assert any("after its release" in hazard for hazard in device.hazards)
 
 
@@ -317,14 +317,25 @@ def test_queues_run_late_in_order_and_through_each_other() -> None:
     slab = device.new_slab(2 * NBYTES)
     source = torch.arange(NBYTES, dtype=torch.uint8)
     device.wait_event(first, device.record_event(device.current_stream()))
-    device.copy_out(first, source, HostRegion(slab, 0, NBYTES))
+    device.copy_out(first, [(source, HostRegion(slab, 0, NBYTES))])
     device.wait_event(second, device.record_event(first))
-    device.copy_out(second, source, HostRegion(slab, NBYTES, NBYTES))
+    device.copy_out(second, [(source, HostRegion(slab, NBYTES, NBYTES))])
     last = device.record_event(second)
     assert slab.bytes.eq(0xFF).all(), "nothing has asked for the copies yet"
     device.wait_event(device.current_stream(), last)
     assert torch.equal(slab.bytes, torch.cat([source, source]))
     assert device.hazards == []
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_copies_of_one_call_have_no_order_among_themselves(device: AdversarialDevice, num_calls: int) -> None:
+    program, region = Program(device), HostRegion(device.new_slab(NBYTES), 0, NBYTES)
+    copies = [(torch.ones(NUMEL), region), (torch.zeros(NUMEL), region)]
+    device.wait_event(program.out_stream, device.record_event(program.main))
+    for first in range(0, 2, 2 // num_calls):
+        device.copy_out(program.out_stream, copies[first : first + 2 // num_calls])
+    device.synchronize(device.record_event(program.out_stream))
+    assert len(device.hazards) == (1 if num_calls == 1 else 0)
 
 
 @pytest.mark.parametrize("kind", ["out", "in"])

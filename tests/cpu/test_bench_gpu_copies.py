@@ -95,6 +95,25 @@ class Step:
         self.on_host.append(len(self._handles) * GROUP_BYTES - self.memory.meter.current_bytes)
 
 
+def test_of_ours_each_storage_counts_as_a_copy() -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    own = contenders.Ours(settings.Entry("ours"), {})
+    own._handle = SimpleNamespace(engine=engine)
+    counter = copies.CopyCounter(FakeEvent)
+    with own.counting(counter), engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group")
+        handles = [chunk.tensor_push(torch.ones(numel)) for numel in (1, 2, 3)]
+        chunk.close_group()
+        engine._mover.releases.drain()
+        chunk.bulk_reload_group(0)
+        assert [chunk.tensor_pop(handle).sum() for handle in handles] == [1, 2, 3]
+    for direction in (counter.out, counter.back):
+        assert (direction.nbytes, direction.num_copies, len(direction.events)) == (24, 3, 1)
+    del handles
+    engine.close()
+
+
 @pytest.mark.parametrize("moment", range(2 * NUM_GROUPS))
 def test_of_ours_it_is_what_has_left_at_that_very_moment(moment: int) -> None:
     """What leaves or returns just before or behind it does not count."""

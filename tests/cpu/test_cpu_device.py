@@ -74,8 +74,8 @@ def test_bytes_come_back_equal(device: CpuDevice, nbytes: int, offset_units: int
     slab = device.new_slab(2 * MIB)
     region = HostRegion(slab, offset_units * device.host_alignment, nbytes)
     source, target = garbage(nbytes), device.allocate(nbytes, device.current_stream())
-    device.copy_out(stream, source, region)
-    device.copy_in(stream, region, target)
+    device.copy_out(stream, [(source, region)])
+    device.copy_in(stream, [(region, target)])
     finish(device, stream)
     assert torch.equal(source, target)
 
@@ -84,9 +84,9 @@ def test_neighbours_are_not_touched(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), device.new_slab(2 * device.host_alignment)
     whole = HostRegion(slab, 0, slab.nbytes)
     before, after = garbage(slab.nbytes), torch.empty(slab.nbytes, dtype=torch.uint8)
-    device.copy_out(stream, before, whole)
-    device.copy_out(stream, torch.zeros(7, dtype=torch.uint8), HostRegion(slab, device.host_alignment, 7))
-    device.copy_in(stream, whole, after)
+    device.copy_out(stream, [(before, whole)])
+    device.copy_out(stream, [(torch.zeros(7, dtype=torch.uint8), HostRegion(slab, device.host_alignment, 7))])
+    device.copy_in(stream, [(whole, after)])
     finish(device, stream)
     before[device.host_alignment : device.host_alignment + 7] = 0
     assert torch.equal(before, after)
@@ -98,15 +98,15 @@ def test_short_counts_are_continued(file_device: CpuDevice, monkeypatch: pytest.
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:999]], offset))
     stream, region = file_device.new_stream("copy"), HostRegion(file_device.new_slab(MIB), 0, 10_001)
     source, target = garbage(10_001), torch.zeros(10_001, dtype=torch.uint8)
-    file_device.copy_out(stream, source, region)
-    file_device.copy_in(stream, region, target)
+    file_device.copy_out(stream, [(source, region)])
+    file_device.copy_in(stream, [(region, target)])
     finish(file_device, stream)
     assert torch.equal(source, target)
 
 
 def test_copies_proceed_while_the_caller_goes_on(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, garbage(10), HostRegion(slab, 0, 10))
+    device.copy_out(stream, [(garbage(10), HostRegion(slab, 0, 10))])
     event = device.record_event(stream)
     assert not device.is_complete(event)  # the caller is here although the copy has not run
     slab.gate.set()
@@ -118,7 +118,7 @@ def test_copies_proceed_while_the_caller_goes_on(device: CpuDevice) -> None:
 def test_one_stream_is_first_in_first_out(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), GatedSlab()
     for offset in range(20):
-        device.copy_out(stream, garbage(1), HostRegion(slab, offset, 1))
+        device.copy_out(stream, [(garbage(1), HostRegion(slab, offset, 1))])
     slab.gate.set()
     finish(device, stream)
     assert slab.ran == list(range(20))
@@ -127,13 +127,13 @@ def test_one_stream_is_first_in_first_out(device: CpuDevice) -> None:
 def test_streams_do_not_wait_for_each_other_unless_told(device: CpuDevice) -> None:
     late, early, slow, fast = device.new_stream("late"), device.new_stream("early"), GatedSlab(), GatedSlab()
     fast.gate.set()
-    device.copy_out(late, garbage(1), HostRegion(slow, 0, 1))
+    device.copy_out(late, [(garbage(1), HostRegion(slow, 0, 1))])
     late_event = device.record_event(late)
-    device.copy_in(early, HostRegion(fast, 0, 1), garbage(1))
+    device.copy_in(early, [(HostRegion(fast, 0, 1), garbage(1))])
     finish(device, early)
     assert fast.ran == [0]
     device.wait_event(early, late_event)
-    device.copy_in(early, HostRegion(fast, 1, 1), garbage(1))
+    device.copy_in(early, [(HostRegion(fast, 1, 1), garbage(1))])
     event = device.record_event(early)
     assert not device.is_complete(event)
     slow.gate.set()
@@ -145,7 +145,7 @@ def test_the_compute_stream_is_the_caller(device: CpuDevice) -> None:
     compute = device.current_stream()
     assert device.is_complete(device.record_event(compute))
     stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, garbage(1), HostRegion(slab, 0, 1))
+    device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
     event = device.record_event(stream)
     threading.Timer(0.05, slab.gate.set).start()
     device.wait_event(compute, event)  # blocks
@@ -157,9 +157,9 @@ def test_a_ping_pong_of_streams_keeps_every_byte(device: CpuDevice) -> None:
     region = HostRegion(device.new_slab(64 * 1024), 0, 50_001)
     pairs = [(garbage(50_001, seed), torch.zeros(50_001, dtype=torch.uint8)) for seed in range(40)]
     for source, target in pairs:  # one region for all: only the events keep them apart
-        device.copy_out(out, source, region)
+        device.copy_out(out, [(source, region)])
         device.wait_event(back, device.record_event(out))
-        device.copy_in(back, region, target)
+        device.copy_in(back, [(region, target)])
         device.wait_event(out, device.record_event(back))
     finish(device, back)
     assert all(torch.equal(source, target) for source, target in pairs)
@@ -169,7 +169,7 @@ def test_the_source_is_dropped_once_copied(device: CpuDevice) -> None:
     stream, region = device.new_stream("copy"), HostRegion(device.new_slab(4096), 0, 100)
     source = garbage(100)
     gone = weakref.ref(source)
-    device.copy_out(stream, source, region)
+    device.copy_out(stream, [(source, region)])
     event = device.record_event(stream)
     del source
     device.synchronize(event)
@@ -179,24 +179,47 @@ def test_the_source_is_dropped_once_copied(device: CpuDevice) -> None:
 def test_a_storage_of_another_size_is_refused(device: CpuDevice) -> None:
     stream, slab, tensor = device.new_stream("copy"), device.new_slab(4096), torch.zeros(9, dtype=torch.uint8)
     with pytest.raises(ValueError, match="a storage of that size"):
-        device.copy_out(stream, tensor[:8], HostRegion(slab, 0, 8))
+        device.copy_out(stream, [(tensor[:8], HostRegion(slab, 0, 8))])
     with pytest.raises(ValueError, match="a storage of that size"):
-        device.copy_in(stream, HostRegion(slab, 0, 8), tensor[:8])
+        device.copy_in(stream, [(HostRegion(slab, 0, 8), tensor[:8])])
 
 
 def test_a_tensor_stands_for_its_storage(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), device.new_slab(4096)
     source, target = torch.arange(16.0).view(4, 4), torch.zeros(16)
-    device.copy_out(stream, source.t()[1:, ::2], HostRegion(slab, 0, 64))
-    device.copy_in(stream, HostRegion(slab, 0, 64), target[3:5])
+    device.copy_out(stream, [(source.t()[1:, ::2], HostRegion(slab, 0, 64))])
+    device.copy_in(stream, [(HostRegion(slab, 0, 64), target[3:5])])
     device.synchronize(device.record_event(stream))
     assert torch.equal(target.view(4, 4), source)
+
+
+def test_several_copies_of_one_call(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), device.new_slab(3 * device.host_alignment)
+    sources = [garbage(nbytes, nbytes) for nbytes in (1, 7, device.host_alignment)]
+    targets = [torch.zeros_like(source) for source in sources]
+    regions = [HostRegion(slab, i * device.host_alignment, source.nbytes) for i, source in enumerate(sources)]
+    device.copy_out(stream, list(zip(sources, regions, strict=True)))
+    device.copy_in(stream, list(zip(regions, targets, strict=True)))
+    finish(device, stream)
+    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+
+
+def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), GatedSlab()
+    slab.gate.set()
+    good, bad = HostRegion(slab, 0, 8), HostRegion(slab, 8, 9)
+    with pytest.raises(ValueError, match="a storage of that size"):
+        device.copy_out(stream, [(garbage(8), good), (garbage(8), bad)])
+    with pytest.raises(ValueError, match="a storage of that size"):
+        device.copy_in(stream, [(good, garbage(8)), (bad, garbage(8))])
+    finish(device, stream)
+    assert slab.ran == []
 
 
 def test_a_region_outside_its_slab_is_refused(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), device.new_slab(4096)
     with pytest.raises(ValueError, match="not inside"):
-        device.copy_out(stream, garbage(8), HostRegion(slab, 4090, 8))
+        device.copy_out(stream, [(garbage(8), HostRegion(slab, 4090, 8))])
 
 
 # Memory
@@ -213,7 +236,7 @@ def test_the_process_gets_smaller_with_a_file_and_not_with_memory(device: CpuDev
     sources = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(num)]
     before = resident_bytes()
     for i, source in enumerate(sources):
-        device.copy_out(stream, source, HostRegion(slab, i * nbytes, nbytes))
+        device.copy_out(stream, [(source, HostRegion(slab, i * nbytes, nbytes))])
     finish(device, stream)
     sources.clear()
     del source
@@ -223,7 +246,7 @@ def test_the_process_gets_smaller_with_a_file_and_not_with_memory(device: CpuDev
     else:
         assert shrunk > 0.9 * num * nbytes
     back = torch.empty(nbytes, dtype=torch.uint8)
-    device.copy_in(stream, HostRegion(slab, 5 * nbytes, nbytes), back)
+    device.copy_in(stream, [(HostRegion(slab, 5 * nbytes, nbytes), back)])
     finish(device, stream)
     assert bool((back == 5).all())
 
@@ -298,7 +321,7 @@ def first_write_fails(monkeypatch: pytest.MonkeyPatch) -> DiskFull:
 
 def failed_copy(device: CpuDevice, stream: object) -> HostRegion:
     region = HostRegion(device.new_slab(4096), 0, 100)
-    device.copy_out(stream, garbage(100), region)
+    device.copy_out(stream, [(garbage(100), region)])
     return region
 
 
@@ -323,7 +346,7 @@ def test_a_real_limit_of_the_system_is_a_copy_error(file_device: CpuDevice) -> N
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the system signals and fails writes behind it
     try:
-        file_device.copy_out(stream, garbage(8192), HostRegion(slab, 0, 8192))
+        file_device.copy_out(stream, [(garbage(8192), HostRegion(slab, 0, 8192))])
         with pytest.raises(CopyError):
             finish(file_device, stream)
     finally:
@@ -333,7 +356,7 @@ def test_a_real_limit_of_the_system_is_a_copy_error(file_device: CpuDevice) -> N
 def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:
     stream, slab = file_device.new_stream("in"), file_device.new_slab(MIB)
     os.ftruncate(slab._fd, 100)
-    file_device.copy_in(stream, HostRegion(slab, 0, 200), garbage(200))
+    file_device.copy_in(stream, [(HostRegion(slab, 0, 200), garbage(200))])
     with pytest.raises(CopyError, match="100 bytes early"):
         finish(file_device, stream)
 
@@ -344,8 +367,8 @@ def test_an_error_does_not_reach_the_next_step(file_device: CpuDevice, first_wri
     with pytest.raises(CopyError):
         finish(file_device, stream)
     source, target = garbage(100, 1), torch.zeros(100, dtype=torch.uint8)
-    file_device.copy_out(stream, source, region)
-    file_device.copy_in(stream, region, target)
+    file_device.copy_out(stream, [(source, region)])
+    file_device.copy_in(stream, [(region, target)])
     finish(file_device, stream)
     assert torch.equal(source, target)
 
@@ -356,9 +379,9 @@ def test_copies_behind_a_failed_one_are_skipped_up_to_the_event(
     stream, slab = file_device.new_stream("out"), GatedSlab()
     slab.gate.set()
     failed_copy(file_device, stream)
-    file_device.copy_out(stream, garbage(1), HostRegion(slab, 1, 1))
+    file_device.copy_out(stream, [(garbage(1), HostRegion(slab, 1, 1))])
     failed = file_device.record_event(stream)
-    file_device.copy_out(stream, garbage(1), HostRegion(slab, 2, 1))
+    file_device.copy_out(stream, [(garbage(1), HostRegion(slab, 2, 1))])
     finish(file_device, stream)
     assert slab.ran == [2]
     assert not file_device.is_complete(failed)
@@ -372,11 +395,11 @@ def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_f
         GatedSlab(),
     )
     seen.gate.set()
-    file_device.copy_out(out, garbage(1), HostRegion(gate, 0, 1))  # the failure is not known yet when `back` waits
+    file_device.copy_out(out, [(garbage(1), HostRegion(gate, 0, 1))])  # the failure is not known yet when `back` waits
     failed_copy(file_device, out)
     event = file_device.record_event(out)
     file_device.wait_event(back, event)
-    file_device.copy_in(back, HostRegion(seen, 0, 1), garbage(1))
+    file_device.copy_in(back, [(HostRegion(seen, 0, 1), garbage(1))])
     dependent = file_device.record_event(back)
     gate.gate.set()
     with pytest.raises(CopyError, match="No space left"):
@@ -384,7 +407,7 @@ def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_f
     assert seen.ran == []
     with pytest.raises(CopyError):  # known by now: told at once
         file_device.wait_event(back, event)
-    file_device.copy_in(back, HostRegion(seen, 0, 1), garbage(1))
+    file_device.copy_in(back, [(HostRegion(seen, 0, 1), garbage(1))])
     finish(file_device, back)
 
 
@@ -392,7 +415,7 @@ def test_a_failure_keeps_no_tensor(file_device: CpuDevice, first_write_fails: Di
     stream, region = file_device.new_stream("out"), HostRegion(file_device.new_slab(4096), 0, 100)
     source = garbage(100)
     gone = weakref.ref(source)
-    file_device.copy_out(stream, source, region)
+    file_device.copy_out(stream, [(source, region)])
     event = file_device.record_event(stream)
     del source
     wait_until_done(event)
@@ -405,7 +428,7 @@ def test_a_copy_with_a_closed_slab_fails_and_hits_no_other_file(file_device: Cpu
     slab.close()
     bystander = tmp_path / "bystander"
     with bystander.open("wb"):  # takes over the number of the closed file
-        file_device.copy_out(stream, garbage(100), HostRegion(slab, 0, 100))
+        file_device.copy_out(stream, [(garbage(100), HostRegion(slab, 0, 100))])
         with pytest.raises(CopyError):
             finish(file_device, stream)
     assert bystander.read_bytes() == b""
@@ -421,8 +444,8 @@ def offload_threads() -> list[str]:
 def test_close_finishes_the_copies_and_is_idempotent(device: CpuDevice) -> None:
     stream, region = device.new_stream("copy"), HostRegion(device.new_slab(MIB), 0, MIB)
     source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8)
-    device.copy_out(stream, source, region)
-    device.copy_in(stream, region, target)
+    device.copy_out(stream, [(source, region)])
+    device.copy_in(stream, [(region, target)])
     event = device.record_event(stream)
     device.close()
     device.close()
@@ -478,8 +501,8 @@ def in_forked_child(body: Callable[[], object]) -> int:
 def use(device: CpuDevice, stream: object) -> None:
     region = HostRegion(device.new_slab(4096), 0, 100)
     source, target = garbage(100), torch.zeros(100, dtype=torch.uint8)
-    device.copy_out(stream, source, region)
-    device.copy_in(stream, region, target)
+    device.copy_out(stream, [(source, region)])
+    device.copy_in(stream, [(region, target)])
     finish(device, stream)
     assert torch.equal(source, target)
 
@@ -499,7 +522,7 @@ def test_an_unused_device_works_on_both_sides_of_a_fork(device: CpuDevice) -> No
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_used_device_refuses_to_work_in_a_forked_child(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, garbage(1), HostRegion(slab, 0, 1))
+    device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
     pending = device.record_event(stream)
 
     def child() -> None:
@@ -525,7 +548,7 @@ def test_the_interpreter_exits_with_copies_under_way(tmp_path: Path) -> None:
         device = CpuDevice(sys.argv[1])
         stream, slab = device.new_stream("out"), device.new_slab(16 << 20)
         for _ in range(4):
-            device.copy_out(stream, torch.ones(16 << 20, dtype=torch.uint8), HostRegion(slab, 0, 16 << 20))
+            device.copy_out(stream, [(torch.ones(16 << 20, dtype=torch.uint8), HostRegion(slab, 0, 16 << 20))])
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], capture_output=True, text=True, timeout=120

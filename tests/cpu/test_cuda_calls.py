@@ -8,15 +8,17 @@ import importlib.util
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from offload_engine import IS_COMPILED
-from offload_engine._devices.base import HostRegion
+from offload_engine._devices.base import CopyError, HostRegion
 from offload_engine._devices.cuda_runtime import CudaEvent, CudaRuntime, hot_calls
 
 SOURCE = Path(__file__).parents[2] / "offload_engine" / "_devices" / "_cuda_calls.c"
@@ -29,12 +31,13 @@ pytestmark = pytest.mark.skipif(
 FAKE = """
 #include <stddef.h>
 #include <stdint.h>
-uint64_t noted[6];
-int result = 0;
+uint64_t noted[6], copies[300];
+int result = 0, version = 13000, num_calls = 0;
 static int note(uint64_t call, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e)
 {
     uint64_t values[6] = {call, a, b, c, d, e};
     for (int i = 0; i < 6; i++) noted[i] = values[i];
+    num_calls++;
     return result;
 }
 int cudaEventRecord(void *event, void *stream) { return note(1, (uint64_t)event, (uint64_t)stream, 0, 0, 0); }
@@ -51,6 +54,21 @@ int cudaEventCreateWithFlags(void **event, unsigned flags) { return 0; }
 int cudaEventSynchronize(void *event) { return 0; }
 int cudaEventDestroy(void *event) { return 0; }
 int cudaGetLastError(void) { return note(5, 0, 0, 0, 0, 0); }
+int cudaRuntimeGetVersion(int *found) { *found = version; return 0; }
+#ifndef WITHOUT_BATCH
+int cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t *sizes, size_t count,
+                         const int *attributes, const size_t *first, size_t num_attributes, void *stream)
+{
+    uint64_t hints = 0;
+    for (size_t i = 0; i < count && i < 100; i++) {
+        copies[3 * i] = (uint64_t)to[i];
+        copies[3 * i + 1] = (uint64_t)from[i];
+        copies[3 * i + 2] = sizes[i];
+    }
+    for (int i = 1; i < 6; i++) hints |= attributes[i] != 0;
+    return note(6, count, (uint64_t)stream, attributes[0], hints, *first << 8 | num_attributes);
+}
+#endif
 """
 # As on a GPU: addresses beyond 2^47, a copy beyond 2^32, and 0 for the default stream.
 EVENT, STREAM, DEVICE, HOST, NBYTES = 0x7F00_1234_5678, 0x55AA_0000_1000, 0x7FFF_F000_0200, 0x7F12_0000_0000, 5 << 32
@@ -63,9 +81,18 @@ CALLS = [
     ("copy", (HOST, DEVICE, NBYTES, 2, STREAM), (4, HOST, DEVICE, NBYTES, 2, STREAM)),
     ("copy", (DEVICE, HOST, 1, 1, 0), (4, DEVICE, HOST, 1, 1, 0)),
     ("last_error", (), (5, 0, 0, 0, 0, 0)),
+    # One attribute for all copies from the first on: sources are read in the order of the stream.
+    ("copy_batch", (STREAM, HOST, HOST + 512, DEVICE, DEVICE + 512, NBYTES, 1), (6, 2, STREAM, 1, 0, 1)),
 ]
-NAMES = ("record", "wait", "query", "copy", "last_error")
-SYMBOLS = ("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaMemcpyAsync", "cudaGetLastError")
+NAMES = ("record", "wait", "query", "copy", "last_error", "copy_batch")
+SYMBOLS = (
+    "cudaEventRecord",
+    "cudaStreamWaitEvent",
+    "cudaEventQuery",
+    "cudaMemcpyAsync",
+    "cudaGetLastError",
+    "cudaMemcpyBatchAsync",
+)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +104,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtime(folder: Path) -> ctypes.CDLL:
     (folder / "fake.c").write_text(FAKE)
     return ctypes.CDLL(str(compile_library(folder / "fake.c", folder / "libfake.so")))
+
+
+@pytest.fixture(scope="module")
+def runtime_without_batch(runtime: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
+    path = compile_library(folder / "fake.c", folder / "libwithout.so", "-DWITHOUT_BATCH")
+    return ctypes.CDLL(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +132,7 @@ def calls(request: pytest.FixtureRequest, runtime: ctypes.CDLL, extension: Any) 
     return {name: getattr(native, name) for name in NAMES}
 
 
-def compile_library(source: Path, target: Path) -> Path:
+def compile_library(source: Path, target: Path, *more: str) -> Path:
     assert COMPILER is not None
     flags = [
         "-shared",
@@ -109,6 +142,7 @@ def compile_library(source: Path, target: Path) -> Path:
         "-Werror",
         "-Wno-unused-parameter",
         "-Wno-missing-field-initializers",
+        *more,
     ]
     command = [COMPILER, *flags, f"-I{sysconfig.get_path('include')}", str(source), "-o", str(target)]
     subprocess.run(command, check=True)
@@ -117,6 +151,20 @@ def compile_library(source: Path, target: Path) -> Path:
 
 def addresses(runtime: ctypes.CDLL) -> list[int | None]:
     return [ctypes.cast(getattr(runtime, symbol), ctypes.c_void_p).value for symbol in SYMBOLS]
+
+
+def number(runtime: ctypes.CDLL, name: str) -> ctypes.c_int:
+    return ctypes.c_int.in_dll(runtime, name)
+
+
+@contextmanager
+def having(runtime: ctypes.CDLL, name: str, value: int) -> Iterator[None]:
+    found = number(runtime, name)
+    before, found.value = found.value, value
+    try:
+        yield
+    finally:
+        found.value = before
 
 
 @pytest.mark.parametrize(("name", "arguments", "noted"), CALLS)
@@ -131,12 +179,17 @@ def test_arguments_arrive(
 def test_error_codes_come_back(
     name: str, arguments: tuple[int, ...], calls: dict[str, Any], runtime: ctypes.CDLL
 ) -> None:
-    result = ctypes.c_int.in_dll(runtime, "result")
-    result.value = 600
-    try:
+    with having(runtime, "result", 600):
         assert calls[name](*arguments) == 600
-    finally:
-        result.value = 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 64, 65, 100])  # the extension module keeps 64 on its stack
+def test_each_copy_of_a_batch_arrives(count: int, calls: dict[str, Any], runtime: ctypes.CDLL) -> None:
+    copies = [(HOST + 512 * i, DEVICE + 1024 * i, NBYTES + i) for i in range(count)]
+    targets, sources, sizes = zip(*copies, strict=True)
+    assert calls["copy_batch"](STREAM, *targets, *sources, *sizes) == 0
+    assert last_call(runtime)[:3] == (6, count, STREAM)
+    assert last_batch(runtime) == copies
 
 
 def test_the_compiled_package_does_not_call_through_ctypes(runtime: ctypes.CDLL) -> None:
@@ -152,8 +205,21 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
         native.query("event")
     with pytest.raises(OverflowError):
         native.wait(-1, EVENT, 0)
+    for wrong in ((), (STREAM,), (STREAM, HOST, DEVICE), (STREAM, HOST, HOST, DEVICE, DEVICE, 1)):
+        with pytest.raises(TypeError, match="three arguments a copy"):
+            native.copy_batch(*wrong)
+    for count in (1, 100):
+        with pytest.raises(TypeError):
+            native.copy_batch(STREAM, *(3 * count - 1) * [1], "size")
     with pytest.raises(ValueError, match="five functions"):
-        extension.Calls(1, 2, 3, 4, 0)
+        extension.Calls(1, 2, 3, 4, 0, 6)
+
+
+def test_a_batch_without_the_function_is_refused(extension: Any, runtime: ctypes.CDLL) -> None:
+    native = extension.Calls(*addresses(runtime)[:-1], 0)
+    with pytest.raises(RuntimeError, match="has no cudaMemcpyBatchAsync"):
+        native.copy_batch(STREAM, HOST, DEVICE, 1)
+    assert native.copy(HOST, DEVICE, 1, 2, STREAM) == 0
 
 
 # ---- the class around them ----
@@ -167,17 +233,85 @@ def last_call(runtime: ctypes.CDLL) -> tuple[int, ...]:
     return tuple((ctypes.c_uint64 * 6).in_dll(runtime, "noted"))
 
 
+def last_batch(runtime: ctypes.CDLL) -> list[tuple[int, int, int]]:
+    """Target, source and size of each copy."""
+    values = iter((ctypes.c_uint64 * (3 * last_call(runtime)[1])).in_dll(runtime, "copies"))
+    return list(zip(values, values, values, strict=True))
+
+
+def three_copies() -> list[tuple[torch.Tensor, HostRegion]]:
+    return [(torch.zeros(n, dtype=torch.uint8), HostRegion(Slab(), 512 * n, n)) for n in (1, 2, 3)]
+
+
+def backwards(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[tuple[HostRegion, torch.Tensor]]:
+    return [(region, tensor) for tensor, region in copies]
+
+
 def test_copies_are_of_whole_storages(runtime: ctypes.CDLL) -> None:
     cuda = CudaRuntime(torch.device("cuda", 0), runtime)
     storage = torch.zeros(16, 16)
     address = storage.data_ptr()
-    cuda.copy_out(STREAM, storage.t()[2:], HostRegion(Slab(), 512, 1024))
+    cuda.copy_out(STREAM, [(storage.t()[2:], HostRegion(Slab(), 512, 1024))])
     assert last_call(runtime) == (4, HOST + 512, address, 1024, 2, STREAM)
-    cuda.copy_in(STREAM, HostRegion(Slab(), 4096, 1024), storage)
+    cuda.copy_in(STREAM, [(HostRegion(Slab(), 4096, 1024), storage)])
     assert last_call(runtime) == (4, address, HOST + 4096, 1024, 1, STREAM)
     for wrong in (HostRegion(Slab(), 0, 1023), HostRegion(Slab(), 7680, 1024)):
         with pytest.raises(ValueError, match="bytes"):
-            cuda.copy_out(STREAM, storage, wrong)
+            cuda.copy_out(STREAM, [(storage, wrong)])
+
+
+def test_several_copies_are_one_call(runtime: ctypes.CDLL) -> None:
+    cuda, copies = CudaRuntime(torch.device("cuda", 0), runtime), three_copies()
+    with having(runtime, "num_calls", 0):
+        cuda.copy_out(STREAM, copies)
+        assert last_call(runtime) == (6, 3, STREAM, 1, 0, 1)
+        assert last_batch(runtime) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
+        cuda.copy_in(STREAM, backwards(copies))
+        assert last_batch(runtime) == [(t.data_ptr(), HOST + 512 * t.nbytes, t.nbytes) for t, _ in copies]
+        assert number(runtime, "num_calls").value == 2
+
+
+@pytest.mark.parametrize("why", ["CUDA 12", "no symbol", "the default stream"])
+def test_where_there_is_no_batch_each_copy_is_a_call(
+    why: str, runtime: ctypes.CDLL, runtime_without_batch: ctypes.CDLL
+) -> None:
+    library = runtime_without_batch if why == "no symbol" else runtime
+    stream = 0 if why == "the default stream" else STREAM
+    copies = three_copies()
+    last, region = copies[-1]
+    address = HOST + region.offset
+    with having(library, "version", 12090 if why == "CUDA 12" else 13000), having(library, "num_calls", 0):
+        cuda = CudaRuntime(torch.device("cuda", 0), library)
+        cuda.copy_out(stream, copies)
+        assert last_call(library) == (4, address, last.data_ptr(), 3, 2, stream)
+        cuda.copy_in(stream, backwards(copies))
+        assert last_call(library) == (4, last.data_ptr(), address, 3, 1, stream)
+        assert number(library, "num_calls").value == 6
+
+
+@pytest.mark.parametrize("version", [12090, 13000])
+def test_one_bad_copy_among_several_issues_none(version: int, runtime: ctypes.CDLL) -> None:
+    bad = HostRegion(Slab(), 0, 3)
+    copies = [*three_copies(), (torch.zeros(4, dtype=torch.uint8), bad)]
+    with having(runtime, "version", version), having(runtime, "num_calls", 0):
+        cuda = CudaRuntime(torch.device("cuda", 0), runtime)
+        with pytest.raises(ValueError, match="a storage of that size"):
+            cuda.copy_out(STREAM, copies)
+        with pytest.raises(ValueError, match="a storage of that size"):
+            cuda.copy_in(STREAM, backwards(copies))
+        assert number(runtime, "num_calls").value == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_refused_copy_is_a_copy_error(count: int, runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = SimpleNamespace(cudaError=int, cudaGetErrorString=lambda code: f"reason {code}")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    cuda, copies = CudaRuntime(torch.device("cuda", 0), runtime), three_copies()[:count]
+    with having(runtime, "result", 1):
+        with pytest.raises(CopyError, match="CUDA error 1: reason 1"):
+            cuda.copy_out(STREAM, copies)
+        with pytest.raises(CopyError, match="CUDA error 1: reason 1"):
+            cuda.copy_in(STREAM, backwards(copies))
 
 
 def test_events_are_reused_and_asked_until_they_are_done(runtime: ctypes.CDLL) -> None:

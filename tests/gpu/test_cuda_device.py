@@ -37,13 +37,49 @@ def test_bytes_come_back_equal(device: CudaDevice, nbytes: int, offset: int) -> 
     region = HostRegion(device.new_slab(2 * MIB), offset, nbytes)
     source = garbage(nbytes)
     device.wait_event(out, device.record_event(compute))
-    device.copy_out(out, source, region)
+    device.copy_out(out, [(source, region)])
     device.wait_event(back, device.record_event(out))
     target = device.allocate(nbytes, compute)
     device.wait_event(back, device.record_event(compute))
-    device.copy_in(back, region, target)
+    device.copy_in(back, [(region, target)])
     device.wait_event(compute, device.record_event(back))
     assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize("num_copies", [2, 6, 70])
+def test_several_copies_of_one_call(device: CudaDevice, num_copies: int) -> None:
+    out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
+    sizes = [(1, 5 * MIB, 511, 4097, MIB + 3, 3 * MIB + 1)[i % 6] for i in range(num_copies)]
+    slab = device.new_slab(num_copies * 5 * MIB)
+    regions = [HostRegion(slab, i * 5 * MIB, nbytes) for i, nbytes in enumerate(sizes)]
+    sources = [garbage(nbytes) for nbytes in sizes]
+    device.wait_event(out, device.record_event(compute))
+    device.copy_out(out, list(zip(sources, regions, strict=True)))
+    copied_out = device.record_event(out)
+    device.wait_event(back, copied_out)
+    targets = [device.allocate(nbytes, compute) for nbytes in sizes]
+    device.wait_event(back, device.record_event(compute))
+    device.copy_in(back, list(zip(regions, targets, strict=True)))
+    device.wait_event(compute, device.record_event(back))
+    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+    device.synchronize(copied_out)
+    on_host = [slab.view(region.offset, region.nbytes) for region in regions]
+    assert all(torch.equal(source.cpu(), held) for source, held in zip(sources, on_host, strict=True))
+
+
+def test_several_copies_wait_for_the_work_before_them_and_hold_up_what_comes_behind(device: CudaDevice) -> None:
+    stream, slab = device.new_stream("out"), device.new_slab(2 * MIB)
+    regions = [HostRegion(slab, 0, MIB), HostRegion(slab, MIB, MIB)]
+    targets = [torch.zeros(MIB, dtype=torch.uint8, device="cuda") for _ in regions]
+    sources = [garbage(MIB) for _ in regions]
+    torch.cuda.synchronize()
+    delay(stream)
+    device.copy_out(stream, list(zip(sources, regions, strict=True)))
+    device.copy_in(stream, list(zip(regions, targets, strict=True)))
+    event = device.record_event(stream)
+    assert not device.is_complete(event)
+    device.synchronize(event)
+    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
 
 
 def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
@@ -51,7 +87,7 @@ def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
     source = garbage(MIB)
     torch.cuda.synchronize()
     delay(stream)
-    device.copy_out(stream, source, region)
+    device.copy_out(stream, [(source, region)])
     event = device.record_event(stream)
     assert not device.is_complete(event)
     device.synchronize(event)
@@ -65,9 +101,9 @@ def test_a_wait_orders_two_streams_without_the_host(device: CudaDevice) -> None:
     source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     delay(out)
-    device.copy_out(out, source, region)
+    device.copy_out(out, [(source, region)])
     device.wait_event(back, device.record_event(out))
-    device.copy_in(back, region, target)
+    device.copy_in(back, [(region, target)])
     copied_in = device.record_event(back)
     assert not device.is_complete(copied_in)
     device.wait_event(compute, copied_in)
@@ -81,8 +117,8 @@ def test_without_the_wait_the_delay_is_seen(device: CudaDevice) -> None:
     source, target = torch.ones(MIB, dtype=torch.uint8, device="cuda"), garbage(MIB)
     torch.cuda.synchronize()
     delay(out)
-    device.copy_out(out, source, region)
-    device.copy_in(back, region, target)
+    device.copy_out(out, [(source, region)])
+    device.copy_in(back, [(region, target)])
     device.synchronize(device.record_event(back))
     assert not target.any()  # the slab's first content
     torch.cuda.synchronize()
@@ -91,7 +127,7 @@ def test_without_the_wait_the_delay_is_seen(device: CudaDevice) -> None:
 def test_the_copy_stream_is_current_only_inside_a_copy(device: CudaDevice) -> None:
     before = torch.cuda.current_stream()
     stream, region = device.new_stream("out"), HostRegion(device.new_slab(512), 0, 512)
-    device.copy_out(stream, garbage(512), region)
+    device.copy_out(stream, [(garbage(512), region)])
     assert torch.cuda.current_stream() == before
     assert device.current_stream() == before.cuda_stream
     torch.cuda.synchronize()
@@ -111,7 +147,7 @@ def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:
     stream, region = device.new_stream("out"), HostRegion(device.new_slab(32 * MIB), 0, 32 * MIB)
     source = garbage(32 * MIB)
     device.wait_event(stream, device.record_event(device.current_stream()))
-    device.copy_out(stream, source, region)
+    device.copy_out(stream, [(source, region)])
     device.wait_event(device.current_stream(), device.record_event(stream))
     address = source.data_ptr()
     del source
@@ -164,7 +200,7 @@ def test_close_waits_and_is_idempotent() -> None:
     device = CudaDevice()
     stream, region = device.new_stream("out"), HostRegion(device.new_slab(MIB), 0, MIB)
     delay(stream)
-    device.copy_out(stream, garbage(MIB), region)
+    device.copy_out(stream, [(garbage(MIB), region)])
     event = device.record_event(stream)
     device.close()
     device.close()

@@ -121,7 +121,7 @@ def test_a_read_does_not_stand_behind_bulk_copies(device: CudaDevice) -> None:
     times = {}
     for name in ("plain", "mapped"):
         torch.cuda.synchronize()
-        device.copy_out(stream, bulk, region)
+        device.copy_out(stream, [(bulk, region)])
         start = time.perf_counter()
         small.cpu() if name == "plain" else device.host_read(small).wait()
         times[name] = time.perf_counter() - start

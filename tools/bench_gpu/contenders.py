@@ -16,7 +16,7 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 
 That a contender really moved bytes is counted where the copies are issued (`counting()`), not taken from its word:
 `Device.copy_out` and `copy_in` for ours, `ChunkOffloadHandler.offload` and `reload` for the incumbent. The same place
-times each copy with a pair of events on the stream that does it.
+times the copies of each call with a pair of events on the stream that does them.
 
 What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any two calls of the
 device by which it releases or allocates. Of the incumbent it is what has no storage on the device any more, as it
@@ -127,13 +127,13 @@ class Ours:
         def mark() -> None:
             counter.at_peak.mark(accounts.saved_bytes - accounts.resident_bytes)
 
-        def copy_out(stream: Any, source: torch.Tensor, target: Any, *more: Any) -> None:
-            with counter.copy_out(target.nbytes, stream):
-                out(stream, source, target, *more)
+        def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
+            with counter.copy_out(sum(target.nbytes for _, target in copies), stream, len(copies)):
+                out(stream, copies)
 
-        def copy_in(stream: Any, source: Any, target: torch.Tensor, *more: Any) -> None:
-            with counter.copy_in(source.nbytes, stream):
-                back(stream, source, target, *more)
+        def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> None:
+            with counter.copy_in(sum(source.nbytes for source, _ in copies), stream, len(copies)):
+                back(stream, copies)
 
         calls = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in, **calls):

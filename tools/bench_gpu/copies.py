@@ -72,20 +72,20 @@ class CopyCounter:
         self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
 
     @contextmanager
-    def copy_out(self, nbytes: int, stream: Any) -> Iterator[None]:
-        with self._copy(self.out, nbytes, stream):
+    def copy_out(self, nbytes: int, stream: Any, num_copies: int = 1) -> Iterator[None]:
+        with self._copy(self.out, nbytes, stream, num_copies):
             yield
         self.host_bytes += nbytes
         self.host_bytes_max = max(self.host_bytes_max, self.host_bytes)
 
     @contextmanager
-    def copy_in(self, nbytes: int, stream: Any) -> Iterator[None]:
-        with self._copy(self.back, nbytes, stream):
+    def copy_in(self, nbytes: int, stream: Any, num_copies: int = 1) -> Iterator[None]:
+        with self._copy(self.back, nbytes, stream, num_copies):
             yield
         self.host_bytes -= nbytes
 
     @contextmanager
-    def _copy(self, direction: Direction, nbytes: int, stream: Any) -> Iterator[None]:
+    def _copy(self, direction: Direction, nbytes: int, stream: Any, num_copies: int) -> Iterator[None]:
         if isinstance(stream, int):  # a raw handle, as the CUDA device of the engine uses them
             stream = torch.cuda.ExternalStream(stream)
         pair = self._new_event(), self._new_event()
@@ -93,7 +93,7 @@ class CopyCounter:
         yield
         pair[1].record(stream)
         direction.nbytes += nbytes
-        direction.num_copies += 1
+        direction.num_copies += num_copies
         direction.events.append(pair)
 
 
