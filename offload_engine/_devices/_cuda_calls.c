@@ -22,7 +22,8 @@ typedef struct {
     unsigned flags;
 } attributes_t;
 
-#define STREAM_ORDER 1 /* cudaMemcpySrcAccessOrderStream */
+#define STREAM_ORDER 1         /* cudaMemcpySrcAccessOrderStream */
+#define OVERLAP_WITH_COMPUTE 1 /* cudaMemcpyFlagPreferOverlapWithCompute: by the copy engines, not the multiprocessors */
 
 typedef int (*copy_batch_t)(void *const *targets, const void *const *sources, const size_t *sizes, size_t count,
                             attributes_t *attributes, size_t *first_of_attributes, size_t num_attributes,
@@ -103,7 +104,7 @@ static PyObject *calls_copy(PyObject *self, PyObject *const *args, Py_ssize_t gi
 /* `values` are the stream, then `count` targets, as many sources, and as many sizes. */
 static int issue_batch(copy_batch_t copy_batch, size_t *values, size_t count)
 {
-    attributes_t attributes = {.source_access_order = STREAM_ORDER};
+    attributes_t attributes = {.source_access_order = STREAM_ORDER, .flags = OVERLAP_WITH_COMPUTE};
     size_t first = 0, *targets = values + 1, *sources = targets + count, *sizes = sources + count;
     int code;
     Py_BEGIN_ALLOW_THREADS

@@ -19,7 +19,8 @@ from .regions import HostRegion, check_copy
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-_SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_OVERLAP_WITH_COMPUTE = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by the copy engines, not the multiprocessors
 _BATCH_SINCE = 13000  # in CUDA 12 the function of that name takes other arguments
 
 _HANDLE = ctypes.c_void_p
@@ -182,7 +183,7 @@ def _copy_batch(library: ctypes.CDLL, stream: int, *values: int) -> int:
     """What the extension module does in C."""
     count = len(values) // 3
     addresses, sizes = _HANDLE * count, ctypes.c_size_t * count
-    attributes = (ctypes.c_int * 6)(_SOURCE_IN_STREAM_ORDER)  # cudaMemcpyAttributes: no hints at places, no flags
+    attributes = (ctypes.c_int * 6)(_STREAM_ORDER, 0, 0, 0, 0, _OVERLAP_WITH_COMPUTE)  # cudaMemcpyAttributes
     code: int = library.cudaMemcpyBatchAsync(
         addresses(*values[:count]),
         addresses(*values[count : 2 * count]),

@@ -65,8 +65,8 @@ int cudaMemcpyBatchAsync(void *const *to, const void *const *from, const size_t 
         copies[3 * i + 1] = (uint64_t)from[i];
         copies[3 * i + 2] = sizes[i];
     }
-    for (int i = 1; i < 6; i++) hints |= attributes[i] != 0;
-    return note(6, count, (uint64_t)stream, attributes[0], hints, *first << 8 | num_attributes);
+    for (int i = 1; i < 5; i++) hints |= attributes[i] != 0;
+    return note(6, count, (uint64_t)stream, attributes[0] << 8 | attributes[5], hints, *first << 8 | num_attributes);
 }
 #endif
 """
@@ -81,8 +81,8 @@ CALLS = [
     ("copy", (HOST, DEVICE, NBYTES, 2, STREAM), (4, HOST, DEVICE, NBYTES, 2, STREAM)),
     ("copy", (DEVICE, HOST, 1, 1, 0), (4, DEVICE, HOST, 1, 1, 0)),
     ("last_error", (), (5, 0, 0, 0, 0, 0)),
-    # One attribute for all copies from the first on: sources are read in the order of the stream.
-    ("copy_batch", (STREAM, HOST, HOST + 512, DEVICE, DEVICE + 512, NBYTES, 1), (6, 2, STREAM, 1, 0, 1)),
+    # One attribute for all copies from the first on: sources are read in the order of the stream, beside kernels.
+    ("copy_batch", (STREAM, HOST, HOST + 512, DEVICE, DEVICE + 512, NBYTES, 1), (6, 2, STREAM, 1 << 8 | 1, 0, 1)),
 ]
 NAMES = ("record", "wait", "query", "copy", "last_error", "copy_batch")
 SYMBOLS = (
@@ -264,7 +264,7 @@ def test_several_copies_are_one_call(runtime: ctypes.CDLL) -> None:
     cuda, copies = CudaRuntime(torch.device("cuda", 0), runtime), three_copies()
     with having(runtime, "num_calls", 0):
         cuda.copy_out(STREAM, copies)
-        assert last_call(runtime) == (6, 3, STREAM, 1, 0, 1)
+        assert last_call(runtime) == (6, 3, STREAM, 1 << 8 | 1, 0, 1)
         assert last_batch(runtime) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
         cuda.copy_in(STREAM, backwards(copies))
         assert last_batch(runtime) == [(t.data_ptr(), HOST + 512 * t.nbytes, t.nbytes) for t, _ in copies]
