@@ -26,7 +26,7 @@ class GroupBracket:
         counter: Counter[str],
         keeps: Collection[ChunkKey] = (),
         may_wait: bool = False,
-        layer: int = 0,
+        layer: int = -1,
     ) -> None:
         """
         Args:
@@ -35,7 +35,7 @@ class GroupBracket:
             counter: of groups opened, by name.
             keeps: the chunks whose groups of this place stay resident.
             may_wait: its copies may wait for the experts behind it (`ChunkOffloadHandler.pass_host_wait`).
-            layer: of the chunk.
+            layer: of the chunk, from 0; -1: not of one.
         """
         self._engine = engine
         self._name = name

@@ -22,10 +22,10 @@ from megatron_patches._recompute import recompute_rows
 from megatron_patches._registry import Applied, apply_patches
 from megatron_patches._schedules import Step, overlaps_expert_comm, schedule_rows
 from megatron_patches._validate import (
+    check_conflicts,
     check_host_limit,
     check_host_room,
     check_model,
-    check_recomputation,
     check_weights_stay_whole,
 )
 from megatron_patches._versions import check_supported
@@ -179,7 +179,7 @@ class Handle:
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         check_cuda_graphs(step.config, settings.modules)
-        check_recomputation(step.config, settings.modules)
+        check_conflicts(step.config, settings.modules)
         check_weights_stay_whole(step.config)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
         return OffloadEngine(settings.engine, meter=self._meter)

@@ -26,8 +26,8 @@ class Site(NamedTuple):
     name: str
     path: str
     until: str | None
-    layer: int = 0
-    """Counted in the chunk."""
+    layer: int = -1
+    """Counted in the chunk, from 0; -1: not of one."""
 
     is_before_experts: bool = False
     """It ends in front of the experts of its layer: the host waits for the device then, and the device for the host."""

@@ -21,11 +21,11 @@ def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch
     config = getattr(chunk, "config", None)
     found = []
     for _, layer in layers_of(chunk):
-        if not type(layer).__module__.startswith("megatron.core."):
+        if not _is_megatron_cores(layer):
             continue
         modules = dict(layer.named_modules())
         paths = _whole_blocks(modules, names, config)
-        paths |= {path for path in _single_places(modules, names) if _is_as_known(path, config)}
+        paths |= {path for path in _single_places(modules, names) if _is_as_known(path, modules, config)}
         found += [modules[path] for path in sorted(paths) if not any(path.startswith(f"{p}.") for p in paths)]
     return found
 
@@ -44,9 +44,21 @@ def _single_places(modules: dict[str, torch.nn.Module], names: Sequence[str]) ->
     return {site.path for row in unshared_rows(names) for site, _ in sites_in_layer(row, modules)}
 
 
-def _is_as_known(path: str, config: object) -> bool:
+def _is_as_known(path: str, modules: dict[str, torch.nn.Module], config: object) -> bool:
+    """Whether the submodule at `path` is called as the table has it, and what shares its tensors is in the table."""
     if path.startswith(f"{EXPERTS}."):
         # TransformerEngine's operations run the hooks in front of the experts' linear layers, and never those behind.
         return not getattr(config, "use_transformer_engine_op_fuser", False)
-    # Other kinds of attention get more than query, key and value: what the projections read, for an index of their own.
-    return "attention" not in path or getattr(config, "experimental_attention_variant", None) is None
+    if path in BLOCKS.values():
+        # Fused with the residual connection a norm runs its hooks twice.
+        return not getattr(config, "fused_residual_rmsnorm", False)
+    block = path.partition(".")[0]
+    kernel = modules.get(f"{block}.core_attention")
+    if kernel is None:
+        return True
+    # One that looks for the keys it needs reads what the projections read, too.
+    return _is_megatron_cores(modules[block], kernel) and f"{block}.core_attention.indexer" not in modules
+
+
+def _is_megatron_cores(*modules: torch.nn.Module) -> bool:
+    return all(type(module).__module__.startswith("megatron.core.") for module in modules)

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 
 from megatron_patches._modules import ModuleRow, row_of
-from megatron_patches._sites import Survey, merge_surveys, survey
+from megatron_patches._sites import BLOCKS, Survey, merge_surveys, survey
 from offload_engine import IterationStats
 
 _Gathered = tuple[Survey | None, str | None]
 
 
-def check_recomputation(config: Any, names: Sequence[str]) -> None:
-    """Rejects names whose tensors are not saved because they are computed again in backward.
+def check_conflicts(config: Any, names: Sequence[str]) -> None:
+    """Rejects names with which nothing would move: what is computed again in backward, and norms that are fused.
 
     Raises:
         ValueError: naming both settings.
     """
     for name in names:
-        conflict = _full_conflict(config, name) or _selective_conflict(config, row_of(name))
+        row = row_of(name)
+        conflict = _full_conflict(config, name) or _selective_conflict(config, row) or _norm_conflict(config, row)
         if conflict:
             raise ValueError(f"offload_modules has {name!r}, but {conflict}")
 
@@ -171,3 +172,12 @@ def _selective_conflict(config: Any, row: ModuleRow) -> str | None:
                 "to move. Drop one of them"
             )
     return None
+
+
+def _norm_conflict(config: Any, row: ModuleRow) -> str | None:
+    if not getattr(config, "fused_residual_rmsnorm", False) or row.brackets[0].path not in BLOCKS.values():
+        return None
+    return (
+        "fused_residual_rmsnorm=True runs this norm together with the residual connection in front of it, outside the "
+        "module. Switch that off, or drop the name"
+    )

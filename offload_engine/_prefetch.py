@@ -134,10 +134,10 @@ class Prefetcher:
             return chunk.next_index == len(chunk.groups) - 1
         if self._horizon.is_asked_for:
             return True
-        # The groups of its last layer, which are the last of each name. Where they are used memory has its peak; those
-        # of the layer before have the whole of that backward to come back.
+        # The groups of its last layer. Where they are used memory has its peak; those of the layer before have the
+        # whole of that backward to come back. Where nobody has told the layers, the last of each name are taken for it.
         group, last = chunk.groups[chunk.next_index], chunk.groups[-1]
-        if group.layer == last.layer != chunk.groups[0].layer:  # of a name that has several places in a layer, maybe
+        if group.layer == last.layer != -1:
             return True
         return all(later.name != group.name for later in chunk.groups[chunk.next_index + 1 :])
 

@@ -184,7 +184,7 @@ class TensorGroup:
         self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
         self.is_read_once: bool = False  # in each backward, and needed no longer than the tensor that it is read as
         self.may_wait: bool = False  # with its copy-out, until `ChunkOffloadHandler.pass_host_wait`
-        self.layer: int = 0  # of its chunk; where nobody says, all are of one
+        self.layer: int = -1  # of its chunk, from 0; -1: nobody has said
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
         self.nbytes = 0
         self.own_bytes = 0  # of what no group saved before

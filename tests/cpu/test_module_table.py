@@ -37,6 +37,15 @@ OWN_NAMES = (
 )
 
 
+class _Part(torch.nn.Linear):
+    """A submodule as far as its class matters."""
+
+    __module__ = TransformerLayer.__module__  # of others it is not known what they read
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+
 class _Layer(TransformerLayer):
     """A transformer layer with the submodules given by path, and nothing else."""
 
@@ -45,7 +54,7 @@ class _Layer(TransformerLayer):
     def __init__(self, *paths: str, identities: tuple[str, ...] = ()) -> None:
         torch.nn.Module.__init__(self)
         for path in paths:
-            _put(self, path, torch.nn.Linear(1, 1))
+            _put(self, path, _Part())
         for path in identities:
             _put(self, path, IdentityOp())
 
@@ -55,7 +64,7 @@ def _other(kind: type[torch.nn.Module], *paths: str) -> torch.nn.Module:
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     for path in paths:
-        _put(layer, path, torch.nn.Linear(1, 1))
+        _put(layer, path, _Part())
     return layer
 
 
@@ -63,7 +72,7 @@ def _put(owner: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
     *parents, name = path.split(".")
     for parent in parents:
         if not hasattr(owner, parent):
-            owner.add_module(parent, torch.nn.Module())
+            owner.add_module(parent, _Part())
         owner = getattr(owner, parent)
     owner.add_module(name, module)
 
@@ -134,39 +143,38 @@ def test_sites_come_in_the_order_of_execution() -> None:
 
 def test_grouped_experts_are_one_site() -> None:
     assert find_sites(_Holder(_Layer(*GROUPED)), ("router_fc1", "moe_act")) == [
-        Site("router_fc1", "layer.mlp.experts.linear_fc1", None),
-        Site("moe_act", "layer.mlp.experts.linear_fc1", "layer.mlp.experts.linear_fc2"),
+        Site("router_fc1", "layer.mlp.experts.linear_fc1", None, layer=0),
+        Site("moe_act", "layer.mlp.experts.linear_fc1", "layer.mlp.experts.linear_fc2", layer=0),
     ]
 
 
 def test_dispatched_tokens_reach_from_the_router_to_the_experts_and_into_them() -> None:
     assert find_sites(_Holder(_Layer("mlp.router", "mlp.experts", *GROUPED)), ("dispatched_tokens",)) == [
-        Site("dispatched_tokens", "layer.mlp.router", "layer.mlp.experts", is_before_experts=True),
-        Site("dispatched_tokens", "layer.mlp.experts.linear_fc1", None),
+        Site("dispatched_tokens", "layer.mlp.router", "layer.mlp.experts", layer=0, is_before_experts=True),
+        Site("dispatched_tokens", "layer.mlp.experts.linear_fc1", None, layer=0),
     ]
 
 
 LINEARS = {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
 SPARSE = (*ATTENTION, "pre_mlp_layernorm", "mlp.router", *LINEARS, "mlp.shared_experts.linear_fc1")
+QKV, KERNEL, PROJ = ATTENTION[1:]
+NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
 @pytest.mark.parametrize(
     ("names", "unshared"),
     [
-        (["qkv_linear", "attn_norm"], {"core_attention", "linear_proj", "pre_mlp_layernorm", "mlp"}),
-        (["layer_input"], {"core_attention", "linear_proj", "pre_mlp_layernorm", "mlp"}),
-        (["mlp_norm"], {"input_layernorm", "self_attention", "linear_fc1", "linear_fc2"}),
-        (["core_attn"], {"input_layernorm", "linear_qkv", "pre_mlp_layernorm", "mlp"}),
-        (
-            ["attn_proj", "moe_act"],
-            {"input_layernorm", "linear_qkv", "pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2"},
-        ),
-        (["router_fc1"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "router", "linear_fc2"}),
-        (["router_fc2"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "router", "linear_fc1"}),
-        (["dispatched_tokens", "attn_proj"], {"input_layernorm", "linear_qkv", "linear_fc2"}),
-        (["shared_fc1", "self_attn"], {"linear_fc1", "linear_fc2"}),
-        (["experts"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "router"}),
-        (["mlp_act"], {"input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"}),
+        (["qkv_linear", "attn_norm"], {KERNEL, PROJ, "pre_mlp_layernorm", "mlp"}),
+        (["layer_input"], {KERNEL, PROJ, "pre_mlp_layernorm", "mlp"}),
+        (["mlp_norm"], {"input_layernorm", "self_attention", *LINEARS}),
+        (["core_attn"], {*NORMS, QKV, "mlp"}),
+        (["attn_proj", "moe_act"], {*NORMS, QKV, "mlp.router", *LINEARS}),
+        (["router_fc1"], {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc2"}),
+        (["router_fc2"], {*NORMS, "self_attention", "mlp.router", "mlp.experts.linear_fc1"}),
+        (["dispatched_tokens", "attn_proj"], {"input_layernorm", QKV, "mlp.experts.linear_fc2"}),
+        (["shared_fc1", "self_attn"], LINEARS),
+        (["experts"], {*NORMS, "self_attention", "mlp.router"}),
+        (["mlp_act"], {*NORMS, "self_attention", "mlp"}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -176,28 +184,46 @@ def test_submodules_that_share_nothing_with_the_names(names: list[str], unshared
 
 def test_under_the_overlap_the_mlp_is_not_called_but_its_parts_are() -> None:
     layer = _Layer(*SPARSE, identities=("cross_attention",))
-    called, in_a_plan = _unshared(layer, ["qkv_linear"]), _unshared(layer, ["qkv_linear"], overlap=True)
-    assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"router", "experts"})
-    assert _unshared(layer, ["router_fc1"], overlap=True) == _unshared(layer, ["router_fc1"])
-    assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], overlap=True)
+    called, in_a_plan = _unshared(layer, ["qkv_linear"]), _unshared(layer, ["qkv_linear"], PLAN)
+    assert (called - in_a_plan, in_a_plan - called) == ({"mlp"}, {"mlp.router", "mlp.experts"})
+    assert _unshared(layer, ["router_fc1"], PLAN) == _unshared(layer, ["router_fc1"])
+    assert "mlp" in _unshared(_Layer(*DENSE), ["qkv_linear"], PLAN)
 
 
 def test_a_layer_with_none_of_the_places_shares_nothing() -> None:
-    blocks = {"input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp"}
-    assert _unshared(_Layer(*DENSE), ["router_fc1"]) == blocks
-    assert _unshared(_Layer(*MOE), ["router_fc1"]) == blocks - {"mlp"} | {"router", "linear_fc2"}
+    second = [path for path in EXPERTS if path.endswith("fc2")]
+    assert _unshared(_Layer(*DENSE), ["router_fc1"]) == {*NORMS, "self_attention", "mlp"}
+    assert _unshared(_Layer(*MOE), ["router_fc1"]) == {*NORMS, "self_attention", "mlp.router", *second}
 
 
 def test_the_fused_operations_of_experts_do_not_call_their_linears() -> None:
     for names in (["mlp_norm"], ["core_attn", "moe_act"], ["qkv_linear"]):
-        fused, called = _unshared(_Layer(*SPARSE), names, op_fuser=True), _unshared(_Layer(*SPARSE), names)
-        assert fused == called - {"linear_fc1", "linear_fc2"}
+        layer, called = _Layer(*SPARSE), _unshared(_Layer(*SPARSE), names)
+        assert _unshared(layer, names, {"use_transformer_engine_op_fuser": True}) == called - LINEARS
 
 
-def test_another_kind_of_attention_reads_what_its_projections_read() -> None:
+def test_a_norm_that_is_fused_with_the_residual_connection_runs_its_hooks_twice() -> None:
+    layer, called = _Layer(*SPARSE), _unshared(_Layer(*SPARSE), ["router_fc1"])
+    assert _unshared(layer, ["router_fc1"], {"fused_residual_rmsnorm": True}) == called - set(NORMS)
+
+
+def test_attention_that_looks_for_its_keys_reads_what_the_projections_read() -> None:
+    layer = _Layer(*DENSE, f"{KERNEL}.indexer")
+    assert _unshared(layer, ["core_attn"]) == {*NORMS, "mlp"}
+    assert _unshared(layer, ["qkv_linear"]) == {"pre_mlp_layernorm", "mlp"}
+    assert "self_attention" in _unshared(layer, ["mlp_norm"])
+
+
+@pytest.mark.parametrize("path", ["self_attention", KERNEL])
+def test_of_attention_that_is_not_megatron_cores_nothing_is_known(path: str) -> None:
+    class Other(_Part):
+        """It may get more than query, key and value."""
+
+        __module__ = __name__
+
     layer = _Layer(*DENSE)
-    assert _unshared(layer, ["qkv_linear"], variant="dsa") == {"pre_mlp_layernorm", "mlp"}
-    assert "self_attention" in _unshared(layer, ["mlp_norm"], variant="dsa")
+    layer.get_submodule(path).__class__ = Other
+    assert _unshared(layer, ["core_attn"]) == {*NORMS, "mlp"}
 
 
 def test_of_a_layer_that_is_not_megatron_cores_nothing_is_known() -> None:
@@ -209,24 +235,25 @@ def test_of_a_layer_that_is_not_megatron_cores_nothing_is_known() -> None:
     assert _unshared(Parallel(*SPARSE), ["qkv_linear"]) == set()
 
 
-def _unshared(
-    layer: _Layer, names: list[str], overlap: bool = False, op_fuser: bool = False, variant: str | None = None
-) -> set[str]:
-    """The names of the submodules, without the path to them."""
+PLAN = {"overlap_moe_expert_parallel_comm": True}
+
+
+def _unshared(layer: _Layer, names: list[str], settings: dict[str, bool] | None = None) -> set[str]:
     chunk = _Holder(layer)
-    chunk.config = SimpleNamespace(
-        overlap_moe_expert_parallel_comm=overlap,
-        use_transformer_engine_op_fuser=op_fuser,
-        experimental_attention_variant=variant,
-    )
+    chunk.config = SimpleNamespace(**{"overlap_moe_expert_parallel_comm": False, **(settings or {})})
     paths = {module: path for path, module in layer.named_modules()}
     found = [paths[module] for module in unshared_modules(chunk, names)]
     assert len(found) == len(set(found))
-    return {path.rpartition(".")[2] for path in found}
+    return set(found)
 
 
 def test_who_shares_is_in_the_table() -> None:
-    assert {name for row in MODULES for name in row.shares_with or ()} <= {row.name for row in MODULES}
+    rows = {row.name: row for row in MODULES}
+    for row in MODULES:
+        for name in row.shares_with or ():
+            assert row.name in (rows[name].shares_with or (row.name,)), (
+                f"{row.name} shares with {name}, not the reverse"
+            )
 
 
 def test_latent_projections_have_names_of_their_own_and_a_common_one() -> None:

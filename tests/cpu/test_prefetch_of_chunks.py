@@ -1,4 +1,4 @@
-"""What comes back before the backward of its chunk has begun: the groups of its last layer, the last of each name."""
+"""What comes back before the backward of its chunk has begun: the groups of its last layer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Bench:
     def forward(
         self, key: ChunkKey, names: str, *, ends: bool = True, layer_size: int | None = None
     ) -> ChunkOffloadHandler:
-        """With a `layer_size`, groups are told their layers, of as many groups each; the first is one of its own."""
+        """With a `layer_size`, groups are told their layers, of as many groups each."""
         chunk = self.engine.start_chunk(key)
         self.handles[key] = []
         for index, name in enumerate(names.split()):
             group = chunk.open_group(name)
-            group.layer = (index + layer_size - 1) // layer_size if layer_size else 0
+            group.layer = index // layer_size if layer_size else -1
             self.handles[key].append(chunk.tensor_push(torch.ones(4 * NUMEL if name == "large" else NUMEL)))
             chunk.close_group()
         if ends:
@@ -71,9 +71,12 @@ def test_only_the_last_of_each_name(names: str, expected: int) -> None:
     assert bench.finish() == 0
 
 
-@pytest.mark.parametrize(("layer_size", "expected"), [(3, 3), (None, 1)])
-def test_all_of_the_last_layer_where_a_name_has_two_places(layer_size: int | None, expected: int) -> None:
-    bench, names = Bench("F0.0 F0.1 B0.0 B0.1"), "large qkv tokens tokens qkv tokens tokens"
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize(("layer_size", "expected"), [(4, 4), (None, 1)])
+def test_all_of_the_last_layer_where_a_name_has_two_places(
+    layer_size: int | None, expected: int, num_layers: int
+) -> None:
+    bench, names = Bench("F0.0 F0.1 B0.0 B0.1"), "large qkv tokens tokens " * num_layers
     bench.forward(FIRST, names, layer_size=layer_size)
     bench.forward(SECOND, names, layer_size=layer_size)
     assert bench.num_copied_in == expected

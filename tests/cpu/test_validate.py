@@ -13,8 +13,8 @@ pytest.importorskip("megatron.core")
 from megatron_patches._graphs import check_cuda_graphs  # noqa: E402
 from megatron_patches._modules import MODULES  # noqa: E402
 from megatron_patches._validate import (  # noqa: E402
+    check_conflicts,
     check_host_limit,
-    check_recomputation,
     check_weights_stay_whole,
     hidden_bytes,
 )
@@ -48,7 +48,7 @@ def test_weights_that_are_gathered_in_backward_are_refused(name: str) -> None:
 
 
 def test_nothing_conflicts_without_recomputation() -> None:
-    check_recomputation(config(), [row.name for row in MODULES])
+    check_conflicts(config(), [row.name for row in MODULES])
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,36 @@ def test_nothing_conflicts_without_recomputation() -> None:
 def test_recomputed_modules_are_refused(name: str, module: str) -> None:
     chosen = config(recompute_granularity="selective", recompute_modules=[module])
     with pytest.raises(ValueError, match=f"'{name}'.*'{module}'"):
-        check_recomputation(chosen, ["attn_proj", name])
+        check_conflicts(chosen, ["attn_proj", name])
 
 
 @pytest.mark.parametrize(
     ("name", "module"), [("self_attn", "core_attn"), ("core_attn", "layernorm"), ("mlp_norm", "mlp")]
 )
 def test_what_still_saves_is_accepted(name: str, module: str) -> None:
-    check_recomputation(config(recompute_granularity="selective", recompute_modules=[module]), [name])
+    check_conflicts(config(recompute_granularity="selective", recompute_modules=[module]), [name])
+
+
+@pytest.mark.parametrize("name", ["layer_input", "attn_norm", "mlp_norm"])
+def test_a_norm_that_is_fused_with_the_residual_connection_is_refused(name: str) -> None:
+    fused = config(fused_residual_rmsnorm=True)
+    check_conflicts(fused, ["qkv_linear", "qk_norm", "mtp_norm"])
+    with pytest.raises(ValueError, match=f"'{name}'.*fused_residual_rmsnorm=True"):
+        check_conflicts(fused, [name])
 
 
 def test_full_recomputation_leaves_the_layer_input() -> None:
     full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    check_recomputation(full, ["layer_input"])
+    check_conflicts(full, ["layer_input"])
     with pytest.raises(ValueError, match="recompute_granularity='full'.*'layer_input'"):
-        check_recomputation(full, ["layer_input", "core_attn"])
+        check_conflicts(full, ["layer_input", "core_attn"])
 
 
 def test_layers_beyond_the_recomputed_block_still_save() -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block"}
-    check_recomputation(config(**block, recompute_num_layers=1), ["core_attn"])
+    check_conflicts(config(**block, recompute_num_layers=1), ["core_attn"])
     with pytest.raises(ValueError, match="recompute_granularity='full'"):
-        check_recomputation(config(**block, recompute_num_layers=2), ["core_attn"])
+        check_conflicts(config(**block, recompute_num_layers=2), ["core_attn"])
 
 
 def test_bytes_of_a_hidden_activation() -> None:

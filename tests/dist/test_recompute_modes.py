@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_patches._modules import MODULES, _can_have  # noqa: E402
-from megatron_patches._validate import check_recomputation  # noqa: E402
+from megatron_patches._validate import check_conflicts  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
 from tests.dist.parity import Case, check_all  # noqa: E402
@@ -101,7 +101,7 @@ def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
 
 def _conflicts(config: Any, name: str) -> bool:
     try:
-        check_recomputation(config, [name])
+        check_conflicts(config, [name])
     except ValueError:
         return True
     return False

@@ -71,7 +71,7 @@ def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
 
 def _make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
     )
     chunk = GPTModel(
         config,

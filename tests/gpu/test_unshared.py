@@ -10,7 +10,9 @@ import pytest
 from tests.gpu.ranks import GpuRanks
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_moe_experts": 4}], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_moe_experts": 4}, {"qk_layernorm": True}], ids=["dense", "experts", "norms of query and key"]
+)
 def test_what_passes_by_is_saved_by_no_group(settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
     (num_passed,) = ranks_of(1).run(_count_passing, settings)
     assert num_passed > 0
