@@ -240,7 +240,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Pack one saved tensor: returns a handle, or the tensor itself where it stays."""
         group = self._open[-1] if self._open else self.open_group("layer")
         self.tensor_count_current_group += 1
-        return self._packed(tensor, group)
+        packed = self._pack_plain(tensor, group)
+        return packed if isinstance(packed, PackedTensor) else packed.unpack()
 
     def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
         """Unpack what `tensor_push` returned; may be called more than once, as for a retained graph."""
@@ -280,14 +281,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def _pack_plain(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | StayingTensor:
         if type(tensor) is _PARAMETER and tensor.is_leaf:  # half of what layers with many experts save
             return StayingTensor(tensor)
-        packed = self._packed(tensor, group)
-        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
-
-    def _packed(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         checker = self.tensor_need_offloading_checker
         if checker is not _any_tensor and not checker(tensor):
-            return without_graph(tensor)
-        return self._mover.store.pack(tensor, group)
+            return StayingTensor(without_graph(tensor))
+        packed = self._mover.store.pack(tensor, group)
+        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
         return self._mover.store.unpack(packed) if isinstance(packed, PackedTensor) else packed.unpack()

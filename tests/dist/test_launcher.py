@@ -35,11 +35,12 @@ def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     *seen, hooked = _launch(tmp_path, "--offload-activation", "--offload-modules", "core_attention", "mlp_act")
     assert seen == ["__main__", [str(tmp_path), "--bf16", "other.py"], str(tmp_path)]
     # Of what a layer is made of: core attention, and the ends of the stretch of the activation, which are those of the
-    # first projection and of its MLP.
+    # first projection and of its MLP; and what passes the engine by.
     parts = [name.removeprefix("decoder.layers.").partition(".")[2] for name in hooked]
     num_layers = 4
     wanted = ("self_attention.core_attention", "mlp.linear_fc1", "mlp")
-    assert Counter(filter(None, parts)) == dict.fromkeys(wanted, num_layers)
+    unshared = ("input_layernorm", "self_attention.linear_qkv", "pre_mlp_layernorm")
+    assert Counter(filter(None, parts)) == dict.fromkeys((*wanted, *unshared), num_layers)
 
 
 def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
