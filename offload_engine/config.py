@@ -85,6 +85,8 @@ class OffloadConfig:
             )
         if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, 'none' or None, got {self.directory!r}")
+        if not isinstance(self.dry_run, bool):
+            raise TypeError(f"dry_run must be True or False, got {self.dry_run!r}")
 
     def _check_size(self, field: str) -> None:
         value = getattr(self, field)

@@ -71,6 +71,11 @@ def test_directory_refuses_other_types() -> None:
         OffloadConfig(directory=3)  # type: ignore[arg-type]
 
 
+def test_a_word_for_dry_run_is_not_taken_for_true() -> None:
+    with pytest.raises(TypeError, match="dry_run must be True or False, got 'false'"):
+        OffloadConfig(dry_run="false")  # type: ignore[arg-type]
+
+
 def test_replace_keeps_the_rest_and_validates() -> None:
     config = OffloadConfig(min_tensor_bytes=10, horizon_bytes=7)
     changed = config.replace(horizon_bytes=8)
