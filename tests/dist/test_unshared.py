@@ -92,7 +92,8 @@ def test_what_passes_by_is_saved_by_no_group(model: str, settings: dict[str, Any
 def _check_disjoint(model: str, settings: dict[str, Any]) -> int:
     """How many storages passed the engine by."""
     kind, own = MODELS[model]
-    return num_passing(lambda offload: run(make_chunks(make_config(kind, torch.bfloat16, **own, **settings, **offload)), 2))
+    more = {**own, **settings}
+    return num_passing(lambda offload: run(make_chunks(make_config(kind, torch.bfloat16, **more, **offload)), 2))
 
 
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
