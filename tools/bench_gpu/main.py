@@ -13,7 +13,7 @@ from typing import Any
 
 from .leftovers import notice
 from .provenance import provenance
-from .settings import Settings, parse, profile_file
+from .settings import Settings, in_turn, parse, profile_file
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -122,7 +122,7 @@ class Run:
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
         for number in range(self._settings.rounds):
-            for contender in contenders:
+            for contender in in_turn(contenders, number, self._settings.rotate):
                 if contender.entry.label not in self._failed:
                     self._turn(contender, number)
 
@@ -190,6 +190,7 @@ class Run:
             "setup": self._settings.setup,
             "shape": asdict(self._settings.shape),
             "rounds": self._settings.rounds,
+            "rotate": self._settings.rotate,
             "iters": self._settings.iters,
             "warmup": self._settings.warmup,
             "engine": self._settings.engine,

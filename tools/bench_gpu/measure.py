@@ -171,6 +171,7 @@ class Bench:
             with contender.counting(counter):
                 self._run(f"{label}, counted")
                 self._gauge.wait()
+            counted = self._gauge.read()["peak_allocated_bytes"]
             moved = contender.moved(counter)
             steps, losses = self._timed(label)
             memory = self._gauge.read()
@@ -192,6 +193,7 @@ class Bench:
             "step_ms": [step.milliseconds for step in steps],
             "host_ms": [step.host_milliseconds for step in steps],
             "pinned_bytes": pinned,
+            "peak_allocated_bytes_counted": counted,  # of the step of which `host_bytes_at_peak` is
             **memory,
             **leftovers(self._held_first, held_before, self._gauge.held()),
             **moved.as_record(),

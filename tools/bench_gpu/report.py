@@ -25,6 +25,7 @@ _MOVES = (
 
 
 _FALLS = (
+    ("fall of reserved over bytes on host at the peak", "fall_reserved_over_at_peak", 0.95),
     ("fall of reserved over the most bytes on host", "fall_reserved_over_max", 0.95),
     ("R, fall of allocated over bytes on host at the peak", "fall_allocated_over_at_peak", 0.998),
     ("fall of allocated over the most bytes on host", "fall_allocated_over_max", 0.998),
@@ -84,7 +85,7 @@ def _summary(own: Sequence[Record], rank: int, times: Record, records: Sequence[
         summary[name] = statistics.median(rates) if rates else None
     base = [t for t in records if t["kind"] == "turn" and t["contender"] == "none" and t["rank"] == rank]
     if base:
-        summary.update(_falls(summary, base))
+        summary.update(_falls(summary, mine, base))
     summary.update(_against_link(summary, [r for r in records if r["kind"] == "link" and r["rank"] == rank]))
     if "ratio" in summary and "link_out_ms" in summary:
         summary.update(_against_bound(summary, is_pipeline=any(r["shape"]["pp"] > 1 for r in records if "shape" in r)))
@@ -92,16 +93,31 @@ def _summary(own: Sequence[Record], rank: int, times: Record, records: Sequence[
     return summary
 
 
-def _falls(summary: Record, base: Sequence[Record]) -> Record:
-    """How far the peaks fell: in bytes, over what was on the host at the peak, and over the most that was there."""
+def _falls(summary: Record, mine: Sequence[Record], base: Sequence[Record]) -> Record:
+    """How far the peaks fell: in bytes, over the most that was on the host, and over what was there at the peak.
+
+    What was allocated at the peak is that of the counted step, in the turn with the least fall: the peak of another
+    step may lie where more, or less, has left the device.
+    """
     falls: Record = {}
     for name in ("allocated", "reserved"):
-        fall = max(turn[f"peak_{name}_bytes"] for turn in base) - summary[f"peak_{name}_bytes"]
+        fall = _highest(base, f"peak_{name}_bytes") - summary[f"peak_{name}_bytes"]
         falls[f"fall_{name}_bytes"] = fall
         for on_host in ("max", "at_peak"):
             nbytes = summary[f"host_bytes_{on_host}"]
             falls[f"fall_{name}_over_{on_host}"] = fall / nbytes if nbytes else None
+    counted = _highest(base, "peak_allocated_bytes_counted")
+    shares = [
+        (counted - turn["peak_allocated_bytes_counted"]) / turn["host_bytes_at_peak"]
+        for turn in mine
+        if turn["host_bytes_at_peak"]
+    ]
+    falls["fall_allocated_over_at_peak"] = min(shares, default=None)
     return falls
+
+
+def _highest(turns: Sequence[Record], name: str) -> int:
+    return max(int(turn[name]) for turn in turns)
 
 
 def _against_link(summary: Record, links: Sequence[Record]) -> Record:
@@ -263,7 +279,7 @@ def _memory_table(summaries: Sequence[Record]) -> Table:
     table = _table(
         "memory, MiB (peaks of the turn)",
         *("rank", "contender", "allocated", "reserved", "fall alloc.", "fall res.", "host max", "host at peak"),
-        *("R at peak", "R of max", "res. of max", "pinned", "RSS", "retries"),
+        *("R at peak", "R of max", "res. at peak", "res. of max", "pinned", "RSS", "retries"),
     )
     for s in sorted(summaries, key=lambda s: s["rank"]):
         table.add_row(
@@ -273,7 +289,7 @@ def _memory_table(summaries: Sequence[Record]) -> Table:
             *(_mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes")),
             *(_mib(s[name]) for name in ("host_bytes_max", "host_bytes_at_peak")),
             *(_number(s.get(f"fall_allocated_over_{of}"), 4) for of in ("at_peak", "max")),
-            _number(s.get("fall_reserved_over_max"), 4),
+            *(_number(s.get(f"fall_reserved_over_{of}"), 4) for of in ("at_peak", "max")),
             *(_mib(s.get(name)) for name in ("pinned_bytes", "host_rss_bytes")),
             str(s["alloc_retries"]),
         )

@@ -8,7 +8,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 KINDS = ("none", "ours", "incumbent", "recompute")
 _OFFLOAD = ("ours", "incumbent")
@@ -113,6 +115,7 @@ class Settings:
     shape: Shape
     entries: tuple[Entry, ...]
     rounds: int
+    rotate: bool
     iters: int
     warmup: int
     engine: dict[str, Any]
@@ -150,6 +153,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         shape=shape,
         entries=entries,
         rounds=args.rounds,
+        rotate=args.rotate,
         iters=args.iters,
         warmup=args.warmup,
         engine=engine,
@@ -198,6 +202,12 @@ def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -
     if any(entry.kind == "recompute" for entry in entries):
         raise ValueError("--overlap-a2a excludes full recomputation: leave it out of --contenders")
     return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
+
+
+def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
+    """The contenders in the order of round `number`; whoever is first in a round meets the GPU as pauses left it."""
+    first = number % len(contenders) if rotate else 0
+    return (*contenders[first:], *contenders[:first])
 
 
 def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
@@ -252,6 +262,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--delay-wgrad", action="store_true", help="of --overlap-a2a, with delay_wgrad_compute")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all contenders take their turn")
+    parser.add_argument(
+        "--rotate", action="store_true", help="each round begins with the next contender: A B C, B C A, C A B"
+    )
     parser.add_argument(
         "--iters-per-round", type=int, default=4, dest="iters", metavar="N", help="timed steps of a turn"
     )
