@@ -195,12 +195,14 @@ def chain(begins: list[float], *more: dict[str, Any], issued: dict[int, float] |
     return trace.make_trace([FIRST, *kernels, *calls, *more])
 
 
-def compared(other: trace.Trace, reference: trace.Trace | None = None) -> dict[str, tuple[int, float, float]]:
+def compared(
+    other: trace.Trace, reference: trace.Trace | None = None, kinds: tuple[str, ...] = pauses.KINDS
+) -> dict[str, tuple[int, float, float]]:
     rows = pauses.compare(reference or chain([100, 152, 204, 256]), other, MIB)
     return {
         row["pause"]: (row["count"], pytest.approx(row["reference_us"]), pytest.approx(row["total_us"]))
         for row in rows
-        if row["count"]
+        if row["count"] and row["pause"] in kinds
     }
 
 
@@ -210,6 +212,19 @@ def test_pauses_are_told_apart_by_what_is_copied() -> None:
         pauses.OUT: (1, 2.0, 5.0),
         pauses.IN: (1, 2.0, 4.0),
         pauses.QUIET: (1, 2.0, 7.0),
+    }
+
+
+def test_kernels_are_compared_by_what_is_copied_beside_them() -> None:
+    slow = [
+        kernel(begin, begin + took, name=name) for begin, took, name in ((100, 51, "a"), (152, 54, "b"), (207, 58, "c"))
+    ]
+    copies = [copy_out(170, 190), {**copy_out(230, 240), "name": "Memcpy HtoD (Pinned -> Device)"}]
+    other = trace.make_trace([FIRST, *slow, *copies])
+    assert compared(other, chain([100, 152, 204]), pauses.KERNEL_KINDS) == {
+        "kernel beside a copy-out": (1, 50.0, 54.0),
+        "kernel beside a copy-in": (1, 50.0, 58.0),
+        "kernel beside no copy": (1, 50.0, 51.0),
     }
 
 

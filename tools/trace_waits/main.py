@@ -14,7 +14,15 @@ from .trace import Trace, read_trace
 
 _COLUMNS = ("count", "longest_us", "total_us", "copying_us", "longest_caused_us", "total_caused_us")
 _HEAD = ("trace", "wait", "count", "longest ms", "total ms", "while copying ms", "caused: longest ms", "total ms")
-_PAUSES = ("trace", "pause in front of a kernel", "count", "first ms", "total ms", "longer by ms", "each by us")
+_PAUSES = (
+    "trace",
+    "pause in front of a kernel, or kernel",
+    "count",
+    "first ms",
+    "total ms",
+    "longer by ms",
+    "each by us",
+)
 _EXAMPLES = """examples:
   python3 tools/trace_waits.py trace.json.gz
   python3 tools/trace_waits.py none=a.json.gz ours=b.json.gz --pauses
@@ -36,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print("host waits of one step", _HEAD, waits, args.markdown)
     pauses = _pauses(found, args.activation_bytes) if args.pauses else []
     if pauses:
-        title = f"pauses in front of the kernels that {args.traces[0][0]} has too"
+        title = f"the kernels that {args.traces[0][0]} has too, and the pauses in front of them"
         _print(title, _PAUSES, [(row["label"], row["pause"], *_differences(row)) for row in pauses], args.markdown)
     if args.json:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *pauses]))
@@ -61,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pauses",
         action="store_true",
-        help="compare the pauses in front of kernels with those of the same kernels in the first trace",
+        help="compare kernels, and the pauses in front of them, with the same kernels in the first trace",
     )
     parser.add_argument("--picture", type=Path, metavar="PNG", help="what streams and host did around the longest wait")
     parser.add_argument("--span-ms", type=float, default=40.0, metavar="MS", help="how much time it shows")

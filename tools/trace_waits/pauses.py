@@ -1,4 +1,4 @@
-"""Pauses in front of kernels, beside those in front of the same kernels in another trace. Pure functions."""
+"""Kernels and the pauses in front of them, beside the same kernels in another trace. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ _MOMENT_US = 20.0  # a longer pause of a stream whose work is there waits for an
 LATE = "the host was late"
 STREAM = "it waited for another stream"
 IN, OUT, QUIET = "beside a copy-in", "beside a copy-out", "beside no copy"
+KINDS = (LATE, IN, OUT, QUIET, STREAM)
+KERNEL = "kernel"  # in front of the kind, where a row is of the kernels themselves
+KERNEL_KINDS = tuple(f"{KERNEL} {kind}" for kind in (IN, OUT, QUIET))
 
 
 class Pause(NamedTuple):
@@ -27,6 +30,8 @@ class Pause(NamedTuple):
 
 def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[str, Any]]:
     """What the pauses of `other` are longer by than those of `reference`, by what they have to do with.
+
+    And what its kernels are longer by, which slower memory or a slower clock of the GPU does to them.
 
     Only kernels of the stream that computes most are looked at. What `other` launches besides counts for the pause in
     front of the next kernel that both have.
@@ -48,12 +53,18 @@ def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[
         is_out: union(c.span for c in other.copies if c.is_out is is_out and c.nbytes >= activation_bytes)
         for is_out in (True, False)
     }
-    found = {kind: [0, 0.0, 0.0] for kind in (LATE, IN, OUT, QUIET, STREAM)}
-    for one, two in zip(_pauses(before), _pauses(after), strict=True):
-        row = found[_kind(one, two, copies[False], copies[True])]
+    found = {kind: [0, 0.0, 0.0] for kind in (*KINDS, *KERNEL_KINDS)}
+
+    def add(kind: str, one: Span, two: Span) -> None:
+        row = found[kind]
         row[0] += 1
-        row[1] += one.span.length
-        row[2] += two.span.length
+        row[1] += one.length
+        row[2] += two.length
+
+    for pause, longer in zip(_pauses(before), _pauses(after), strict=True):
+        add(_kind(pause, longer, copies[False], copies[True]), pause.span, longer.span)
+    for kernel, same in zip(before, after, strict=True):
+        add(f"{KERNEL} {_beside(same.span, copies[False], copies[True])}", kernel.span, same.span)
     return [
         {"pause": kind, "count": count, "reference_us": first, "total_us": second}
         for kind, (count, first, second) in found.items()
@@ -90,7 +101,11 @@ def _kind(one: Pause, two: Pause, copies_in: Sequence[Span], copies_out: Sequenc
         return LATE
     if one.span.length > _MOMENT_US:
         return STREAM
-    middle = (two.span.begin + two.span.end) / 2
+    return _beside(two.span, copies_in, copies_out)
+
+
+def _beside(span: Span, copies_in: Sequence[Span], copies_out: Sequence[Span]) -> str:
+    middle = (span.begin + span.end) / 2
     return IN if _covers(copies_in, middle) else OUT if _covers(copies_out, middle) else QUIET
 
 
