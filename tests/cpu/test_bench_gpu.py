@@ -78,7 +78,9 @@ def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() ->
         ("--delay-wgrad", "part of --overlap-a2a"),
         ("--setup b --overlap-a2a", "ep of at least 2"),
         ("--setup fine-8 --vpp 0 --overlap-a2a", "virtual stages"),
-        ("--setup fine-2 --overlap-a2a --contenders recompute,none", "excludes full recomputation"),
+        ("--setup fine-2 --overlap-a2a --contenders recompute,none", "excludes recompute"),
+        ("--setup fine-2 --overlap-a2a --contenders ours,copies", "excludes copies"),
+        ("--contenders copies,ours", "name ours in front of it"),
     ],
 )
 def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -512,6 +514,59 @@ def recompute_turns(kind: str) -> dict[str, Any]:
         counts.append(len(ran))
     hook.remove()
     return {"counts": counts, "parity": bench.parity(), "left": chunks[0].config.recompute_granularity}
+
+
+class CountedCopies:
+    """In place of `PlainCopies`, which needs a GPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.counter = nbytes, None
+
+    def copy_out(self) -> None:
+        self._count("copy_out")
+
+    def copy_in(self) -> None:
+        self._count("copy_in")
+
+    def _count(self, way: str) -> None:
+        if self.counter is not None:
+            with getattr(self.counter, way)(self.nbytes, None):
+                pass
+
+
+def copies_turns() -> dict[str, Any]:
+    """In a process with megatron-core's parallel state: copies before ours, ours with two sets of modules, copies."""
+    from tests.dist import tiny
+
+    contenders.PlainCopies = CountedCopies
+    chunks = tiny.make_chunks(tiny.make_config())
+    training = model.Training(TINY, chunks, "cpu")
+    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 1), lambda what: None, FakeEvent)
+    entries = [settings.Entry("ours", modules) for modules in (OURS.modules, ("core_attn",))]
+    plain = contenders.make_contender(settings.Entry("copies", OURS.modules), chunks, {})
+    hooks = _num_hooks(chunks)
+    with pytest.raises(RuntimeError, match="copies qkv_linear,core_attn: ours has moved nothing so far"):
+        bench.turn(plain, 0)
+    turns = []
+    for entry in entries:
+        turns.append(bench.turn(contenders.Ours(entry, {"min_tensor_bytes": 0, "directory": "none"}), 0))
+        plain.follow(turns[-1], TINY.nmb)
+    turns.append(bench.turn(plain, 0))
+    assert _num_hooks(chunks) == hooks
+    return {"turns": turns, "parity": bench.parity()}
+
+
+@pytest.mark.dist
+def test_copies_are_as_large_as_those_of_ours_with_the_same_modules() -> None:
+    pytest.importorskip("megatron.core")
+    from tests.dist.launch import run_ranks
+
+    (found,) = run_ranks(copies_turns)
+    own, _, plain = found["turns"]
+    num_calls = TINY.layers * TINY.nmb
+    assert plain["copied_out_bytes"] == plain["copied_in_bytes"] == own["copied_out_bytes"] // num_calls * num_calls > 0
+    assert plain["num_copies_out"] == num_calls and plain["host_bytes_max"] == 0
+    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 3
 
 
 @pytest.mark.dist

@@ -4,6 +4,7 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 
 - `recompute`: no offload, and full recomputation of every layer, which megatron-core reads from the configuration in
   each forward.
+- `copies`: no offload, and beside each layer plain copies of as many bytes as `ours` moved: the traffic alone.
 - `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
   off, closes the engine and gives its pinned memory back.
@@ -35,7 +36,7 @@ from unittest import mock
 
 import torch
 
-from .copies import CopyCounter, HostCopies, Moved, moved_of
+from .copies import CopyCounter, HostCopies, Moved, PlainCopies, moved_of
 from .settings import Entry
 
 # Each release of the engine's asks the first before it changes anything, each copy-in one of the others.
@@ -245,6 +246,57 @@ class Recompute(NoOffload):
             vars(config).update(before)
 
 
+class Copies(NoOffload):
+    """No offload, and beside each layer copies of as many bytes as `ours` moves, for which nobody waits.
+
+    What a step takes longer with them no engine can save: they take memory bandwidth and power from the kernels.
+    """
+
+    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        super().__init__(entry)
+        self._layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
+        self._copy_bytes = 0
+        self._plain: PlainCopies | None = None
+        self._hooks: list[Any] = []
+
+    def follow(self, turn: Mapping[str, Any], num_microbatches: int) -> None:
+        """If it is a turn of `ours` with the same modules: from now on move as much in a step."""
+        if (turn["contender"], turn["modules"]) == ("ours", list(self.entry.modules)):
+            self._copy_bytes = turn["copied_out_bytes"] // (len(self._layers) * num_microbatches)
+
+    def attach(self) -> None:
+        if not self._copy_bytes:
+            raise RuntimeError(
+                f"{self.entry.label}: ours has moved nothing so far, so there is nothing to be as large as"
+            )
+        self._plain = plain = PlainCopies(self._copy_bytes)
+
+        def behind(module: torch.nn.Module, args: Any, output: Any) -> None:
+            plain.copy_out()
+            output[0].register_hook(lambda _: plain.copy_in())  # its gradient is there: the layer's backward begins
+
+        self._hooks = [layer.register_forward_hook(behind) for layer in self._layers]
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._plain = [], None
+
+    @contextmanager
+    def counting(self, counter: CopyCounter) -> Iterator[None]:
+        assert self._plain is not None
+        self._plain.counter = counter
+        try:
+            yield
+        finally:
+            self._plain.counter = None
+
+    def moved(self, counter: CopyCounter) -> Moved:
+        return moved_of(counter, host_bytes_max=0)  # nothing is on the host only
+
+
 def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
     def marked(*args: Any) -> Any:
         mark()
@@ -257,6 +309,8 @@ def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapp
     """The contender of an entry of the command line."""
     if entry.kind == "ours":
         return Ours(entry, engine)
+    if entry.kind == "copies":
+        return Copies(entry, chunks)
     if entry.kind == "recompute":
         return Recompute(entry, chunks)
     return Incumbent(entry, chunks) if entry.kind == "incumbent" else NoOffload(entry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -95,6 +95,39 @@ class CopyCounter:
         direction.nbytes += nbytes
         direction.num_copies += num_copies
         direction.events.append(pair)
+
+
+class PlainCopies:
+    """Copies of one buffer to pinned memory and back, each on a stream of its own, for which nobody waits.
+
+    Args:
+        nbytes: of each copy.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.counter: CopyCounter | None = None
+        self._device = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
+        self._host = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
+        self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def copy_out(self) -> None:
+        """Behind what the current stream has been given so far."""
+        self._copy(0, self._host, self._device)
+
+    def copy_in(self) -> None:
+        """Behind what the current stream has been given so far."""
+        self._copy(1, self._device, self._host)
+
+    def _copy(self, way: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        stream = self._streams[way]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), self._counting(way, target[way].nbytes, stream):
+            target[way].copy_(source[way], non_blocking=True)
+
+    def _counting(self, way: int, nbytes: int, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        if self.counter is None:
+            return nullcontext()
+        return (self.counter.copy_in if way else self.counter.copy_out)(nbytes, stream)
 
 
 class HostCopies:

@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .leftovers import notice
 from .provenance import provenance
 from .settings import Settings, in_turn, parse, profile_file
+
+if TYPE_CHECKING:
+    from .contenders import Copies
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
@@ -58,6 +61,7 @@ class Run:
         self._records: list[dict[str, Any]] = []
         self._timelines: list[MemoryTimeline] = []
         self._failed: set[str] = set()
+        self._copies: list[Copies] = []
         self._check_engine()
         counts = Counts(settings.warmup, settings.iters)
         self._bar = tqdm(
@@ -115,9 +119,10 @@ class Run:
         self._publish(alone)
 
     def _measure_contenders(self) -> None:
-        from .contenders import make_contender
+        from .contenders import Copies, make_contender
 
         contenders = [make_contender(e, self._chunks, self._settings.engine) for e in self._settings.entries]
+        self._copies = [contender for contender in contenders if isinstance(contender, Copies)]
         self._bench.step()  # kernels are chosen and communicators made on the first step
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
@@ -141,6 +146,8 @@ class Run:
             return
         if what := notice(record):
             self._bar.write(f"{contender.entry.label}, rank {self._ranks.rank}: {what}", file=sys.stderr)
+        for copies in self._copies:
+            copies.follow(record, self._settings.shape.nmb)
         self._publish([record])
 
     def _extras(self, contender: Any) -> None:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-KINDS = ("none", "ours", "incumbent", "recompute")
-_OFFLOAD = ("ours", "incumbent")
+KINDS = ("none", "ours", "copies", "incumbent", "recompute")
+_OFFLOAD = ("ours", "copies", "incumbent")
 BF16_BYTES = 2
 
 # What megatron-core's own offload calls what the project's table of modules names otherwise.
@@ -172,11 +172,13 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> 
     """The contenders of one round, in order: each kind that offloads once for every set of modules.
 
     Raises:
-        ValueError: for an unknown kind, no kind at all, or modules that the incumbent rejects.
+        ValueError: for an unknown kind, no kind at all, copies before ours, or modules that the incumbent rejects.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
         raise ValueError(f"unknown contenders {sorted(unknown)}: there are {', '.join(KINDS)}")
+    if "copies" in kinds and "ours" not in kinds[: kinds.index("copies")]:
+        raise ValueError("copies moves as much as ours did before: name ours in front of it")
     found: list[Entry] = []
     for modules in module_sets if set(kinds) & set(_OFFLOAD) else [()]:
         for kind in kinds:
@@ -189,7 +191,7 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> 
 def _modules_for(kind: str, modules: Sequence[str]) -> tuple[str, ...]:
     if kind not in _OFFLOAD:
         return ()
-    return tuple(modules) if kind == "ours" else incumbent_modules(modules)
+    return incumbent_modules(modules) if kind == "incumbent" else tuple(modules)
 
 
 def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -> dict[str, bool]:
@@ -199,8 +201,9 @@ def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -
         return {}
     if shape.ep < 2 or (shape.pp > 1 and not shape.vpp):
         raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
-    if any(entry.kind == "recompute" for entry in entries):
-        raise ValueError("--overlap-a2a excludes full recomputation: leave it out of --contenders")
+    for kind in ("recompute", "copies"):  # the second goes by calls of layers, and none is called
+        if any(entry.kind == kind for entry in entries):
+            raise ValueError(f"--overlap-a2a excludes {kind}: leave it out of --contenders")
     return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
 
 
@@ -253,7 +256,8 @@ def _parser() -> argparse.ArgumentParser:
         "--contenders",
         default=",".join(("ours", "none", "incumbent")),
         metavar="A,B",
-        help=f"in order, of {', '.join(KINDS)} (recompute: all layers, one by one)",
+        help=f"in order, of {', '.join(KINDS)} (copies: no offload, beside copies of as many bytes as ours moves, "
+        "behind it; recompute: all layers, one by one)",
     )
     parser.add_argument(
         "--overlap-a2a",
