@@ -58,6 +58,8 @@ class Attachment:
         self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pause)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
+        self.weights: list[torch.Tensor] = []
+        """Parameters and buffers of the chunks, as they were at the end of the last step."""
 
         self._is_closed: bool = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -67,6 +69,7 @@ class Attachment:
         self._called: _Called | None = None  # the chunk whose forward runs, unless it runs as the nodes of a plan
         self._num_forwards: list[int] = [0] * len(chunks)
         self._comes_back_at_once: set[ChunkKey] = set()  # of the running step; the brackets of last places look it up
+        self.note_weights(chunks)
         for stage, chunk in enumerate(chunks):
             sites = find_sites(chunk, names)
             is_in_checkpoints = not sites  # every layer is recomputed, and saves its input only
@@ -81,6 +84,17 @@ class Attachment:
         self.checkpoint_bracket: GroupBracket | None = (
             None if layers_per_checkpoint is None else self.bracket(Site("layer_input", "", None))
         )
+
+    def note_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Looks up what is no activation. At the end of a step, when the device still has work: at its begin it waits.
+
+        What takes the place of a parameter between two steps is known a step later. Until then views of it may be moved
+        like activations; itself it is known by its type.
+
+        Args:
+            chunks: as in the constructor; DistributedDataParallel has something else under the name `buffers`.
+        """
+        self.weights = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
 
     def begin_iteration(self, actions: Sequence[Action], *, is_combined: bool = False) -> None:
         """Starts counting this rank's forwards anew.

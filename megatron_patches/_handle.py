@@ -131,19 +131,18 @@ class Handle:
     @contextmanager
     def _running_step(self, attachment: Attachment, step: Step, to_check: Settings | None) -> Iterator[None]:
         actions = step.order(step.config)
-        # of the chunks inside the wrappers: DistributedDataParallel keeps something else under the name `buffers`
-        weights = [tensor for chunk in step.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
         self._running = attachment
         try:
-            with attachment.engine.iteration(actions, weights, is_combined=is_combined):
+            with attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined):
                 yield
         except BaseException:
             attachment.abandon_iteration()
             raise
         finally:
             self._running = None
+            attachment.note_weights(step.chunks)
         if to_check is not None:
             self._check_first_step(attachment, step, to_check)
         attachment.warn_of_unused_names()
