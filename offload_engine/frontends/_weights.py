@@ -38,8 +38,10 @@ def weights_of(parts: Iterable[nn.Module | torch.Tensor]) -> Iterator[torch.Tens
         if isinstance(part, torch.Tensor):
             yield part
         else:
-            yield from part.parameters()
-            yield from part.buffers()
+            for module in part.modules():  # once, where parameters() and buffers() walk the model each, for its names
+                for tensor in (*module._parameters.values(), *module._buffers.values()):
+                    if tensor is not None:
+                        yield tensor
 
 
 def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
