@@ -114,6 +114,7 @@ _SETTINGS = (
     _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
 )
 _SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
+_SWITCHES = tuple(s.name for s in _SETTINGS if s.parse is None)
 
 
 class Settings(NamedTuple):
@@ -216,10 +217,13 @@ def check_fields(config: Any) -> None:
     """Checks the offload fields of a configuration against each other and against megatron-core's own.
 
     Raises:
-        ValueError: for an unknown module name, a size that is negative or no integer, `offload_modules` without
-            `offload_activation`, an unknown policy, a budget beside what it bounds, or megatron-core's own offloading
-            switched on as well.
+        ValueError: for a switch that is no bool, an unknown module name, a size that is negative or no integer,
+            `offload_modules` without `offload_activation`, an unknown policy, a budget beside what it bounds, or
+            megatron-core's own offloading switched on as well.
     """
+    for name in _SWITCHES:
+        if not isinstance(getattr(config, name, False), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(config, name)!r}")
     for name in _SIZES:
         _check_size(name, getattr(config, name, None))
     if config.offload_host_policy not in (None, *HOST_POLICIES):

@@ -47,7 +47,11 @@ class GroupBracket:
         self._has_hooks = False  # else the bracket is suspended, or not open
 
     def enter(self) -> bool:
-        """Opens a group: what is saved from now on belongs to it. False while the engine is passive.
+        """Opens a group: what is saved from now on belongs to it.
+
+        Returns:
+            False, and no group is open, while the engine is passive, and inside a checkpoint of torch or other hooks
+            that are not the chunk's.
 
         Nothing marks the input in the graph. A mark would gather the gradients of an input that is read more than once
         before those of its other readers are added: another order of summation, and another last bit.
@@ -57,8 +61,13 @@ class GroupBracket:
             return False
         if self._chunk is not None:
             self.leave()  # the place is entered again before its end was reached
+        if not chunk.has_innermost_hooks():
+            return False  # torch's checkpoint recomputes without this group: it must see what is saved now, too
+        is_kept = chunk.key in self._keeps
+        if is_kept:
+            self._keep_no_longer(chunk)
         group = chunk.open_group(self._name)
-        group.is_kept = group.is_kept or chunk.key in self._keeps
+        group.is_kept = group.is_kept or is_kept
         group.may_wait, group.layer = self._may_wait, self._layer
         self._chunk = chunk
         self.resume()
@@ -104,6 +113,12 @@ class GroupBracket:
         chunk = self._exit_hooks()
         if chunk is not None:
             chunk.abandon_group()
+
+    def _keep_no_longer(self, chunk: ChunkOffloadHandler) -> None:
+        """The place is called again, as a layer that is there several times: its last call comes back first."""
+        for group in chunk.chunk_groups.groups:
+            if group.name == self._name:
+                chunk.keep_no_longer(group)
 
     def _commit(self, chunk: ChunkOffloadHandler) -> _Replace:
         return lambda tensor: group_commit(tensor, chunk)

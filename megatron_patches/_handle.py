@@ -27,6 +27,7 @@ from megatron_patches._validate import (
     check_host_room,
     check_model,
     check_weights_stay_whole,
+    is_on_elsewhere,
 )
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
@@ -43,6 +44,9 @@ class Handle:
         self._applied: Applied | None = None
         # By the first of a model's chunks: an attachment goes when its model does.
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
+        self._attached_for: weakref.WeakKeyDictionary[torch.nn.Module, Settings] = weakref.WeakKeyDictionary()
+        self._closers: list[weakref.finalize[..., Any]] = []  # of those attachments
+        self._known_as_off: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # first chunks of models without
         self._running: Attachment | None = None
         self._latest: weakref.ref[Attachment] | None = None
 
@@ -66,6 +70,10 @@ class Handle:
         for attachment in list(self._attachments.values()):
             attachment.close()
         self._attachments.clear()
+        self._attached_for.clear()
+        for closer in self._closers:
+            closer.detach()  # else it keeps the attachment as long as the model lives
+        self._closers.clear()
         self._running = None
         if self._applied is not None:
             self._applied.remove()
@@ -118,7 +126,9 @@ class Handle:
         """
         settings = resolve(step.config, self._defaults)
         if settings is None:
-            return None
+            return self._first_step_without(step)
+        if self._attached_for.get(step.chunks[0], settings) != settings:
+            self._detach(step)  # the configuration asks for something else now
         attachment = self._attachments.get(step.chunks[0])
         is_first = attachment is None
         if attachment is None:
@@ -133,7 +143,7 @@ class Handle:
         actions = step.order(step.config)
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
-        self._running = attachment
+        outer, self._running = self._running, attachment  # a step of one model in a forward of another
         try:
             with attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined):
                 yield
@@ -141,19 +151,24 @@ class Handle:
             attachment.abandon_iteration()
             raise
         finally:
-            self._running = None
+            self._running = outer
             attachment.note_weights(step.chunks)
         if to_check is not None:
             self._check_first_step(attachment, step, to_check)
         attachment.warn_of_unused_names()
 
+    def _first_step_without(self, step: Step) -> AbstractContextManager[object] | None:
+        """The other ranks of the pipeline may offload: they wait for this one to take part in their checks."""
+        if step.chunks[0] in self._known_as_off:
+            return None
+        self._known_as_off.add(step.chunks[0])
+        return _checked_with_others(step) if is_on_elsewhere(step.chunks, step.pipeline) else None
+
     def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
         try:
             check_host_room(attachment.engine.stats, settings.engine.host_limit_bytes, step.pipeline)
         except ValueError:
-            attachment.close()
-            del self._attachments[step.chunks[0]]
-            self._latest = None
+            self._detach(step)
             raise
 
     def _attach(self, step: Step, settings: Settings) -> Attachment:
@@ -173,8 +188,15 @@ class Handle:
         assert engine is not None
         attachment = self._put_hooks(engine, step, settings)
         self._attachments[step.chunks[0]] = attachment
-        weakref.finalize(step.chunks[0], attachment.close)
+        self._attached_for[step.chunks[0]] = settings
+        self._closers = [closer for closer in self._closers if closer.alive]
+        self._closers.append(weakref.finalize(step.chunks[0], attachment.close))
         return attachment
+
+    def _detach(self, step: Step) -> None:
+        self._attachments.pop(step.chunks[0]).close()
+        del self._attached_for[step.chunks[0]]
+        self._latest = None
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         check_cuda_graphs(step.config, settings.modules)
@@ -194,6 +216,12 @@ class Handle:
             # where only a block of layers is recomputed, those behind it save their input themselves
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
+
+
+@contextmanager
+def _checked_with_others(step: Step) -> Iterator[None]:
+    yield
+    check_host_room(None, None, step.pipeline)
 
 
 def apply(

@@ -1,6 +1,8 @@
 """Tensors that megatron-core keeps until backward beside autograd, and when it has read them for the last time.
 
-While somebody keeps a tensor its copy-out frees nothing, unless the engine is told that nobody reads it any more.
+While somebody keeps a tensor its copy-out frees nothing, unless the engine is told that nobody reads it any more. That
+is known of megatron-core's own code only. Where a model has decoders or layers of its user's, or hooks of theirs, which
+may keep a tensor and read it later, nothing is told.
 
 1. The input of a chunk's decoder: the schedule keeps what it received until the backward of that chunk, and reads only
    the gradient of it; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
@@ -13,6 +15,8 @@ While somebody keeps a tensor its copy-out frees nothing, unless the engine is t
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,12 +25,22 @@ import torch
 
 from offload_engine import OffloadEngine
 
+logger = logging.getLogger(__name__)
+
+# Whose hooks on modules keep nothing that they see: ours, those of data parallelism, and those of TransformerEngine.
+_KNOWN = ("megatron.core.", "megatron_patches.", "torch.", "transformer_engine.")
+
 
 class HeldTensors:
     """Tells an engine which tensors of the running forward are held elsewhere, as soon as nobody reads them."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
+        self.has_other_readers: bool = False
+        """Code that is not megatron-core's sees what would be told: it may read it later."""
+
+        self._is_others: bool = False  # a chunk, a decoder or a layer is not megatron-core's
+        self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks see such tensors
         self._is_input_read_later: bool = False
         self._input: list[torch.Tensor] = []  # the tensors that are the running decoder's input
         self._recomputed_from: list[torch.Tensor] | None = None  # by the running layer; None: they are not wanted
@@ -42,6 +56,7 @@ class HeldTensors:
         if not layers:
             return
         assert isinstance(decoder, torch.nn.Module)
+        self._note_modules(chunk)
         yield chunk.register_forward_pre_hook(self._enter_chunk, with_kwargs=True)
         yield decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True)
         for index, layer in enumerate(layers):
@@ -52,9 +67,21 @@ class HeldTensors:
                 yield layer.register_forward_hook(self._leave_layer)
         yield decoder.register_forward_hook(self._leave_decoder)
 
+    def look_for_readers(self) -> None:
+        """Sets `has_other_readers`, for a step: hooks come and go between steps."""
+        had = self.has_other_readers
+        modules = [module for seen in self._seen if (module := seen()) is not None]
+        self.has_other_readers = self._is_others or _has_global_hooks() or any(map(_has_others_hooks, modules))
+        if self.has_other_readers and not had:
+            logger.info(
+                "inputs of layers stay on the device where the schedule keeps them, too: a decoder, a layer or a hook "
+                "of this model is not megatron-core's, and may read them later"
+            )
+
     def begin_layer(self) -> None:
         """From now on what `CheckpointWithoutOutput` saves is read last by the layer that begins."""
-        self._recomputed_from = [] if self._engine.is_active and not self._are_outputs_read else None
+        is_told = self._engine.is_active and not (self._are_outputs_read or self.has_other_readers)
+        self._recomputed_from = [] if is_told else None
 
     def end_layer(self) -> None:
         """The layer has read it."""
@@ -72,6 +99,13 @@ class HeldTensors:
         """Forgets the running forward, which raised."""
         self._input, self._recomputed_from = [], None
 
+    def _note_modules(self, chunk: torch.nn.Module) -> None:
+        blocks = [block for name in ("decoder", "mtp") if (block := getattr(chunk, name, None)) is not None]
+        layers = [layer for block in blocks for layer in block.layers]
+        self._is_others |= any(map(_is_others, (chunk, *blocks, *layers)))
+        inside = [*blocks, *filter(None, [getattr(chunk, "embedding", None)])]
+        self._seen += (weakref.ref(module) for part in inside for module in part.modules())
+
     def _enter_chunk(self, chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_input_read_later = (
             getattr(chunk, "mtp_process", False)
@@ -83,7 +117,7 @@ class HeldTensors:
 
     def _enter_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.clear()
-        if not self._engine.is_active:
+        if not self._engine.is_active or self.has_other_readers:
             return
         self._are_outputs_read = bool(kwargs.get("extract_layer_indices"))
         if not decoder.pre_process:
@@ -125,6 +159,22 @@ class HeldTensors:
         num_copies = Counter(map(_storage, recomputed_from))
         for storage, named in holders.items():
             self._engine.held_elsewhere(*named, num_copies=num_copies[storage])
+
+
+def _is_others(module: torch.nn.Module) -> bool:
+    return not type(module).__module__.startswith("megatron.core.")
+
+
+def _has_others_hooks(module: torch.nn.Module) -> bool:
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return False
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(getattr(hook, "__module__", "").startswith(_KNOWN) for hook in hooks)
+
+
+def _has_global_hooks() -> bool:
+    every = torch.nn.modules.module
+    return bool(every._global_forward_hooks or every._global_forward_pre_hooks)
 
 
 def _layers_ahead(chunk: torch.nn.Module) -> list[torch.nn.Module]:

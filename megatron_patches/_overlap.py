@@ -115,6 +115,8 @@ class PlanNodes:
             outputs = forward(*inputs)
         if is_attention:
             self._held.end_layer()
+        if self._held.has_other_readers:
+            return outputs
         if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
             self._engine.held_elsewhere(inputs[0], num_copies=1)

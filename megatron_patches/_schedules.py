@@ -27,8 +27,8 @@ class Step(NamedTuple):
     """The pipeline-parallel process group, or None."""
 
     num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
+    seq_length: int | None
+    micro_batch_size: int | None
     order: Callable[[Any], list[Action]]
     """This rank's actions, for the model's configuration."""
 
@@ -64,8 +64,8 @@ def schedule_rows(runner: Runner) -> list[Patch]:
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The model chunk inside DistributedDataParallel, Float16Module and the like."""
-    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+    """The model chunk inside DistributedDataParallel, Float16Module and the like: the innermost with a config."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module) and hasattr(inner, "config"):
         module = inner
     return module
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +11,21 @@ from megatron_patches._modules import ModuleRow, row_of
 from megatron_patches._sites import BLOCKS, Survey, merge_surveys, survey
 from offload_engine import IterationStats
 
-_Gathered = tuple[Survey | None, str | None]
+_UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+class _Report(NamedTuple):
+    """What one rank tells the others of its pipeline."""
+
+    survey: Survey | None = None
+    problem: str | None = None
+    is_on: bool = True
 
 
 def check_conflicts(config: Any, names: Sequence[str]) -> None:
@@ -44,14 +58,18 @@ def check_weights_stay_whole(config: Any) -> None:
             )
 
 
-def check_host_limit(config: Any, limit_bytes: int | None, seq_length: int, micro_batch_size: int) -> None:
+def check_host_limit(
+    config: Any, limit_bytes: int | None, seq_length: int | None, micro_batch_size: int | None
+) -> None:
     """Rejects a host limit that cannot hold even the smallest useful group: one hidden activation.
 
     Raises:
         ValueError: with both figures.
     """
+    if limit_bytes is None or not seq_length or not micro_batch_size:  # without a pipeline nobody need tell them
+        return
     need = hidden_bytes(config, seq_length, micro_batch_size)
-    if limit_bytes is not None and limit_bytes < need:
+    if limit_bytes < need:
         raise ValueError(
             f"offload_host_limit_bytes={limit_bytes:,} cannot hold one hidden activation of {need:,} bytes "
             f"(sequence {seq_length} x micro batch {micro_batch_size} x hidden {config.hidden_size}): nothing could "
@@ -83,40 +101,60 @@ def check_model(
     Raises:
         ValueError: the same on every rank of the group, saying what the model has instead.
     """
-    gathered = _gather((None if problem else survey(chunks), problem), pp)
-    _raise_problems(gathered)
-    model = merge_surveys(part for part, _ in gathered if part is not None)
+    reports = _gather(_Report(None if problem else survey(chunks), problem), pp)
+    _raise_problems(reports)
+    model = merge_surveys(report.survey for report in reports if report.survey is not None)
     missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
     if missing:
         raise ValueError(_missing_message(missing, model))
 
 
-def check_host_room(stats: IterationStats, limit_bytes: int | None, pp: Any) -> None:
+def is_on_elsewhere(chunks: Sequence[torch.nn.Module], pp: Any) -> bool:
+    """The other side of `check_model`, on a rank that offloads nothing: whether another rank of its pipeline does.
+
+    Args:
+        chunks: this rank's model chunks.
+        pp: the pipeline-parallel process group.
+
+    Raises:
+        ValueError: as on the others, for what has gone wrong there.
+    """
+    reports = _gather(_Report(survey(chunks), is_on=False), pp)
+    _raise_problems(reports)
+    return any(report.is_on for report in reports)
+
+
+def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> None:
     """Rejects a host tier too small for any group of a step. Collective over the pipeline-parallel group.
 
     What a group saves is known once a step was computed; the optimizer has not used its gradients yet.
+
+    Args:
+        stats: of the step; None: this rank offloads nothing.
+        limit_bytes: of the host tier, if there is one.
+        pp: the pipeline-parallel process group.
 
     Raises:
         ValueError: the same on every rank of the group, with both figures.
     """
     problem = None
-    if stats.num_host_limit_groups and not stats.num_offloaded_groups:
+    if stats is not None and stats.num_host_limit_groups and not stats.num_offloaded_groups:
         tier = "the host tier" if limit_bytes is None else f"offload_host_limit_bytes={limit_bytes:,}"
         problem = (
             f"{tier} has no room for any of {stats.num_host_limit_groups} groups of the first step, of "
             f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Make more room, or "
             "switch offload_activation off"
         )
-    _raise_problems(_gather((None, problem), pp))
+    _raise_problems(_gather(_Report(problem=problem), pp))
 
 
-def _raise_problems(gathered: Sequence[_Gathered]) -> None:
-    problems = [f"pipeline rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]
+def _raise_problems(reports: Sequence[_Report]) -> None:
+    problems = [f"pipeline rank {rank}: {report.problem}" for rank, report in enumerate(reports) if report.problem]
     if problems:
         raise ValueError("; ".join(problems))
 
 
-def _gather(own: _Gathered, pp: Any) -> list[_Gathered]:
+def _gather(own: _Report, pp: Any) -> list[_Report]:
     if pp is None or pp.size() == 1:
         return [own]
     gathered: list[Any] = [None] * pp.size()
@@ -147,8 +185,7 @@ def _why_missing(row: ModuleRow, model: Survey) -> str:
 def _full_conflict(config: Any, name: str) -> str | None:
     if config.recompute_granularity != "full" or name == "layer_input":
         return None
-    per_stage = config.num_layers // (config.pipeline_model_parallel_size * _virtual_stages(config))
-    if config.recompute_method == "block" and config.recompute_num_layers < per_stage:
+    if config.recompute_method == "block" and _leaves_layers_out(config):
         return None
     return (
         "recompute_granularity='full' recomputes every layer, which saves only its input: offload 'layer_input', or "
@@ -156,8 +193,12 @@ def _full_conflict(config: Any, name: str) -> str | None:
     )
 
 
-def _virtual_stages(config: Any) -> int:
-    return config.virtual_pipeline_model_parallel_size or 1
+def _leaves_layers_out(config: Any) -> bool:
+    """Whether recomputing a block of each chunk may leave out a layer somewhere: of stages of several sizes, it may."""
+    if any(getattr(config, name, None) for name in _UNEVEN_STAGES):
+        return True
+    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    return bool(config.recompute_num_layers < config.num_layers // num_chunks)
 
 
 def _selective_conflict(config: Any, row: ModuleRow) -> str | None:

@@ -181,8 +181,12 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def offload_kept_groups(self) -> None:
         """Another forward comes before the backward: issue the copy-out of what was to stay for it."""
         for group in self.chunk_groups.groups:
-            if group.is_kept and group.storages:
-                self._mover.keep_no_longer(group)
+            self.keep_no_longer(group)
+
+    def keep_no_longer(self, group: TensorGroup) -> None:
+        """The backward of `group`, if that was to stay for it, does not come at once: issue its copy-out."""
+        if group.is_kept and group.storages:
+            self._mover.keep_no_longer(group)
 
     def abandon_group(self) -> None:
         """Forget the innermost open group, whose forward raised. What it saved goes with its graph."""
@@ -192,6 +196,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager for the forward of a group: hands what autograd saves to this handler."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def has_innermost_hooks(self) -> bool:
+        """False where somebody else packs what is saved now: a checkpoint that counts what it will recompute, say."""
+        top = _innermost_hooks(True)
+        return top is None or top[1] == self._unpack  # which is that of both its pairs
 
     def push_hooks(self) -> None:
         """As to enter `saved_tensors_hooks()`, at less cost; `pop_hooks()` is as to leave it."""

@@ -73,6 +73,11 @@ def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
     """Commit the open group of `chunk` behind a submodule; use the returned tensor as its output."""
     group, node = chunk.innermost_group, tensor.grad_fn
+    if group is not None and node is not None and not group.storages and not group.has_made(node):
+        # What the group was given, as an identity returns it: there is nothing to bring back, and a mark would gather
+        # the gradients of its readers here, before those of others are added.
+        chunk.on_group_commit_forward()
+        return tensor
     if group is None or node is None or not group.has_made(node) or tensor._is_view():
         # Its node would not do. It runs its backward long after the group's where the group did not compute the tensor,
         # and never where the model goes on to write into a view.

@@ -103,6 +103,8 @@ def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
             {"offload_activation": True, "offload_host_policy": "spill"},
             "offload_host_policy must be one of keep, error",
         ),
+        ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
+        ({"offload_dry_run": 1}, "offload_dry_run must be True or False"),
         ({"offload_max_inflight_bytes": "1"}, "offload_max_inflight_bytes must be a whole number"),
         (
             {"offload_activation": True, "offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11},

@@ -101,6 +101,12 @@ def test_layers_beyond_the_recomputed_block_still_save() -> None:
         check_conflicts(config(**block, recompute_num_layers=2), ["core_attn"])
 
 
+def test_of_stages_of_several_sizes_one_may_have_layers_beyond_the_block() -> None:
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    for setting in ({"num_layers_in_first_pipeline_stage": 5}, {"pipeline_model_parallel_layout": "Ettttt|tttL"}):
+        check_conflicts(config(**block, **setting), ["core_attn"])
+
+
 def test_bytes_of_a_hidden_activation() -> None:
     assert hidden_bytes(config(), 16, 2) == 16 * 2 * 64 * 4
     assert hidden_bytes(config(bf16=True, context_parallel_size=2), 16, 2) == 8 * 2 * 64 * 2
@@ -109,6 +115,7 @@ def test_bytes_of_a_hidden_activation() -> None:
 
 def test_host_limit_below_one_activation() -> None:
     check_host_limit(config(), None, 16, 2)
+    check_host_limit(config(), 1, None, None)  # without a pipeline megatron-core does not ask for them
     check_host_limit(config(), 8192, 16, 2)
     with pytest.raises(ValueError, match="offload_host_limit_bytes=8,191 cannot hold .* 8,192 bytes"):
         check_host_limit(config(), 8191, 16, 2)
