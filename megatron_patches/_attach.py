@@ -103,7 +103,7 @@ class Attachment:
             actions: of this step.
             is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
         """
-        self.held.look_for_readers()
+        self.held.begin_step()
         self._num_forwards = [0] * len(self._num_forwards)
         self._comes_back_at_once.clear()
         self._comes_back_at_once |= backward_at_once(actions, is_combined)

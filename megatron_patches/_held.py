@@ -36,10 +36,9 @@ class HeldTensors:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
-        self.has_other_readers: bool = False
-        """Code that is not megatron-core's sees what would be told: it may read it later."""
-
+        self._has_other_readers: bool | None = None  # in the running step; None: nobody has asked yet
         self._is_others: bool = False  # a chunk, a decoder or a layer is not megatron-core's
+        self._is_logged: bool = False
         self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks see such tensors
         self._is_input_read_later: bool = False
         self._input: list[torch.Tensor] = []  # the tensors that are the running decoder's input
@@ -67,12 +66,25 @@ class HeldTensors:
                 yield layer.register_forward_hook(self._leave_layer)
         yield decoder.register_forward_hook(self._leave_decoder)
 
-    def look_for_readers(self) -> None:
-        """Sets `has_other_readers`, for a step: hooks come and go between steps."""
-        had = self.has_other_readers
-        modules = [module for seen in self._seen if (module := seen()) is not None]
-        self.has_other_readers = self._is_others or _has_global_hooks() or any(map(_has_others_hooks, modules))
-        if self.has_other_readers and not had:
+    def begin_step(self) -> None:
+        """Hooks come and go between steps: `has_other_readers` is found out anew."""
+        self._has_other_readers = None
+
+    @property
+    def has_other_readers(self) -> bool:
+        """Code that is not megatron-core's sees what would be told: it may read it later.
+
+        Found out when it is first asked for in a step: then the device has work, at the begin it would wait.
+        """
+        if self._has_other_readers is None:
+            modules = [module for seen in self._seen if (module := seen()) is not None]
+            self._has_other_readers = self._is_others or _has_global_hooks() or any(map(_has_others_hooks, modules))
+            self._log_once()
+        return self._has_other_readers
+
+    def _log_once(self) -> None:
+        if self._has_other_readers and not self._is_logged:
+            self._is_logged = True
             logger.info(
                 "inputs of layers stay on the device where the schedule keeps them, too: a decoder, a layer or a hook "
                 "of this model is not megatron-core's, and may read them later"
@@ -80,7 +92,7 @@ class HeldTensors:
 
     def begin_layer(self) -> None:
         """From now on what `CheckpointWithoutOutput` saves is read last by the layer that begins."""
-        is_told = self._engine.is_active and not (self._are_outputs_read or self.has_other_readers)
+        is_told = self._engine.is_active and not (self._are_outputs_read or self._is_others)
         self._recomputed_from = [] if is_told else None
 
     def end_layer(self) -> None:
@@ -117,7 +129,7 @@ class HeldTensors:
 
     def _enter_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.clear()
-        if not self._engine.is_active or self.has_other_readers:
+        if not self._engine.is_active or self._is_others:
             return
         self._are_outputs_read = bool(kwargs.get("extract_layer_indices"))
         if not decoder.pre_process:
@@ -156,6 +168,8 @@ class HeldTensors:
         holders: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in (*tensors, *recomputed_from):
             holders[_storage(tensor)].append(tensor)
+        if not holders or self.has_other_readers:
+            return
         num_copies = Counter(map(_storage, recomputed_from))
         for storage, named in holders.items():
             self._engine.held_elsewhere(*named, num_copies=num_copies[storage])

@@ -115,7 +115,7 @@ class PlanNodes:
             outputs = forward(*inputs)
         if is_attention:
             self._held.end_layer()
-        if self._held.has_other_readers:
+        if (is_computation or residual is not None) and self._held.has_other_readers:
             return outputs
         if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
