@@ -230,7 +230,8 @@ def apply(
     """Teaches megatron-core to offload activations, until `Handle.remove()`.
 
     Call it before the configuration of a model is made. What is moved is set by that configuration:
-    `TransformerConfig(offload_activation=True, offload_modules=[...])`.
+    `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
+    these fields if it is defined after this call; in models of others `modules` names what is moved.
 
     Args:
         config: settings of the engines, for what the model's configuration leaves open.

@@ -107,7 +107,8 @@ class PlanNodes:
         if is_attention:
             self._tell_residual()  # in front of it this stream waits for the node before it
             self._held.begin_layer()
-        residual = node.layer_state.residual if node.name == "moe_combine" else None
+        is_combine = node.name == "moe_combine"
+        residual = node.layer_state.residual if is_combine else None
         is_computation = is_attention or node.name == "mlp"
         if is_computation:
             self._engine.note_home(inputs[0], self._communication)
@@ -115,12 +116,12 @@ class PlanNodes:
             outputs = forward(*inputs)
         if is_attention:
             self._held.end_layer()
-        if (is_computation or residual is not None) and self._held.has_other_readers:
+        if (is_computation or is_combine) and self._held.has_other_readers:
             return outputs
         if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
             self._engine.held_elsewhere(inputs[0], num_copies=1)
-        elif node.name == "moe_combine":
+        elif is_combine:
             self._residual = weakref.ref(residual)
         return outputs
 
