@@ -133,8 +133,9 @@ class Device(Protocol):
         """Start reading a small device tensor, without standing behind copies that are under way."""
 
     def on_release(self, buffer: torch.Tensor) -> None:
-        """Told just before the engine drops `buffer`, its last reference to that storage: it may be reused from now on.
+        """Told just before the engine drops `buffer`: its storage may be reused from now on.
 
+        Unless the engine has another buffer over that storage, which was saved again after a write.
         Nothing to do on real devices; the adversarial device poisons the bytes here.
         """
 

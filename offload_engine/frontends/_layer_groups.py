@@ -17,7 +17,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import is_compiled, is_compiler_loaded, untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
-from offload_engine.frontends._groups import SavedInGroup
+from offload_engine.frontends._groups import SavedInGroup, is_new
 from offload_engine.frontends._layer_budget import LayerBudget
 from offload_engine.frontends._session import Session, is_in_backward
 from offload_engine.frontends._weights import with_storage
@@ -61,8 +61,8 @@ class _Saved(NamedTuple):
 class LayerGroups:
     """Opens a group when a layer is called and closes it, with its copy-out, when the layer returns.
 
-    A group that has saved `group_bytes` is closed before that, and another one opened: its copy need not wait for the
-    end of a large layer, nor the backward of that layer for all of its bytes.
+    A group that has saved `group_bytes` is closed before that, with the next storage, and another one opened: its copy
+    need not wait for the end of a large layer, nor the backward of that layer for all of its bytes.
 
     Saved tensors come in through one pair of hooks around the forward of the body, the module that runs the layers.
     What is saved in a layer belongs to its group. What is saved between layers moves with a group that saves it too.
@@ -256,10 +256,14 @@ class LayerGroups:
             if self._budget is not None:
                 self._budget.note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
 
-    def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
+    def _is_full(self, group: TensorGroup) -> bool:
+        return self._group_bytes is not None and group.own_bytes >= self._group_bytes
+
+    def _split_group(self, forward: _Forward, group: TensorGroup) -> TensorGroup:
         forward.chunk.close_group()
         following = forward.chunk.open_group(group.name)
         following.is_kept, following.is_read_once = group.is_kept, group.is_read_once
+        return following
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.
@@ -294,10 +298,10 @@ class LayerGroups:
         if forward is None or is_in_backward():
             return StayingTensor(without_graph(tensor))
         group = forward.chunk.innermost_group
+        if group is not None and self._is_full(group) and is_new(tensor, forward.chunk):
+            group = self._split_group(forward, group)  # no earlier: parts of the last storage may still be written to
         packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
         if isinstance(packed, PackedTensor):
-            if group is not None and self._group_bytes is not None and group.own_bytes >= self._group_bytes:
-                self._split_group(forward, group)
             return _Saved(packed, group, forward)
         return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)
 

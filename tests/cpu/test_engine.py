@@ -133,6 +133,26 @@ def test_one_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine) -
     check_nothing_left(engine)
 
 
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_part_that_is_written_when_another_one_has_left_is_another_save(as_view: bool) -> None:
+    """The parts have a version counter each, and all of them agree."""
+
+    def sin(part: torch.Tensor) -> torch.Tensor:
+        return part.expand(4, -1).sin()[0] if as_view else part.sin()  # the view is as large as the storage
+
+    def run(in_group: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([in_group(sin, part.exp_()) for part in (x * 1).unsafe_chunk(4)])
+
+    engine = make_engine(max_inflight_bytes=0)  # each copy is over before what comes next
+    x = leaf()
+    plain = torch.autograd.grad(run(lambda function, tensor: function(tensor), x).sum(), x)[0]
+    with engine.iteration():
+        output = run(lambda function, tensor: in_group(engine.start_chunk(), function, tensor), x)
+        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
+        del output
+    check_nothing_left(engine)
+
+
 def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again(engine: OffloadEngine) -> None:
     with engine.iteration():
         chunk = engine.start_chunk()

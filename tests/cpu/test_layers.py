@@ -290,6 +290,34 @@ def test_a_large_layer_leaves_in_pieces_and_what_fits_stays(enable: Enable, monk
     assert stats.prefetch_misses == 0
 
 
+def test_a_layer_that_writes_the_parts_of_a_storage_one_by_one(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LSTM does, between their saves: no copy begins in between."""
+
+    class Recurrent(nn.LSTMCell):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES // 8)
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Recurrent(WIDTH, WIDTH) for _ in range(3)), nn.Flatten(0))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(data()).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = run()
+    config = ALL.replace(min_tensor_bytes=1, max_inflight_bytes=0)  # each copy is over before what comes next
+    handle = enable(model, layers=list(model)[:3], config=config)
+    assert equal(run(), plain)
+    assert handle.stats.copied_out_bytes + handle.stats.kept_bytes == handle.stats.managed_bytes
+    handle.remove()
+    undivided = enable(model, layers=list(model)[:3], config=config.replace(horizon_groups=100))
+    assert equal(run(), plain)
+    gates_bytes = 4 * BYTES  # saved once more by who reads them next, after the copy in the two layers that leave
+    assert handle.stats.managed_bytes == undivided.stats.managed_bytes + 2 * gates_bytes
+
+
 def test_what_two_layers_share_comes_on_top(enable: Enable) -> None:
     """The output of a Tanh is also the input of the next layer: two layers need three such tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
