@@ -69,7 +69,7 @@ class ActivationStore(Retirement):
     def __init__(
         self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, config: OffloadConfig
     ) -> None:
-        super().__init__()
+        super().__init__(context.device.is_copy_thread)
         self.accounts: Accounts = Accounts(meter, config.resident_bytes)
         self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes)
         self.live: dict[SavedStorage, None] = {}
