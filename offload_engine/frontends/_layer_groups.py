@@ -46,6 +46,7 @@ class _Forward:
         self.chunk: ChunkOffloadHandler = chunk
         self.layer: nn.Module | None = None  # whose group is open
         self.first_index: int = 0  # of its groups
+        self.has_run_last: bool = False
         self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
         self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
 
@@ -216,6 +217,9 @@ class LayerGroups:
             return
         if forward.layer is not None or is_in_backward():
             return
+        if is_last and forward.has_run_last:  # layers share their weights: its backward does not come at once
+            forward.chunk.offload_kept_groups()
+        forward.has_run_last |= is_last
         group = forward.chunk.open_group(name)
         group.is_kept = is_last
         self._keep_shared_inputs(args, kwargs)

@@ -318,6 +318,21 @@ def test_a_layer_that_writes_the_parts_of_a_storage_one_by_one(enable: Enable, m
     assert handle.stats.managed_bytes == undivided.stats.managed_bytes + 2 * gates_bytes
 
 
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_layers_that_run_several_times(num_layers: int, enable_ckpt: bool, enable: Enable) -> None:
+    """What is kept is that of the last call alone."""
+    model = Net(num_layers)
+    model.layers = nn.ModuleList([*model.layers] * (6 // num_layers))
+    plain = step(model)
+    handle = enable(model, enable_ckpt)
+    assert handle.layers == tuple(f"layers.{i}" for i in range(num_layers))
+    assert equal(step(model), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (5, 1)
+    handle.remove()
+    assert equal(step(model), plain)
+
+
 def test_what_two_layers_share_comes_on_top(enable: Enable) -> None:
     """The output of a Tanh is also the input of the next layer: two layers need three such tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
