@@ -54,6 +54,8 @@ class Eligibility:
         if (
             tensor.device != self._torch_device
             or tensor.is_quantized
+            or tensor.is_nested  # its sizes are not in its shape
+            or tensor._is_zerotensor()  # a tangent without bytes, whatever its storage says
             or hasattr(tensor, "_TE_do_not_offload")
             or storage.data_ptr() in self._weights
             or storage._cdata in self._excluded
@@ -65,7 +67,7 @@ class Eligibility:
         """What autograd keeps for a tensor that stays: a view of a weight as it is, any other without its graph."""
         if tensor.is_leaf:  # most are: parameters, and what a function computed for its backward alone
             return tensor
-        if type(tensor) is _TENSOR and tensor.layout is _STRIDED:
+        if type(tensor) is _TENSOR and tensor.layout is _STRIDED and not tensor._is_zerotensor():
             if tensor.untyped_storage().data_ptr() in self._weights:
                 return tensor
         return without_graph(tensor)
