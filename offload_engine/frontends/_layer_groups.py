@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +46,9 @@ class _Forward:
 
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self.chunk: ChunkOffloadHandler = chunk
+        self.thread: int = threading.get_ident()
+        self.handled_outside: int = id(sys.exception())  # by who calls the body; an error inside it is another one
+        self.handled_in_body: int = 0  # the same of who calls `layer`
         self.layer: nn.Module | None = None  # whose group is open
         self.first_index: int = 0  # of its groups
         self.has_run_last: bool = False
@@ -114,7 +119,13 @@ class LayerGroups:
     @property
     def open_layer(self) -> nn.Module | None:
         """The layer that runs and saves into its group: not while a checkpoint around it does."""
-        return None if self._forward is None else self._forward.layer
+        return None if self._own_forward is None else self._own_forward.layer
+
+    @property
+    def _own_forward(self) -> _Forward | None:
+        """The forward that is offloaded, if it runs in this thread."""
+        forward = self._forward
+        return forward if forward is not None and forward.thread == threading.get_ident() else None
 
     def note_checkpointed(self, layers: Iterable[nn.Module]) -> None:
         """Inside each of `layers` a checkpoint runs it: its group saves what goes into that, and nothing else."""
@@ -135,7 +146,9 @@ class LayerGroups:
         self._leave_body()
 
     def remove(self) -> None:
-        """Take every hook off. Idempotent."""
+        """Take every hook off, also those of a forward that was interrupted. Idempotent."""
+        if self._own_forward is not None and self._is_on_top():
+            self._abandon()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -173,13 +186,16 @@ class LayerGroups:
         self._enter_body()
 
     def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
-        self._leave_body(has_raised=output is None)
+        forward = self._own_forward
+        self._leave_body(has_raised=forward is not None and id(sys.exception()) != forward.handled_outside)
 
     def _enter_body(self) -> None:
         if self._is_in_context:
             return
-        if self._forward is not None and not is_in_backward():  # KeyboardInterrupt and the like call no forward hook
-            self._abandon()
+        if self._forward is not None and not is_in_backward():
+            if self._own_forward is None:
+                return  # of a model that several threads run, one forward at a time is offloaded
+            self._abandon()  # KeyboardInterrupt and the like call no forward hook
         chunk = self.session.start_forward()
         if chunk is not None:
             if self._last_chunk is not None:
@@ -190,12 +206,12 @@ class LayerGroups:
             self._hooks.__enter__()
 
     def _leave_body(self, has_raised: bool = False) -> None:
-        if self._is_in_context or self._forward is None or is_in_backward():
+        if self._is_in_context or self._own_forward is None or is_in_backward():
             return
         if has_raised:
             self._abandon()
         else:
-            self._last_chunk = self._forward.chunk
+            self._last_chunk = self._own_forward.chunk
             self._close()
             self.session.end_forward()
             self.session.warn_if_idle()
@@ -211,9 +227,10 @@ class LayerGroups:
         self._forward = None
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
-        forward = self._forward
+        forward = self._own_forward
         if forward is None:
-            self._warn_if_outside(name)
+            if self._forward is None:  # else another thread's is offloaded
+                self._warn_if_outside(name)
             return
         if forward.layer is not None or is_in_backward():
             return
@@ -225,7 +242,7 @@ class LayerGroups:
         self._keep_shared_inputs(args, kwargs)
         if torch.is_grad_enabled() and self._is_on_top():
             group.is_read_once = layer in self._checkpointed
-            forward.layer = layer
+            forward.layer, forward.handled_in_body = layer, id(sys.exception())
             forward.first_index = group.index
             return
         group.is_read_once = True
@@ -249,11 +266,11 @@ class LayerGroups:
         )
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        forward = self._forward
+        forward = self._own_forward
         if forward is None or forward.layer is not layer or is_in_backward():
             return
         forward.layer = None
-        if output is None:  # it raised
+        if id(sys.exception()) != forward.handled_in_body:  # it raised
             forward.chunk.abandon_group()
         else:
             forward.chunk.close_group()
@@ -277,7 +294,7 @@ class LayerGroups:
         Function may save a detached one, and the storage of a gathered parameter is not that of the sharded one which
         the session knows as a weight. So they are named here, after FSDP's own hook has gathered them.
         """
-        if self._forward is not None and not is_in_backward():
+        if self._own_forward is not None and not is_in_backward():
             for weight in with_storage(unit.parameters()):
                 self.session.engine.exclude(weight)
 

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -466,6 +467,88 @@ def test_evaluation_and_generation_leave_the_engine_alone(enable: Enable) -> Non
     assert torch.equal(generated, plain.eval().generate(tokens, **settings))
     loss.backward()
     assert handle.stats.num_storages_left == 0
+
+
+def test_removed_after_an_interrupt(enable: Enable) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = enable(model := Net())
+    hook = model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(data())
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    hook.remove()
+    assert equal(step(model), step(Net()))
+
+
+@pytest.mark.parametrize("is_handling", [False, True])
+@pytest.mark.parametrize("what", ["layers", "body"])
+def test_what_returns_nothing_has_not_raised(what: str, is_handling: bool, enable: Enable) -> None:
+    class InPlace(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, state: list[torch.Tensor]) -> None:
+            state[0] = self.module(state[0])
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [InPlace(Layer()) if what == "layers" else Layer() for _ in range(4)]
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, state: list[torch.Tensor]) -> None:
+            for layer in self.layers:
+                output = layer(state if what == "layers" else state[0])
+                state[0] = state[0] if output is None else output
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        state = [data()]
+        try:
+            if is_handling:
+                raise ValueError("is handled while the model runs")
+            model(state)
+        except ValueError:
+            model(state)
+        state[0].square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(3)
+    model = Body()
+    plain = run()
+    handle = enable(model)
+    assert equal(run(), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (3, 1)
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_another_thread_runs_the_model_meanwhile(has_gradients: bool, enable: Enable) -> None:
+    results: list[list[torch.Tensor]] = []
+
+    def run_beside(*_: Any) -> None:
+        with torch.set_grad_enabled(has_gradients):
+            loss = model(data(1))
+        results.append(list(torch.autograd.grad(loss, list(model.parameters()))) if has_gradients else [loss])
+
+    def start(*_: Any) -> None:
+        thread = threading.Thread(target=run_beside)
+        hook.remove()
+        thread.start()
+        thread.join()
+
+    model = Net().eval()
+    run_beside()
+    plain = step(model)
+    handle = enable(model)
+    hook = model.layers[2].register_forward_pre_hook(start)
+    assert equal(step(model), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (3, 1)
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
