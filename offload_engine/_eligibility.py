@@ -12,6 +12,7 @@ from offload_engine._saved import without_graph
 
 _TENSOR: Final = torch.Tensor  # constants: each saved tensor is compared with them
 _STRIDED: Final = torch.strided
+_MIN_PRUNED: Final = 1024  # excluded storages: fewer are not worth looking through for those that are gone
 
 
 class Eligibility:
@@ -27,6 +28,7 @@ class Eligibility:
         self._min_storage_bytes = max(1, min_tensor_bytes)  # without a byte there is nothing to move
         self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
+        self._prune_at: int = _MIN_PRUNED
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """An iteration begins; the storages of `weights` are not activations."""
@@ -42,6 +44,10 @@ class Eligibility:
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being given to another storage, and no bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
+        # An iteration may have no end: where a step runs its forward before the backward of the one before.
+        if len(self._excluded) >= self._prune_at:
+            self._excluded = {key: weak for key, weak in self._excluded.items() if not weak.expired()}
+            self._prune_at = max(_MIN_PRUNED, 2 * len(self._excluded))
 
     def movable_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """The storage of `tensor` if its bytes may move, else None."""

@@ -318,6 +318,17 @@ def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
     engine.close()
 
 
+def test_what_was_excluded_is_forgotten_when_it_is_gone(engine: OffloadEngine) -> None:
+    """Not with the iteration alone, which may have no end."""
+    with engine.iteration():
+        kept = torch.ones(NUMEL)
+        engine.exclude(kept)
+        for _ in range(5000):
+            engine.exclude(torch.ones(1))
+        assert len(engine._store.eligibility._excluded) < 3000
+        assert engine._store.eligibility.movable_storage(kept) is None
+
+
 def test_a_small_view_of_a_large_storage_moves_with_it() -> None:
     """Were it kept as it is, it would hold the whole storage on the device."""
     engine = make_engine(min_tensor_bytes=1024)
