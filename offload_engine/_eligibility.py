@@ -12,6 +12,7 @@ from offload_engine._saved import without_graph
 
 _TENSOR: Final = torch.Tensor  # constants: each saved tensor is compared with them
 _STRIDED: Final = torch.strided
+_PARAMETER: Final = torch.nn.Parameter
 _MIN_PRUNED: Final = 1024  # excluded storages: fewer are not worth looking through for those that are gone
 
 
@@ -32,7 +33,7 @@ class Eligibility:
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """An iteration begins; the storages of `weights` are not activations."""
-        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in with_storage(weights))
         self.clear()
 
     def clear(self) -> None:
@@ -65,6 +66,8 @@ class Eligibility:
             or hasattr(tensor, "_TE_do_not_offload")
             or storage.data_ptr() in self._weights
             or storage._cdata in self._excluded
+            # Whose storage may be another by now than when the iteration began: FSDP gathers weights into new ones.
+            or (tensor._is_view() and type(tensor._base) is _PARAMETER)
         ):
             return None
         return storage
@@ -77,3 +80,14 @@ class Eligibility:
             if tensor.untyped_storage().data_ptr() in self._weights:
                 return tensor
         return without_graph(tensor)
+
+
+def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """`weights`, and for wrappers without a storage of their own (DTensor and the like) the tensors inside them."""
+    for weight in weights:
+        if hasattr(weight, "__tensor_flatten__"):
+            names, _ = weight.__tensor_flatten__()
+            parts = [getattr(weight, name) for name in names]
+            yield from with_storage(part for part in parts if isinstance(part, torch.Tensor))  # not the mesh of DTensor
+        elif weight.layout is torch.strided:
+            yield weight

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload_engine._eligibility import with_storage
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
@@ -22,7 +23,6 @@ from offload_engine.frontends._find_layers import Layer, units_inside
 from offload_engine.frontends._groups import SavedInGroup, is_new
 from offload_engine.frontends._layer_budget import LayerBudget
 from offload_engine.frontends._session import Session, is_in_backward
-from offload_engine.frontends._weights import with_storage
 
 logger = logging.getLogger(__name__)
 

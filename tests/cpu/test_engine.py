@@ -303,6 +303,30 @@ def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine)
     assert engine.stats.managed_bytes == 0
 
 
+def test_weights_inside_wrappers_stay(engine: OffloadEngine) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parts = torch.ones(NUMEL), torch.zeros(NUMEL)
+    with engine.iteration(weights=[TwoTensor(*parts), torch.eye(4).to_sparse()]):
+        chunk = engine.start_chunk()
+        chunk.open_group("weights")
+        for part in parts:
+            assert chunk.tensor_push(part) is part
+        chunk.close_group()
+
+
+def test_views_of_parameters_stay_whatever_their_storage_was(engine: OffloadEngine) -> None:
+    """FSDP gathers weights into storages that nobody knew when the iteration began."""
+    linear = torch.nn.Linear(16, 16)
+    with engine.iteration(weights=linear.parameters()):
+        chunk = engine.start_chunk()
+        linear.weight.data = torch.ones(16, 16)
+        chunk.open_group("weights")
+        assert torch.equal(chunk.tensor_push(view := linear.weight.t()), view)
+        chunk.close_group()
+    assert engine.stats.managed_bytes == 0
+
+
 def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
     engine = make_engine(min_tensor_bytes=1024)
     marked, excluded = torch.randn(NUMEL), torch.randn(NUMEL)
