@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from offload_engine._saved import SavedStorage
@@ -17,10 +18,17 @@ class Retirement(ABC):
     thread. So a step is `with self, self._lock`, not reentrant. In the middle of it no storage retires; what autograd
     drops meanwhile retires when the store, as a context manager, is left, behind the lock.
 
+    What has a copy under way does not retire in a thread that copies, where the collector may run as well: to retire it
+    takes a wait for that copy, and the thread might wait for itself. The next step that ends elsewhere does it.
+
     The lock is taken and given back by its own `with`: between two lines of ours an interrupt could leave it taken.
+
+    Args:
+        is_copy_thread: true in a thread that copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_copy_thread: Callable[[], bool]) -> None:
+        self._is_copy_thread = is_copy_thread
         self._lock = threading.Lock()  # held during a step
         self._dropped: deque[SavedStorage] = deque()  # without a handle, not retired yet
 
@@ -34,11 +42,18 @@ class Retirement(ABC):
             self._retire_dropped()
 
     def retire(self, saved: SavedStorage) -> None:
-        """Autograd has dropped the last handle: give everything back, where a step is under way after it."""
+        """Autograd has dropped the last handle: give everything back, where a step is under way after it.
+
+        In a thread that copies, what has a copy under way waits for the end of a step, too.
+        """
         if self._lock.acquire(False):
             try:
                 if saved.num_handles == 0:  # else another thread packed the storage once more
-                    self._retire(saved)
+                    # Few have a copy left to wait for, so the device is seldom asked.
+                    if (saved.pending is not None or saved.emptied is not None) and self._is_copy_thread():
+                        self._dropped.append(saved)
+                    else:
+                        self._retire(saved)
             finally:
                 self._lock.release()
         else:
@@ -52,7 +67,7 @@ class Retirement(ABC):
 
     def _retire_dropped(self) -> None:
         """Retire what autograd has dropped, unless a step is under way: its end does that."""
-        while self._dropped and self._lock.acquire(blocking=False):
+        while self._dropped and not self._is_copy_thread() and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
                     saved = self._dropped.popleft()

@@ -67,6 +67,7 @@ class SavedStorage:
         "region",
         "num_handles",
         "group",
+        "is_leaving",
         "num_holders",
         "emptied",
         "home",
@@ -91,6 +92,7 @@ class SavedStorage:
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
         self.group: TensorGroup = group  # the first to save it inside a bracket, if any did; that one moves it out
+        self.is_leaving: bool = False  # its copy-out is issued, or waits to be: it may lack what is written from now on
         self.num_holders: int | None = None  # tensors that hold it to no end until its backward; None: not known
         self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
         self.home: Stream = None  # another stream, whose pool the bytes may have come from
@@ -109,6 +111,15 @@ class SavedStorage:
             return False
         self._pin = _AddressPin(storage)
         return True
+
+    def may_lack_writes_to(self, tensor: torch.Tensor) -> bool:
+        """True if bytes that are leaving may lack what `tensor`, of the same storage and version, has at its save.
+
+        The parts that unsafe_chunk and the like make of a storage each have a version counter of their own, which is
+        also that of their views. They may be written in place one by one, each between the saves of others.
+        """
+        base = tensor._base if tensor._is_view() else tensor
+        return base is None or base.nbytes != self.nbytes
 
     def is_modified(self) -> bool:
         """True if the saved bytes were written in place, or discarded, since they were saved."""

@@ -69,7 +69,7 @@ class ActivationStore(Retirement):
     def __init__(
         self, context: TransferContext, pool: HostPool, meter: ResidencyMeter | None, config: OffloadConfig
     ) -> None:
-        super().__init__()
+        super().__init__(context.device.is_copy_thread)
         self.accounts: Accounts = Accounts(meter, config.resident_bytes)
         self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes)
         self.live: dict[SavedStorage, None] = {}
@@ -132,7 +132,11 @@ class ActivationStore(Retirement):
         try:
             with self._lock:
                 saved = self._by_key.get(key)
-                if saved is None or saved.version != tensor._version:
+                if (
+                    saved is None
+                    or saved.version != tensor._version
+                    or (saved.is_leaving and saved.may_lack_writes_to(tensor))
+                ):
                     saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._current_stream())
                     is_first = True
                     self.live[saved] = None
@@ -183,6 +187,8 @@ class ActivationStore(Retirement):
         """For a copy-out that is issued later: events behind what has been computed of `group` by now."""
         with self, self._lock:
             storages = list(group.storages)
+            for saved in storages:
+                saved.is_leaving = True
             return note_produced(storages, self._context) if storages else []
 
     def issue_copy_out(self, group: TensorGroup, produced: Sequence[Event] | None = None) -> CopyOut | None:
@@ -217,7 +223,7 @@ class ActivationStore(Retirement):
             copied_out = copy_out(storages, lease, produced, self._context)
             for saved in storages:
                 saved.pending = saved.copied_out = copied_out
-                saved.residency = COPYING_OUT
+                saved.residency, saved.is_leaving = COPYING_OUT, True
             self.accounts.stats.copied_out_bytes += nbytes
             self.accounts.stats.num_offloaded_groups += 1
             return CopyOut(group, storages, nbytes, copied_out)

@@ -195,11 +195,14 @@ class AdversarialSlab:
 class Copy:
     """One copy: what it moves, whether it ran, and whether what it delivers must be wrong."""
 
-    def __init__(self, kind: str, number: int, memory: Memory, region: HostRegion, will_fail: bool) -> None:
+    def __init__(
+        self, kind: str, number: int, memory: Memory, buffer: torch.Tensor, region: HostRegion, will_fail: bool
+    ) -> None:
         self.name = f"copy-{kind} #{number} ({region.nbytes} bytes, host bytes {region.offset}..)"
         self.is_out = kind == "out"
         self.number = number
         self.memory = memory
+        self.buffer = weakref.ref(buffer)  # through which it reaches that memory
         self.region = region
         self.will_fail = will_fail
         self.is_done = False
@@ -208,6 +211,10 @@ class Copy:
 
     def __repr__(self) -> str:
         return self.name
+
+    def is_held_by_other(self, buffer: torch.Tensor) -> bool:
+        """True if a buffer other than this one keeps the memory for the copy."""
+        return self.buffer() is not None and self.buffer() is not buffer
 
     def poison(self) -> None:
         """Make what this copy delivers wrong, whether it has run or not."""
@@ -302,6 +309,9 @@ class AdversarialDevice:
         else:
             stream.queue.append((event,))
 
+    def is_copy_thread(self) -> bool:
+        return False
+
     def is_complete(self, event: AdversarialEvent) -> bool:
         self._enter()
         if self._random is not None and self._random.random() < 0.25:
@@ -374,7 +384,8 @@ class AdversarialDevice:
         self._enter()
         memory = self._memory_of(buffer)
         memory.is_released = True
-        self._check_reuse(memory, "was released")
+        # What was saved twice has two buffers: each has to stay as long as its own copy.
+        self._check_reuse(memory, "was released", through=buffer)
 
     def free_host_bytes(self) -> int:
         return 1 << 60  # `host_capacity` is met by surprise
@@ -527,7 +538,7 @@ class AdversarialDevice:
         assert region.offset + region.nbytes <= region.slab.nbytes, region
         memory = self._memory_of(buffer)
         self.num_copies[kind] += 1
-        copy = Copy(kind, self.num_copies.total(), memory, region, self._next_fails(kind))
+        copy = Copy(kind, self.num_copies.total(), memory, buffer, region, self._next_fails(kind))
         copy.hazards = self.hazards
         if memory.is_released and memory.block is not None:
             self._violation(f"{copy} uses a buffer after its release", copy)
@@ -554,9 +565,20 @@ class AdversarialDevice:
             self._memories[storage._cdata] = memory
         return memory
 
-    def _check_reuse(self, memory: Memory, what: str, with_kernels: bool = False) -> None:
-        """Its home pool may hand the bytes out at once: every use of them must be ordered before what comes next."""
+    def _check_reuse(
+        self, memory: Memory, what: str, with_kernels: bool = False, through: torch.Tensor | None = None
+    ) -> None:
+        """Its home pool may hand the bytes out at once: every use of them must be ordered before what comes next.
+
+        Args:
+            memory: the bytes.
+            what: has become of them.
+            with_kernels: not copies alone.
+            through: not copies of another buffer, which is still there; None: of every one.
+        """
         for access in memory.accesses():
+            if through is not None and access.copy is not None and access.copy.is_held_by_other(through):
+                continue
             if access.copy is None and memory.block is None and not with_kernels:
                 continue  # kernels on torch's own memory are not the engine's business, unless it empties that
             if not any(self._knows(stream, access) for stream in (memory.home, *memory.recorded)):

@@ -92,6 +92,9 @@ class InstantDevice:
 
     def wait_event(self, stream: str, event: str) -> None: ...
 
+    def is_copy_thread(self) -> bool:
+        return False
+
     def is_complete(self, event: str) -> bool:
         return True
 

@@ -59,7 +59,7 @@ class Device(Protocol):
     """What the engine needs of a device.
 
     Calls come from the thread that runs the model or its backward, one at a time. What drops a buffer may also come
-    from any thread in which the garbage collector finds a graph.
+    from any thread in which the garbage collector finds a graph, also one of the device's own.
     """
 
     torch_device: torch.device
@@ -83,6 +83,9 @@ class Device(Protocol):
         Raises:
             CopyError: if the work that `event` stands for is already known to have failed.
         """
+
+    def is_copy_thread(self) -> bool:
+        """True in a thread that copies: one that waited there for a copy might wait for itself."""
 
     def is_complete(self, event: Event) -> bool:
         """True if `event` has completed without error; never blocks."""
@@ -133,8 +136,9 @@ class Device(Protocol):
         """Start reading a small device tensor, without standing behind copies that are under way."""
 
     def on_release(self, buffer: torch.Tensor) -> None:
-        """Told just before the engine drops `buffer`, its last reference to that storage: it may be reused from now on.
+        """Told just before the engine drops `buffer`: its storage may be reused from now on.
 
+        Unless the engine has another buffer over that storage, which was saved again after a write.
         Nothing to do on real devices; the adversarial device poisons the bytes here.
         """
 

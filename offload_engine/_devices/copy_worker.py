@@ -97,6 +97,18 @@ class ProcessGuard:
         return self._pid
 
 
+class CopyThread(threading.Thread):
+    """Copies what a queue holds. It knows the queue only, so an engine that is dropped without close() can go."""
+
+    def __init__(self, name: str, queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
+        super().__init__(target=_work, args=(queue,), name=name, daemon=True)
+
+    @staticmethod
+    def is_current() -> bool:
+        """True where such a thread runs, whichever device it belongs to."""
+        return isinstance(threading.current_thread(), CopyThread)
+
+
 class CopyStream:
     """Owns one worker thread, started by the first entry, and the queue it works through in order."""
 
@@ -104,7 +116,7 @@ class CopyStream:
         self.name = name
         self._guard = guard
         self._queue: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: CopyThread | None = None
         self._start_lock = threading.Lock()
         self._pid = 0  # of the process the thread runs in
 
@@ -141,10 +153,7 @@ class CopyStream:
         pid = self._guard.claim()
         with self._start_lock:
             if self._thread is None:
-                # The thread knows the queue only, so an engine that is dropped without close() can be collected.
-                self._thread = threading.Thread(
-                    target=_work, args=(self._queue,), name=f"offload-{self.name}", daemon=True
-                )
+                self._thread = CopyThread(f"offload-{self.name}", self._queue)
                 self._thread.start()
             self._pid = pid
 

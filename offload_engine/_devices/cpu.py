@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import cast
@@ -15,7 +16,7 @@ from typing import cast
 import torch
 
 from .base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream
-from .copy_worker import CopyableSlab, CopyEvent, CopyStream, ProcessGuard
+from .copy_worker import CopyableSlab, CopyEvent, CopyStream, CopyThread, ProcessGuard
 from .file_slab import FileSlab, check_directory, free_bytes
 from .host_memory import available_host_bytes
 from .memory_slab import MemorySlab
@@ -81,6 +82,9 @@ class CpuDevice:
         else:
             event.raise_failure()
 
+    def is_copy_thread(self) -> bool:
+        return CopyThread.is_current()
+
     def is_complete(self, event: Event) -> bool:
         return event.is_done and event.failure is None
 
@@ -142,6 +146,13 @@ def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:
 
 def _shut_down(guard: ProcessGuard, streams: list[CopyStream], slabs: weakref.WeakSet[FileSlab | MemorySlab]) -> None:
     guard.is_closed = True
+    if CopyThread.is_current():  # where the garbage collector has found the device: that thread cannot await its end
+        threading.Thread(target=_finish, args=(streams, slabs), name="offload-close").start()
+    else:
+        _finish(streams, slabs)
+
+
+def _finish(streams: list[CopyStream], slabs: weakref.WeakSet[FileSlab | MemorySlab]) -> None:
     for stream in streams:
         stream.close()
     for slab in list(slabs):

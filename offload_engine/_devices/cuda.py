@@ -81,6 +81,9 @@ class CudaDevice:
         logger.debug("copy stream %s: %s", name, stream)
         return stream.cuda_stream
 
+    def is_copy_thread(self) -> bool:
+        return False
+
     def synchronize(self, event: Event) -> None:
         try:
             self._runtime.synchronize(event)

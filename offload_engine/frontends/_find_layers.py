@@ -149,7 +149,8 @@ def _largest_list(model: nn.Module) -> list[Layer]:
         if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
             size = _num_elements(module.parameters())
             if size > largest_size:
-                largest, largest_size = [Layer(f"{name}.{i}", child) for i, child in enumerate(module)], size
+                # `named_children` gives each once, also one that runs several times.
+                largest, largest_size = [Layer(f"{name}.{i}", child) for i, child in module.named_children()], size
     return largest
 
 

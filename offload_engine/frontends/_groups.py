@@ -112,7 +112,7 @@ class AutomaticGroups:
             self.close_group()  # of the forward before: its backward does not come next
             chunk = self._chunk = chunk or self.session.start_saving(**self._options)
         group = chunk.innermost_group
-        if group is not None and self._is_full(group) and _is_new(tensor, chunk):
+        if group is not None and self._is_full(group) and is_new(tensor, chunk):
             chunk.close_group()  # no earlier than now: this one is not the last, which may have to stay
             group = None
         if group is None:
@@ -133,7 +133,7 @@ class AutomaticGroups:
         self.end_forward()
 
 
-def _is_new(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> bool:
+def is_new(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> bool:
     """True if `tensor` would move and no group has saved its storage: else it makes no group worth having.
 
     Without bytes of its own the last group would keep nothing on the device for the backward that comes at once.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,15 +14,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload_engine._eligibility import with_storage
 from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import is_compiled, is_compiler_loaded, untraced
 from offload_engine.frontends._find_layers import Layer, units_inside
-from offload_engine.frontends._groups import SavedInGroup
+from offload_engine.frontends._groups import SavedInGroup, is_new
 from offload_engine.frontends._layer_budget import LayerBudget
 from offload_engine.frontends._session import Session, is_in_backward
-from offload_engine.frontends._weights import with_storage
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,12 @@ class _Forward:
 
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self.chunk: ChunkOffloadHandler = chunk
+        self.thread: int = threading.get_ident()
+        self.handled_outside: int = id(sys.exception())  # by who calls the body; an error inside it is another one
+        self.handled_in_body: int = 0  # the same of who calls `layer`
         self.layer: nn.Module | None = None  # whose group is open
         self.first_index: int = 0  # of its groups
+        self.has_run_last: bool = False
         self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
         self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
 
@@ -61,8 +67,8 @@ class _Saved(NamedTuple):
 class LayerGroups:
     """Opens a group when a layer is called and closes it, with its copy-out, when the layer returns.
 
-    A group that has saved `group_bytes` is closed before that, and another one opened: its copy need not wait for the
-    end of a large layer, nor the backward of that layer for all of its bytes.
+    A group that has saved `group_bytes` is closed before that, with the next storage, and another one opened: its copy
+    need not wait for the end of a large layer, nor the backward of that layer for all of its bytes.
 
     Saved tensors come in through one pair of hooks around the forward of the body, the module that runs the layers.
     What is saved in a layer belongs to its group. What is saved between layers moves with a group that saves it too.
@@ -113,7 +119,13 @@ class LayerGroups:
     @property
     def open_layer(self) -> nn.Module | None:
         """The layer that runs and saves into its group: not while a checkpoint around it does."""
-        return None if self._forward is None else self._forward.layer
+        return None if self._own_forward is None else self._own_forward.layer
+
+    @property
+    def _own_forward(self) -> _Forward | None:
+        """The forward that is offloaded, if it runs in this thread."""
+        forward = self._forward
+        return forward if forward is not None and forward.thread == threading.get_ident() else None
 
     def note_checkpointed(self, layers: Iterable[nn.Module]) -> None:
         """Inside each of `layers` a checkpoint runs it: its group saves what goes into that, and nothing else."""
@@ -134,7 +146,9 @@ class LayerGroups:
         self._leave_body()
 
     def remove(self) -> None:
-        """Take every hook off. Idempotent."""
+        """Take every hook off, also those of a forward that was interrupted. Idempotent."""
+        if self._own_forward is not None and self._is_on_top():
+            self._abandon()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -172,13 +186,16 @@ class LayerGroups:
         self._enter_body()
 
     def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
-        self._leave_body(has_raised=output is None)
+        forward = self._own_forward
+        self._leave_body(has_raised=forward is not None and id(sys.exception()) != forward.handled_outside)
 
     def _enter_body(self) -> None:
         if self._is_in_context:
             return
-        if self._forward is not None and not is_in_backward():  # KeyboardInterrupt and the like call no forward hook
-            self._abandon()
+        if self._forward is not None and not is_in_backward():
+            if self._own_forward is None:
+                return  # of a model that several threads run, one forward at a time is offloaded
+            self._abandon()  # KeyboardInterrupt and the like call no forward hook
         chunk = self.session.start_forward()
         if chunk is not None:
             if self._last_chunk is not None:
@@ -189,12 +206,12 @@ class LayerGroups:
             self._hooks.__enter__()
 
     def _leave_body(self, has_raised: bool = False) -> None:
-        if self._is_in_context or self._forward is None or is_in_backward():
+        if self._is_in_context or self._own_forward is None or is_in_backward():
             return
         if has_raised:
             self._abandon()
         else:
-            self._last_chunk = self._forward.chunk
+            self._last_chunk = self._own_forward.chunk
             self._close()
             self.session.end_forward()
             self.session.warn_if_idle()
@@ -210,18 +227,22 @@ class LayerGroups:
         self._forward = None
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
-        forward = self._forward
+        forward = self._own_forward
         if forward is None:
-            self._warn_if_outside(name)
+            if self._forward is None:  # else another thread's is offloaded
+                self._warn_if_outside(name)
             return
         if forward.layer is not None or is_in_backward():
             return
+        if is_last and forward.has_run_last:  # layers share their weights: its backward does not come at once
+            forward.chunk.offload_kept_groups()
+        forward.has_run_last |= is_last
         group = forward.chunk.open_group(name)
         group.is_kept = is_last
         self._keep_shared_inputs(args, kwargs)
         if torch.is_grad_enabled() and self._is_on_top():
             group.is_read_once = layer in self._checkpointed
-            forward.layer = layer
+            forward.layer, forward.handled_in_body = layer, id(sys.exception())
             forward.first_index = group.index
             return
         group.is_read_once = True
@@ -245,21 +266,25 @@ class LayerGroups:
         )
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        forward = self._forward
+        forward = self._own_forward
         if forward is None or forward.layer is not layer or is_in_backward():
             return
         forward.layer = None
-        if output is None:  # it raised
+        if id(sys.exception()) != forward.handled_in_body:  # it raised
             forward.chunk.abandon_group()
         else:
             forward.chunk.close_group()
             if self._budget is not None:
                 self._budget.note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
 
-    def _split_group(self, forward: _Forward, group: TensorGroup) -> None:
+    def _is_full(self, group: TensorGroup) -> bool:
+        return self._group_bytes is not None and group.own_bytes >= self._group_bytes
+
+    def _split_group(self, forward: _Forward, group: TensorGroup) -> TensorGroup:
         forward.chunk.close_group()
         following = forward.chunk.open_group(group.name)
         following.is_kept, following.is_read_once = group.is_kept, group.is_read_once
+        return following
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.
@@ -269,7 +294,7 @@ class LayerGroups:
         Function may save a detached one, and the storage of a gathered parameter is not that of the sharded one which
         the session knows as a weight. So they are named here, after FSDP's own hook has gathered them.
         """
-        if self._forward is not None and not is_in_backward():
+        if self._own_forward is not None and not is_in_backward():
             for weight in with_storage(unit.parameters()):
                 self.session.engine.exclude(weight)
 
@@ -294,10 +319,10 @@ class LayerGroups:
         if forward is None or is_in_backward():
             return StayingTensor(without_graph(tensor))
         group = forward.chunk.innermost_group
+        if group is not None and self._is_full(group) and is_new(tensor, forward.chunk):
+            group = self._split_group(forward, group)  # no earlier: parts of the last storage may still be written to
         packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
         if isinstance(packed, PackedTensor):
-            if group is not None and self._group_bytes is not None and group.own_bytes >= self._group_bytes:
-                self._split_group(forward, group)
             return _Saved(packed, group, forward)
         return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)
 

@@ -14,7 +14,7 @@ from offload_engine._stats import IterationStats
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import CopyError
-from offload_engine.frontends._weights import may_move, with_storage
+from offload_engine.frontends._weights import may_move
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Session:
             else:
                 self._end_unused()
         self._noted_tasks.clear()  # of backwards that raised: their callbacks do not run
-        engine.begin_iteration(weights=with_storage(self._weights()) if self._weights is not None else ())
+        engine.begin_iteration(weights=self._weights() if self._weights is not None else ())
 
     def _end_unused(self) -> None:
         """End an iteration whose graphs were dropped without a backward, or saved nothing that could move."""

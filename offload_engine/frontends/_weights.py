@@ -42,14 +42,3 @@ def weights_of(parts: Iterable[nn.Module | torch.Tensor]) -> Iterator[torch.Tens
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         yield tensor
-
-
-def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """`weights`, and for wrappers without a storage of their own (DTensor and the like) the tensors inside them."""
-    for weight in weights:
-        if hasattr(weight, "__tensor_flatten__"):
-            names, _ = weight.__tensor_flatten__()
-            parts = [getattr(weight, name) for name in names]
-            yield from with_storage(part for part in parts if isinstance(part, torch.Tensor))  # not the mesh of DTensor
-        elif weight.layout is torch.strided:
-            yield weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,7 @@ from offload_engine import (
     group_start,
 )
 from offload_engine._devices import CpuDevice
+from offload_engine._devices.memory_slab import MemorySlab
 from offload_engine._saved import SavedStorage, TensorGroup
 from tests.adversarial import AdversarialDevice
 
@@ -165,6 +167,32 @@ def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.Monkey
         assert chunk.tensor_pop(kept.pop()).eq(1).all()
     assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
     assert isinstance(engine.device, AdversarialDevice) and not engine.device.hazards
+    engine.close()
+
+
+@pytest.mark.timeout(60)  # a thread that waits for itself keeps the reset waiting, too
+def test_collected_in_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What retires there would wait for a copy that only this thread can do."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 30), CpuDevice("none"))
+    gate, write = threading.Event(), collecting(MemorySlab.write)
+    monkeypatch.setattr(MemorySlab, "write", lambda *args: (gate.wait(30), write(*args)))
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group")
+        save_in_a_cycle(chunk, torch.ones(64))
+        kept = [chunk.tensor_push(torch.ones(64))]
+        chunk.close_group()
+        copied_out = kept[0].storage.copied_out
+        gate.set()  # no step is under way any more
+        end = time.monotonic() + 10
+        while not copied_out.is_done:
+            assert time.monotonic() < end, "the thread waits for itself"
+            time.sleep(0.001)
+        assert len(engine._store.live) == 2 and not engine._store._lock.locked()
+        engine._mover.releases.drain()
+        assert len(engine._store.live) == 1
+        assert chunk.tensor_pop(kept.pop()).eq(1).all()
+    assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
     engine.close()
 
 

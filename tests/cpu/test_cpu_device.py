@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -472,6 +473,31 @@ def test_a_dropped_device_stops_its_threads_and_closes_its_files(tmp_path: Path)
     gc.collect()
     assert offload_threads() == []
     assert slab._fd == -1
+
+
+def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path: Path) -> None:
+    device = CpuDevice(tmp_path)
+    slab = device.new_slab(4096)
+    streams = [device.new_stream("first"), device.new_stream("second")]
+    gate, collected = threading.Event(), threading.Event()
+
+    class CollectingSlab(GatedSlab):
+        def write(self, address: int, offset: int, nbytes: int) -> None:
+            assert gate.wait(30)
+            gc.collect()
+            collected.set()
+
+    device.copy_out(streams[0], [(torch.zeros(MIB, dtype=torch.uint8), HostRegion(CollectingSlab(), 0, MIB))])
+    device.wait_event(streams[1], device.record_event(streams[0]))  # the second thread ends behind the first
+    cycle: list[object] = [device]
+    cycle.append(cycle)
+    del device, streams, cycle
+    gate.set()
+    assert collected.wait(10)
+    end = time.monotonic() + 10
+    while offload_threads() or slab._fd != -1:
+        assert time.monotonic() < end, offload_threads()
+        time.sleep(0.001)
 
 
 def test_threads_start_with_the_first_copy(device: CpuDevice) -> None:

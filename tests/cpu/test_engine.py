@@ -133,6 +133,26 @@ def test_one_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine) -
     check_nothing_left(engine)
 
 
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_part_that_is_written_when_another_one_has_left_is_another_save(as_view: bool) -> None:
+    """The parts have a version counter each, and all of them agree."""
+
+    def sin(part: torch.Tensor) -> torch.Tensor:
+        return part.expand(4, -1).sin()[0] if as_view else part.sin()  # the view is as large as the storage
+
+    def run(in_group: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([in_group(sin, part.exp_()) for part in (x * 1).unsafe_chunk(4)])
+
+    engine = make_engine(max_inflight_bytes=0)  # each copy is over before what comes next
+    x = leaf()
+    plain = torch.autograd.grad(run(lambda function, tensor: function(tensor), x).sum(), x)[0]
+    with engine.iteration():
+        output = run(lambda function, tensor: in_group(engine.start_chunk(), function, tensor), x)
+        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
+        del output
+    check_nothing_left(engine)
+
+
 def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again(engine: OffloadEngine) -> None:
     with engine.iteration():
         chunk = engine.start_chunk()
@@ -283,6 +303,30 @@ def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine)
     assert engine.stats.managed_bytes == 0
 
 
+def test_weights_inside_wrappers_stay(engine: OffloadEngine) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parts = torch.ones(NUMEL), torch.zeros(NUMEL)
+    with engine.iteration(weights=[TwoTensor(*parts), torch.eye(4).to_sparse()]):
+        chunk = engine.start_chunk()
+        chunk.open_group("weights")
+        for part in parts:
+            assert chunk.tensor_push(part) is part
+        chunk.close_group()
+
+
+def test_views_of_parameters_stay_whatever_their_storage_was(engine: OffloadEngine) -> None:
+    """FSDP gathers weights into storages that nobody knew when the iteration began."""
+    linear = torch.nn.Linear(16, 16)
+    with engine.iteration(weights=linear.parameters()):
+        chunk = engine.start_chunk()
+        linear.weight.data = torch.ones(16, 16)
+        chunk.open_group("weights")
+        assert torch.equal(chunk.tensor_push(view := linear.weight.t()), view)
+        chunk.close_group()
+    assert engine.stats.managed_bytes == 0
+
+
 def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
     engine = make_engine(min_tensor_bytes=1024)
     marked, excluded = torch.randn(NUMEL), torch.randn(NUMEL)
@@ -296,6 +340,17 @@ def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
         assert chunk.tensor_push(torch.randn(NUMEL)) is not None
     assert engine.stats.managed_bytes == 4 * NUMEL
     engine.close()
+
+
+def test_what_was_excluded_is_forgotten_when_it_is_gone(engine: OffloadEngine) -> None:
+    """Not with the iteration alone, which may have no end."""
+    with engine.iteration():
+        kept = torch.ones(NUMEL)
+        engine.exclude(kept)
+        for _ in range(5000):
+            engine.exclude(torch.ones(1))
+        assert len(engine._store.eligibility._excluded) < 3000
+        assert engine._store.eligibility.movable_storage(kept) is None
 
 
 def test_a_small_view_of_a_large_storage_moves_with_it() -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import logging
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -290,6 +291,49 @@ def test_a_large_layer_leaves_in_pieces_and_what_fits_stays(enable: Enable, monk
     assert stats.prefetch_misses == 0
 
 
+def test_a_layer_that_writes_the_parts_of_a_storage_one_by_one(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An LSTM does, between their saves: no copy begins in between."""
+
+    class Recurrent(nn.LSTMCell):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES // 8)
+    torch.manual_seed(3)
+    model = nn.Sequential(*(Recurrent(WIDTH, WIDTH) for _ in range(3)), nn.Flatten(0))
+
+    def run() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(data()).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = run()
+    config = ALL.replace(min_tensor_bytes=1, max_inflight_bytes=0)  # each copy is over before what comes next
+    handle = enable(model, layers=list(model)[:3], config=config)
+    assert equal(run(), plain)
+    assert handle.stats.copied_out_bytes + handle.stats.kept_bytes == handle.stats.managed_bytes
+    handle.remove()
+    undivided = enable(model, layers=list(model)[:3], config=config.replace(horizon_groups=100))
+    assert equal(run(), plain)
+    gates_bytes = 4 * BYTES  # saved once more by who reads them next, after the copy in the two layers that leave
+    assert handle.stats.managed_bytes == undivided.stats.managed_bytes + 2 * gates_bytes
+
+
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_layers_that_run_several_times(num_layers: int, enable_ckpt: bool, enable: Enable) -> None:
+    """What is kept is that of the last call alone."""
+    model = Net(num_layers)
+    model.layers = nn.ModuleList([*model.layers] * (6 // num_layers))
+    plain = step(model)
+    handle = enable(model, enable_ckpt)
+    assert handle.layers == tuple(f"layers.{i}" for i in range(num_layers))
+    assert equal(step(model), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (5, 1)
+    handle.remove()
+    assert equal(step(model), plain)
+
+
 def test_what_two_layers_share_comes_on_top(enable: Enable) -> None:
     """The output of a Tanh is also the input of the next layer: two layers need three such tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
@@ -423,6 +467,88 @@ def test_evaluation_and_generation_leave_the_engine_alone(enable: Enable) -> Non
     assert torch.equal(generated, plain.eval().generate(tokens, **settings))
     loss.backward()
     assert handle.stats.num_storages_left == 0
+
+
+def test_removed_after_an_interrupt(enable: Enable) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = enable(model := Net())
+    hook = model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(data())
+    handle.remove()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    hook.remove()
+    assert equal(step(model), step(Net()))
+
+
+@pytest.mark.parametrize("is_handling", [False, True])
+@pytest.mark.parametrize("what", ["layers", "body"])
+def test_what_returns_nothing_has_not_raised(what: str, is_handling: bool, enable: Enable) -> None:
+    class InPlace(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, state: list[torch.Tensor]) -> None:
+            state[0] = self.module(state[0])
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [InPlace(Layer()) if what == "layers" else Layer() for _ in range(4)]
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, state: list[torch.Tensor]) -> None:
+            for layer in self.layers:
+                output = layer(state if what == "layers" else state[0])
+                state[0] = state[0] if output is None else output
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        state = [data()]
+        try:
+            if is_handling:
+                raise ValueError("is handled while the model runs")
+            model(state)
+        except ValueError:
+            model(state)
+        state[0].square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(3)
+    model = Body()
+    plain = run()
+    handle = enable(model)
+    assert equal(run(), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (3, 1)
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_another_thread_runs_the_model_meanwhile(has_gradients: bool, enable: Enable) -> None:
+    results: list[list[torch.Tensor]] = []
+
+    def run_beside(*_: Any) -> None:
+        with torch.set_grad_enabled(has_gradients):
+            loss = model(data(1))
+        results.append(list(torch.autograd.grad(loss, list(model.parameters()))) if has_gradients else [loss])
+
+    def start(*_: Any) -> None:
+        thread = threading.Thread(target=run_beside)
+        hook.remove()
+        thread.start()
+        thread.join()
+
+    model = Net().eval()
+    run_beside()
+    plain = step(model)
+    handle = enable(model)
+    hook = model.layers[2].register_forward_pre_hook(start)
+    assert equal(step(model), plain)
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (3, 1)
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

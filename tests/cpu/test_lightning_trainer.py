@@ -164,6 +164,18 @@ def test_resume(tmp_path: Path) -> None:
     assert len(callback.moved) == 2 * (STEPS - 2) and min(callback.moved) > 0
 
 
+def test_a_training_step_of_the_instance_stays_its_own(tmp_path: Path) -> None:
+    module = make_module(PACKAGES[0])
+
+    def own(batch: Any, batch_idx: int) -> Any:
+        return type(module).training_step(module, batch, batch_idx)
+
+    module.training_step = own
+    callback = Recording()
+    make_trainer(PACKAGES[0], tmp_path, [callback]).fit(module, batches(), batches())
+    assert module.training_step is own and min(callback.moved) > 0
+
+
 def test_a_training_that_raises_gives_the_model_back(tmp_path: Path) -> None:
     callback = OffloadCallback(CONFIG)
     module = make_module(PACKAGES[0], fail_at=1)

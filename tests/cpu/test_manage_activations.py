@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from offload_engine import (
@@ -296,6 +297,25 @@ def left_alone(region: Region) -> Results:
     return [loss.detach(), weight.grad] if weight.grad is not None else []
 
 
+def nested_sizes(region: Region) -> Results:
+    model = make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()))
+    rows = torch.nested.nested_tensor([batch(), batch(1)[:3]], layout=torch.strided)
+    with region():
+        loss = torch.nested.to_padded_tensor(model(rows), 0.0).sin().exp().sin().cos().square().mean()
+    loss.backward()
+    return results(model, loss)
+
+
+def forward_over_reverse(region: Region) -> Results:
+    """A Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
+    model = make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    x = batch().requires_grad_()
+    with region(), forward_ad.dual_level():
+        y = model(forward_ad.make_dual(x, batch(1))).square().sum()
+        (gradient,) = torch.autograd.grad(y, x)
+        return [part for part in forward_ad.unpack_dual(gradient) if part is not None]
+
+
 def shared_weights(region: Region) -> Results:
     """An embedding tied to the head, and a layer used twice."""
     torch.manual_seed(7)
@@ -414,6 +434,8 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
     "views and in-place": views_and_in_place,
     "complex": complex_numbers,
     "sparse, quantised, subclass": left_alone,
+    "nested sizes": nested_sizes,
+    "forward over reverse": forward_over_reverse,
     "shared weights": shared_weights,
     "evaluation in between": evaluation_in_between,
     "exception in forward": exception_in_forward,

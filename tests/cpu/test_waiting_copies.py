@@ -75,6 +75,23 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
     bench.backward()
 
 
+def test_what_a_sibling_was_given_after_their_commit_is_another_save() -> None:
+    """The copy does not stand behind that write, so it may or may not have it."""
+    bench = Bench(max_inflight_bytes=1 << 20)
+    first, second = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8).unsafe_chunk(2)
+    bench.chunk.open_group("group").may_wait = True
+    waiting = bench.chunk.tensor_push(first.fill_(1))
+    bench.chunk.close_group()
+    assert bench.num_copied == 0
+    bench.chunk.open_group("group")
+    pushed = bench.chunk.tensor_push(second.fill_(2))
+    bench.chunk.close_group()
+    assert bench.num_copied == 2 * 2
+    assert (bench.chunk.tensor_pop(waiting) == 1).all() and (bench.chunk.tensor_pop(pushed) == 2).all()
+    del waiting, pushed
+    bench.backward()
+
+
 def test_they_are_issued_in_the_order_of_commits_and_before_what_may_not_wait() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     bench.commit(may_wait=True)

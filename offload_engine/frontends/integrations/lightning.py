@@ -31,6 +31,7 @@ class OffloadCallback(Callback):
         self, config: OffloadConfig | None = None, *, enable_ckpt: bool = False, layers: FindLayers | None = None
     ) -> None:
         self._offload = TrainingOffload(config, enable_ckpt, layers)
+        self._replaced: dict[str, Any] | None = None  # what the module has of its own, where ours stands in for it
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model as it will train."""
@@ -53,6 +54,8 @@ class OffloadCallback(Callback):
     def _bracket_training_step(self, pl_module: LightningModule) -> None:
         """`training_step` may call the layers of the module without calling the module."""
         training_step = pl_module.training_step
+        # Mostly nothing, `training_step` is a method of its class.
+        self._replaced = {name: own for name, own in vars(pl_module).items() if name == "training_step"}
 
         @functools.wraps(training_step)
         def bracketed(*args: Any, **kwargs: Any) -> Any:
@@ -63,4 +66,7 @@ class OffloadCallback(Callback):
 
     def _detach(self, pl_module: LightningModule) -> None:
         self._offload.detach()
-        vars(pl_module).pop("training_step", None)
+        if self._replaced is not None:
+            del pl_module.training_step
+            vars(pl_module).update(self._replaced)
+            self._replaced = None

@@ -21,7 +21,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._device import device_for
 from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._session import Session
-from offload_engine.frontends._weights import weights_of, with_storage
+from offload_engine.frontends._weights import weights_of
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
 
@@ -150,7 +150,7 @@ class ScheduleOffload:
         actions = read_actions(self._schedule)
         pairs = zip(actions, actions[1:], strict=False)
         self._comes_back_at_once = frozenset(a.chunk for a, b in pairs if a.chunk == b.chunk)
-        self._session.engine.begin_iteration(actions, with_storage(weights_of(self._modules)))
+        self._session.engine.begin_iteration(actions, weights_of(self._modules))
 
     def _keep_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The stage holds these until the backward, whatever the graph does: a copy would free nothing."""
