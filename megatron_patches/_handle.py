@@ -161,8 +161,18 @@ class Handle:
         """The other ranks of the pipeline may offload: they wait for this one to take part in their checks."""
         if step.chunks[0] in self._known_as_off:
             return None
+        is_on = is_on_elsewhere(step.chunks, step.pipeline)
         self._known_as_off.add(step.chunks[0])
-        return _checked_with_others(step) if is_on_elsewhere(step.chunks, step.pipeline) else None
+        return self._checked_with_others(step) if is_on else None
+
+    @contextmanager
+    def _checked_with_others(self, step: Step) -> Iterator[None]:
+        yield
+        try:
+            check_host_room(None, None, step.pipeline)
+        except ValueError:
+            self._known_as_off.discard(step.chunks[0])  # they begin anew, too
+            raise
 
     def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
         try:
@@ -216,12 +226,6 @@ class Handle:
             # where only a block of layers is recomputed, those behind it save their input themselves
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
-
-
-@contextmanager
-def _checked_with_others(step: Step) -> Iterator[None]:
-    yield
-    check_host_room(None, None, step.pipeline)
 
 
 def apply(

@@ -183,7 +183,7 @@ def _has_others_hooks(module: torch.nn.Module) -> bool:
     if not module._forward_hooks and not module._forward_pre_hooks:
         return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all(getattr(hook, "__module__", "").startswith(_KNOWN) for hook in hooks)
+    return not all((getattr(hook, "__module__", None) or "").startswith(_KNOWN) for hook in hooks)
 
 
 def _has_global_hooks() -> bool:

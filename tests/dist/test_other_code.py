@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine._host_pool import HostPool  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
 
@@ -303,6 +305,24 @@ def test_offload_on_some_ranks_of_a_pipeline() -> None:
     for on, found in zip(((0,), (1,), (0, 1)), others, strict=True):
         assert [prints for prints, _ in found] == [prints for prints, _ in everywhere]
         assert [moved > 0 for _, moved in found] == [rank in on for rank in (0, 1)]
+
+
+def test_where_the_others_begin_anew_a_rank_without_offload_does_so_with_them() -> None:
+    """Both checks are made together with every rank: one that left them out would be waited for."""
+    assert run_ranks(_fail_twice, pipeline=Pipeline(2), timeout_s=60) == [["no room", "no room"]] * 2
+
+
+def _fail_twice() -> list[str]:
+    is_on = torch.distributed.get_rank() == 0
+    settings: Any = {"offload_activation": True, "offload_modules": ["core_attn"]} if is_on else {}
+    found = []
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")), mock.patch.object(HostPool, "lend", return_value=None):
+        chunks = make_chunks(make_config(**settings))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="pipeline rank 0: the host tier has no room for any of"):
+                run(chunks, 4)
+            found.append("no room")
+    return found
 
 
 def _run_on(ranks: tuple[int, ...]) -> tuple[dict[str, str], int]:
