@@ -161,7 +161,7 @@ class Handle:
         """The other ranks of the pipeline may offload: they wait for this one to take part in their checks."""
         if step.chunks[0] in self._known_as_off:
             return None
-        is_on = is_on_elsewhere(step.chunks, step.pipeline)
+        is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
         self._known_as_off.add(step.chunks[0])
         return self._checked_with_others(step) if is_on else None
 

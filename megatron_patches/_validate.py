@@ -25,7 +25,8 @@ class _Report(NamedTuple):
 
     survey: Survey | None = None
     problem: str | None = None
-    is_on: bool = True
+    names: tuple[str, ...] = ()
+    """What it offloads; none: nothing."""
 
 
 def check_conflicts(config: Any, names: Sequence[str]) -> None:
@@ -101,27 +102,32 @@ def check_model(
     Raises:
         ValueError: the same on every rank of the group, saying what the model has instead.
     """
-    reports = _gather(_Report(None if problem else survey(chunks), problem), pp)
-    _raise_problems(reports)
-    model = merge_surveys(report.survey for report in reports if report.survey is not None)
-    missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
-    if missing:
-        raise ValueError(_missing_message(missing, model))
+    _check_reports(_gather(_Report(None if problem else survey(chunks), problem, tuple(names)), pp), config)
 
 
-def is_on_elsewhere(chunks: Sequence[torch.nn.Module], pp: Any) -> bool:
+def is_on_elsewhere(chunks: Sequence[torch.nn.Module], config: Any, pp: Any) -> bool:
     """The other side of `check_model`, on a rank that offloads nothing: whether another rank of its pipeline does.
 
     Args:
         chunks: this rank's model chunks.
+        config: of the model.
         pp: the pipeline-parallel process group.
 
     Raises:
         ValueError: as on the others, for what has gone wrong there.
     """
-    reports = _gather(_Report(survey(chunks), is_on=False), pp)
+    reports = _gather(_Report(survey(chunks)), pp)
+    _check_reports(reports, config)
+    return any(report.names for report in reports)
+
+
+def _check_reports(reports: Sequence[_Report], config: Any) -> None:
     _raise_problems(reports)
-    return any(report.is_on for report in reports)
+    model = merge_surveys(report.survey for report in reports if report.survey is not None)
+    names = dict.fromkeys(name for report in reports for name in report.names)
+    missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
+    if missing:
+        raise ValueError(_missing_message(missing, model))
 
 
 def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> None:

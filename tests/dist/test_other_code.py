@@ -325,6 +325,19 @@ def _fail_twice() -> list[str]:
     return found
 
 
+def test_a_name_that_matches_nothing_is_an_error_on_the_other_ranks_too() -> None:
+    found = run_ranks(_ask_for_experts_on_one_rank, pipeline=Pipeline(2), timeout_s=60)
+    assert found[0] == found[1] and "matches nothing in this model: 'router_fc1'" in found[0]
+
+
+def _ask_for_experts_on_one_rank() -> str:
+    is_on = torch.distributed.get_rank() == 0
+    settings: Any = {"offload_activation": True, "offload_modules": ["router_fc1"]} if is_on else {}
+    with apply(OffloadConfig(directory="none")), pytest.raises(ValueError) as raised:
+        run(make_chunks(make_config(**settings)), 4)
+    return str(raised.value)
+
+
 def _run_on(ranks: tuple[int, ...]) -> tuple[dict[str, str], int]:
     is_on = torch.distributed.get_rank() in ranks
     settings: Any = {"offload_activation": True, "offload_modules": ["core_attn"]} if is_on else {}
