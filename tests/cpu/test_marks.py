@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_engine import ChunkKey, group_commit
-from offload_engine._saved import TensorGroup
+from offload_engine._saved import SavedStorage, TensorGroup
 
 
 class Chunk:
@@ -18,8 +18,12 @@ class Chunk:
         self.log: list[str] = []
         self.innermost_group: TensorGroup | None = None
 
-    def open_group(self, name: str) -> None:
+    def open_group(self, name: str, saves: bool = True) -> None:
         self.innermost_group = TensorGroup(ChunkKey(0, 0), 0, name, is_kept=False)
+        if saves:
+            tensor = torch.ones(3)
+            storage = SavedStorage(tensor, tensor.untyped_storage(), self.innermost_group, None)
+            self.innermost_group.add(storage)
 
     def on_group_commit_forward(self) -> TensorGroup | None:
         group, self.innermost_group = self.innermost_group, None
@@ -84,6 +88,16 @@ def test_what_came_before_the_group_gets_an_identity() -> None:
     assert passed is not before and torch.equal(passed, before)
     (chunk.run(passed, "reader") + inside).sum().backward()
     assert chunk.log == ["reader", "group", "inside", "before"]
+
+
+def test_what_came_before_a_group_that_saves_nothing_is_left_as_it_is() -> None:
+    """An identity would add up the gradients of its readers before those of others: another last bit."""
+    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
+    before = chunk.run(x, "before")
+    chunk.open_group("group", saves=False)
+    assert chunk.commit(before) is before and chunk.innermost_group is None
+    before.sum().backward()
+    assert chunk.log == ["before"]
 
 
 def test_leaves_and_tensors_without_gradient() -> None:
