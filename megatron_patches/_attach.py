@@ -7,6 +7,7 @@ chunk. Nothing here holds a module, so that an attachment may be kept as long as
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -58,9 +59,7 @@ class Attachment:
         self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pause)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
-        self.weights: list[torch.Tensor] = []
-        """Parameters and buffers of the chunks, as they were at the end of the last step."""
-
+        self._weights: list[weakref.ref[torch.Tensor]] = []
         self._is_closed: bool = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._brackets: list[GroupBracket] = []
@@ -88,13 +87,18 @@ class Attachment:
     def note_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Looks up what is no activation. At the end of a step, when the device still has work: at its begin it waits.
 
-        What takes the place of a parameter between two steps is known a step later. Until then views of it may be moved
-        like activations; itself it is known by its type.
+        What takes the place of one of them between two steps is known a step later: until then a buffer, and what has
+        been detached of a parameter, may be moved like activations.
 
         Args:
             chunks: as in the constructor; DistributedDataParallel has something else under the name `buffers`.
         """
-        self.weights = [tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+        self._weights = [weakref.ref(t) for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Parameters and buffers of the chunks, as they were at the end of the last step."""
+        return [tensor for weight in self._weights if (tensor := weight()) is not None]
 
     def begin_iteration(self, actions: Sequence[Action], *, is_combined: bool = False) -> None:
         """Starts counting this rank's forwards anew.

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,21 @@ from offload_engine import IterationStats, OffloadConfig, OffloadEngine, Residen
 logger = logging.getLogger(__name__)
 
 
+class _Attached(NamedTuple):
+    """The attachment of one model."""
+
+    attachment: Attachment
+    settings: Settings
+    """That it was made for."""
+
+    closer: weakref.finalize[..., Any]
+    """Closes it when its model goes, and keeps it until then."""
+
+    def close(self) -> None:
+        self.attachment.close()
+        self.closer.detach()
+
+
 class Handle:
     """The patches in force since one call of `apply()`, and the engines they made. Also a context manager."""
 
@@ -43,9 +58,7 @@ class Handle:
         self._meter: ResidencyMeter | None = meter
         self._applied: Applied | None = None
         # By the first of a model's chunks: an attachment goes when its model does.
-        self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, Attachment] = weakref.WeakKeyDictionary()
-        self._attached_for: weakref.WeakKeyDictionary[torch.nn.Module, Settings] = weakref.WeakKeyDictionary()
-        self._closers: list[weakref.finalize[..., Any]] = []  # of those attachments
+        self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
         self._known_as_off: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # first chunks of models without
         self._running: Attachment | None = None
         self._latest: weakref.ref[Attachment] | None = None
@@ -67,13 +80,9 @@ class Handle:
         Raises:
             PatchError: if patches applied later are still in force on top of these.
         """
-        for attachment in list(self._attachments.values()):
-            attachment.close()
+        for attached in list(self._attachments.values()):
+            attached.close()
         self._attachments.clear()
-        self._attached_for.clear()
-        for closer in self._closers:
-            closer.detach()  # else it keeps the attachment as long as the model lives
-        self._closers.clear()
         self._running = None
         if self._applied is not None:
             self._applied.remove()
@@ -127,12 +136,12 @@ class Handle:
         settings = resolve(step.config, self._defaults)
         if settings is None:
             return self._first_step_without(step)
-        if self._attached_for.get(step.chunks[0], settings) != settings:
-            self._detach(step)  # the configuration asks for something else now
-        attachment = self._attachments.get(step.chunks[0])
-        is_first = attachment is None
-        if attachment is None:
-            attachment = self._attach(step, settings)
+        attached = self._attachments.get(step.chunks[0])
+        if attached is not None and attached.settings != settings:  # the configuration asks for something else now
+            self._detach(step)
+            attached = None
+        is_first = attached is None
+        attachment = attached.attachment if attached is not None else self._attach(step, settings)
         self._latest = weakref.ref(attachment)
         return self._running_step(attachment, step, settings if is_first else None)
 
@@ -197,15 +206,12 @@ class Handle:
             raise (problem or error) from None
         assert engine is not None
         attachment = self._put_hooks(engine, step, settings)
-        self._attachments[step.chunks[0]] = attachment
-        self._attached_for[step.chunks[0]] = settings
-        self._closers = [closer for closer in self._closers if closer.alive]
-        self._closers.append(weakref.finalize(step.chunks[0], attachment.close))
+        closer = weakref.finalize(step.chunks[0], attachment.close)
+        self._attachments[step.chunks[0]] = _Attached(attachment, settings, closer)
         return attachment
 
     def _detach(self, step: Step) -> None:
         self._attachments.pop(step.chunks[0]).close()
-        del self._attached_for[step.chunks[0]]
         self._latest = None
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
@@ -235,7 +241,8 @@ def apply(
 
     Call it before the configuration of a model is made. What is moved is set by that configuration:
     `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
-    these fields if it is defined after this call; in models of others `modules` names what is moved.
+    these fields if it is defined after this call; in models of others `modules` names what is moved. The fields may
+    change between two steps, on all ranks of a pipeline alike.
 
     Args:
         config: settings of the engines, for what the model's configuration leaves open.

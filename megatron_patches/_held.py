@@ -15,6 +15,7 @@ may keep a tensor and read it later, nothing is told.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import Counter, defaultdict
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from offload_engine import OffloadEngine
 
@@ -113,7 +115,7 @@ class HeldTensors:
 
     def _note_modules(self, chunk: torch.nn.Module) -> None:
         blocks = [block for name in ("decoder", "mtp") if (block := getattr(chunk, name, None)) is not None]
-        layers = [layer for block in blocks for layer in block.layers]
+        layers = [layer for block in blocks for layer in getattr(block, "layers", ())]
         self._is_others |= any(map(_is_others, (chunk, *blocks, *layers)))
         inside = [*blocks, *filter(None, [getattr(chunk, "embedding", None)])]
         self._seen += (weakref.ref(module) for part in inside for module in part.modules())
@@ -176,14 +178,23 @@ class HeldTensors:
 
 
 def _is_others(module: torch.nn.Module) -> bool:
-    return not type(module).__module__.startswith("megatron.core.")
+    own: type = type(module)
+    while issubclass(own, FSDPModule):  # torch's `fully_shard` derives a class from it and from the module's own
+        own = own.__bases__[1]
+    return not own.__module__.startswith("megatron.core.")
 
 
 def _has_others_hooks(module: torch.nn.Module) -> bool:
     if not module._forward_hooks and not module._forward_pre_hooks:
         return False
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    return not all((getattr(hook, "__module__", None) or "").startswith(_KNOWN) for hook in hooks)
+    return not all(map(_is_known, hooks))
+
+
+def _is_known(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(_KNOWN)
 
 
 def _has_global_hooks() -> bool:

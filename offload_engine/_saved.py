@@ -118,6 +118,8 @@ class SavedStorage:
         The parts that unsafe_chunk and the like make of a storage each have a version counter of their own, which is
         also that of their views. They may be written in place one by one, each between the saves of others.
         """
+        if tensor._version == 0:  # nobody has written to it: a detached part, say
+            return False
         base = tensor._base if tensor._is_view() else tensor
         return base is None or base.nbytes != self.nbytes
 

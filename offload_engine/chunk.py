@@ -191,7 +191,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def abandon_group(self) -> None:
         """Forget the innermost open group, whose forward raised. What it saved goes with its graph."""
         if self._open:
-            self._open.pop()
+            self._open.pop().is_kept = False
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context manager for the forward of a group: hands what autograd saves to this handler."""

@@ -289,6 +289,18 @@ def test_the_rest_hooks_do_not_pause_under_others(engine: OffloadEngine, innermo
             assert top() == before
 
 
+def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngine) -> None:
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        group = chunk.open_group("raised")
+        group.is_kept = True
+        handle = chunk.tensor_push(torch.ones(64))  # as an exception's traceback may hold the graph
+        chunk.abandon_group()
+        chunk.offload_kept_groups()
+        assert engine.stats.num_kept_groups == 0 and engine.stats.copied_out_bytes == 0
+        del handle
+
+
 def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine) -> None:
     linear = torch.nn.Linear(16, 16)
     seen: list[object] = []

@@ -154,6 +154,12 @@ def test_what_is_recomputed_from_by_a_layer_that_predicts_a_token_more() -> None
     assert ahead == plain + 2 * plain // (NUM_LAYERS - 1)
 
 
+def test_what_is_recomputed_from_a_detached_part() -> None:
+    """The part has no bytes, and no writes, of its own: it is no other save than that of the whole."""
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    run_ranks(_check_recomputed_from, Case("dense", ["qk_norm"], settings={**LATENT, **recompute}))
+
+
 def _check_recomputed_from(case: Case) -> int:
     gc.disable()
     run_with(case, [2], run_without(case, [2]))

@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -126,7 +127,15 @@ def test_without_other_code_it_is_emptied() -> None:
 
 
 def _check_no_reader() -> None:
-    assert Outcome(lambda chunk: None, ["layer_input"]).stats.num_emptied_storages == 2
+    def look(number: int, *args: Any) -> None:
+        """As megatron-core's hooks, some of which are partial functions."""
+
+    def prepare(chunk: Any) -> None:
+        chunk.decoder.register_forward_hook(partial(look, 1))
+
+    assert Outcome(prepare, ["layer_input"]).stats.num_emptied_storages == 0
+    look.__module__ = "megatron.core.tests"
+    assert Outcome(prepare, ["layer_input"]).stats.num_emptied_storages == 2
 
 
 def test_under_the_overlap_other_code_may_read_it_too() -> None:
@@ -274,7 +283,7 @@ def _check_removed() -> None:
     for _ in range(2):
         with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
             run(chunks, 2)
-            attachments.append(weakref.ref(next(iter(handle._attachments.values()))))
+            attachments.append(weakref.ref(next(iter(handle._attachments.values())).attachment))
         del handle
     gc.collect()
     assert [attachment() for attachment in attachments] == [None, None]

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from megatron_patches import apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import run_ranks  # noqa: E402
+from tests.dist.models import LATENT  # noqa: E402
 from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 
 DENSE = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
@@ -38,8 +39,20 @@ def _check_parity(kind: str, names: list[str], reshard: bool) -> None:
     assert all(torch.equal(gradient, expected[1][name]) for name, gradient in gradients.items())
 
 
-def _train(kind: str, reshard: bool) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    (chunk,) = chunks = make_chunks(make_config(kind))
+def test_what_megatron_core_keeps_beside_autograd_is_emptied() -> None:
+    """Torch derives a class from that of each layer, and hooks on it: both read nothing later."""
+    run_ranks(_check_emptied, world_size=2)
+
+
+def _check_emptied() -> None:
+    settings = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["qk_norm"]) as handle:
+        _train("dense", True, **settings)
+        assert handle.stats is not None and handle.stats.num_emptied_storages > 0
+
+
+def _train(kind: str, reshard: bool, **settings: Any) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    (chunk,) = chunks = make_chunks(make_config(kind, **settings))
     _shard(chunk, reshard)
     losses = [run(chunks, 3) for _ in range(2)]
     named: Any = chunk.named_parameters()
