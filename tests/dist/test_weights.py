@@ -21,7 +21,7 @@ _CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 
 
 def test_between_the_begin_of_a_step_and_its_first_forward_the_model_is_not_walked() -> None:
-    """There the device waits for the host: in a model of eight layers a walk takes it half a millisecond."""
+    """There the device waits for the host: in a model of eight layers a walk takes it 0.2 ms or more."""
     (walks,) = run_ranks(_walks_in_front_of_each_forward)
     assert walks == [[0, 0], [0, 0]]
 
