@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
+from megatron_patches._sites import is_megatron_cores
 from offload_engine import OffloadEngine
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class HeldTensors:
     def _note_modules(self, chunk: torch.nn.Module) -> None:
         blocks = [block for name in ("decoder", "mtp") if (block := getattr(chunk, name, None)) is not None]
         layers = [layer for block in blocks for layer in getattr(block, "layers", ())]
-        self._is_others |= any(map(_is_others, (chunk, *blocks, *layers)))
+        self._is_others |= not is_megatron_cores(chunk, *blocks, *layers)
         inside = [*blocks, *filter(None, [getattr(chunk, "embedding", None)])]
         self._seen += (weakref.ref(module) for part in inside for module in part.modules())
 
@@ -175,13 +175,6 @@ class HeldTensors:
         num_copies = Counter(map(_storage, recomputed_from))
         for storage, named in holders.items():
             self._engine.held_elsewhere(*named, num_copies=num_copies[storage])
-
-
-def _is_others(module: torch.nn.Module) -> bool:
-    own: type = type(module)
-    while issubclass(own, FSDPModule):  # torch's `fully_shard` derives a class from it and from the module's own
-        own = own.__bases__[1]
-    return not own.__module__.startswith("megatron.core.")
 
 
 def _has_others_hooks(module: torch.nn.Module) -> bool:

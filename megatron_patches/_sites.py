@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_patches._modules import DISPATCH, EXPERTS, MODULES, ModuleRow
 
@@ -121,6 +122,18 @@ def layers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for path, module in chunk.named_modules():
         if isinstance(module, (TransformerLayer, MambaLayer, MultiTokenPredictionLayer)):
             yield path, module
+
+
+def is_megatron_cores(*modules: torch.nn.Module) -> bool:
+    """Whether all are of megatron-core's own classes, or of those that torch's `fully_shard` has derived from them."""
+    return all(_own_class(module).__module__.startswith("megatron.core.") for module in modules)
+
+
+def _own_class(module: torch.nn.Module) -> type:
+    own: type = type(module)
+    while issubclass(own, FSDPModule):
+        own = own.__bases__[1]  # derived from FSDPModule and, behind it, from the module's own
+    return own
 
 
 def sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:

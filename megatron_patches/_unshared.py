@@ -8,7 +8,7 @@ import torch
 
 from megatron_patches._modules import EXPERTS, MODULES, unshared_rows
 from megatron_patches._schedules import overlaps_expert_comm
-from megatron_patches._sites import BLOCKS, is_absent, layers_of, sites_in_layer
+from megatron_patches._sites import BLOCKS, is_absent, is_megatron_cores, layers_of, sites_in_layer
 
 
 def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Module]:
@@ -21,7 +21,7 @@ def unshared_modules(chunk: torch.nn.Module, names: Sequence[str]) -> list[torch
     config = getattr(chunk, "config", None)
     found = []
     for _, layer in layers_of(chunk):
-        if not _is_megatron_cores(layer):
+        if not is_megatron_cores(layer):
             continue
         modules = dict(layer.named_modules())
         paths = _whole_blocks(modules, names, config)
@@ -57,8 +57,4 @@ def _is_as_known(path: str, modules: dict[str, torch.nn.Module], config: object)
     if kernel is None:
         return True
     # One that looks for the keys it needs reads what the projections read, too.
-    return _is_megatron_cores(modules[block], kernel) and f"{block}.core_attention.indexer" not in modules
-
-
-def _is_megatron_cores(*modules: torch.nn.Module) -> bool:
-    return all(type(module).__module__.startswith("megatron.core.") for module in modules)
+    return is_megatron_cores(modules[block], kernel) and f"{block}.core_attention.indexer" not in modules

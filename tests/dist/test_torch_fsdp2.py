@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
+from megatron_patches._unshared import unshared_modules  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
@@ -23,7 +24,7 @@ MOE = ["layer_input", "core_attn", "router", "dispatched_tokens", "router_fc1", 
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept whole"])
-@pytest.mark.parametrize(("kind", "names"), [("dense", DENSE), ("moe", MOE)], ids=["dense", "moe"])
+@pytest.mark.parametrize(("kind", "names"), [("dense", DENSE), ("moe", MOE), ("dense", ["core_attn"])], ids=["dense", "moe", "one name"])
 def test_losses_and_gradients_are_equal_to_the_last_bit(kind: str, names: list[str], reshard: bool) -> None:
     run_ranks(_check_parity, kind, names, reshard, world_size=2)
 
@@ -37,6 +38,17 @@ def _check_parity(kind: str, names: list[str], reshard: bool) -> None:
     assert losses == expected[0]
     assert gradients.keys() == expected[1].keys()
     assert all(torch.equal(gradient, expected[1][name]) for name, gradient in gradients.items())
+
+
+def test_what_shares_no_tensor_passes_the_engine_by_here_too() -> None:
+    run_ranks(_check_unshared, world_size=2)
+
+
+def _check_unshared() -> None:
+    (chunk,) = make_chunks(make_config())
+    num_passing = len(unshared_modules(chunk, ["core_attn"]))
+    _shard(chunk, True)
+    assert len(unshared_modules(chunk, ["core_attn"])) == num_passing > 0
 
 
 def test_what_megatron_core_keeps_beside_autograd_is_emptied() -> None:
