@@ -524,6 +524,11 @@ def test_what_returns_nothing_has_not_raised(what: str, is_handling: bool, enabl
     handle = enable(model)
     assert equal(run(), plain)
     assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (3, 1)
+    states = [data()], [data(1)]
+    for state in states:  # the second forward finds the first one over, and what that kept is copied out
+        model(state)
+    sum(state[0].square().mean() for state in states).backward()
+    assert (handle.stats.num_offloaded_groups, handle.stats.num_kept_groups) == (7, 1)
 
 
 @pytest.mark.parametrize("has_gradients", [False, True])
