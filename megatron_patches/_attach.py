@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._bracket import GroupBracket, RestPause
+from megatron_patches._bracket import GroupBracket, HooksPause
+from megatron_patches._experts import linears_of_experts, will_quantize
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
 from megatron_patches._sites import Site, count_layers, find_sites, last_block, moe_layers
@@ -55,7 +56,7 @@ class Attachment:
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
         self._stretches: list[GroupBracket] = []
-        self._pause: RestPause = RestPause(engine)  # one: modules that pass by lie in no other such module
+        self._pause: HooksPause = HooksPause(engine)  # one: modules that pass by lie in no other such module
         self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pause)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
@@ -77,7 +78,7 @@ class Attachment:
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
             self._attach_moe_layers(chunk)
-            self._attach_unshared(chunk, names)
+            self._attach_pauses(chunk, names)
             self._handles += self.held.attach(chunk)  # last: their hooks run behind those that commit
             self._unused_names.update(site.name for site in sites)
         self.checkpoint_bracket: GroupBracket | None = (
@@ -239,13 +240,25 @@ class Attachment:
         for layer in moe_layers(chunk):
             self._handles.append(layer.register_forward_hook(pass_host_wait))
 
-    def _attach_unshared(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
-        # Where no group can have a use for what is saved, the host does not spend its time on it. Experts save two or
-        # three tensors each: with 32 of them in each layer that was a twentieth of the step.
-        for module in unshared_modules(chunk, names):
-            # Innermost: behind the end of a stretch in front of the module, and in front of the one that begins there.
-            self._handles.append(module.register_forward_pre_hook(self._pause.enter))
-            self._handles.append(module.register_forward_hook(self._pause.leave, prepend=True, always_call=True))
+    def _attach_pauses(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
+        # Where no group can have a use for what is saved, the host does not spend its time on it: with 32 experts in
+        # each layer that was a twentieth of the step.
+        unshared = unshared_modules(chunk, names)
+        for module in unshared:
+            self._pause_in(module, self._pause.enter)
+        pass_by = {part for module in unshared for part in module.modules()}
+        for linear in linears_of_experts(chunk):
+            if linear not in pass_by:
+                self._pause_in(linear, self._enter_linear)
+
+    def _enter_linear(self, linear: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self.engine.is_active and not will_quantize(linear):
+            self._pause.enter_linear(linear, args)
+
+    def _pause_in(self, module: torch.nn.Module, enter: Callable[..., None]) -> None:
+        # Innermost: behind the end of a stretch in front of the module, and in front of the one that begins there.
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(self._pause.leave, prepend=True, always_call=True))
 
     def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
         def enter(module: torch.nn.Module, args: Any) -> None:

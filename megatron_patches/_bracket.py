@@ -129,16 +129,18 @@ class GroupBracket:
         return chunk
 
 
-class RestPause:
+class HooksPause:
     """Hooks that let what a module saves past the engine, for modules none of which calls another.
 
     Args:
-        engine: that takes what is saved outside the groups.
+        engine: that takes what is saved.
     """
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._chunk: ChunkOffloadHandler | None = None  # whose hooks are off
+        self._linear: Any = None  # the module that `enter_linear` was called for
+        self._saves_original_input = False  # of that module, before
 
     def enter(self, *_: Any) -> None:
         """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
@@ -146,11 +148,27 @@ class RestPause:
         if chunk is not None and chunk.pause_rest_hooks():
             self._chunk = chunk
 
+    def enter_linear(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """The engine takes the input of `module` and nothing behind it. Nothing while it is passive.
+
+        Args:
+            module: linear layers in one call, with an attribute `save_original_input`: to save that, not its parts.
+            args: of the call; the input comes first.
+        """
+        chunk = self._engine.active_chunk
+        if chunk is not None and args and type(args[0]) is torch.Tensor and chunk.pause_hooks_behind(args[0]):
+            self._chunk, self._linear = chunk, module
+            self._saves_original_input = self._linear.save_original_input
+            self._linear.save_original_input = True
+
     def leave(self, *_: Any) -> None:
-        """The engine takes what is saved again; nothing if `enter` did nothing."""
+        """The engine takes what is saved again; nothing if nothing was entered."""
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
-            chunk.resume_rest_hooks()
+            chunk.resume_hooks()
+        linear, self._linear = self._linear, None
+        if linear is not None:
+            linear.save_original_input = self._saves_original_input
 
 
 def _replace_in_arguments(

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_patches._bracket import GroupBracket, RestPause
+from megatron_patches._bracket import GroupBracket, HooksPause
 from megatron_patches._held import HeldTensors
 from megatron_patches._registry import Patch
 from offload_engine import OffloadEngine
@@ -80,12 +80,12 @@ class PlanNodes:
         engine: OffloadEngine,
         held: HeldTensors,
         stretches: Sequence[GroupBracket],
-        pause: RestPause,
+        pause: HooksPause,
     ) -> None:
         self._engine: OffloadEngine = engine
         self._held: HeldTensors = held
         self._stretches: Sequence[GroupBracket] = stretches
-        self._pause: RestPause = pause
+        self._pause: HooksPause = pause
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
         self._residual: Callable[[], torch.Tensor | None] = _none

@@ -78,6 +78,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._has_head = has_head
         self._open: list[TensorGroup] = []  # innermost last
         self._rest = TensorGroup(key, -1, "outside the groups", is_kept=True, is_rest=True)
+        self._popped: list[Callable[[torch.Tensor], Any]] = []  # of the hooks that pause; innermost first
 
     def __repr__(self) -> str:
         return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
@@ -220,7 +221,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         return torch.autograd.graph.saved_tensors_hooks(self.pack_rest, self._unpack)
 
     def pause_rest_hooks(self) -> bool:
-        """What is saved from now on does not go through `rest_hooks`, until `resume_rest_hooks`.
+        """What is saved from now on does not go through `rest_hooks`, until `resume_hooks`.
 
         Spares the host what a hook costs for each tensor. It stays on the device, even where a group saves it too, and
         no meter counts it. Nothing of it may be told to `OffloadEngine.held_elsewhere`, if a group does save it too.
@@ -230,12 +231,39 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """
         if _innermost_hooks(True) != (self.pack_rest, self._unpack):
             return False
-        _pop_hooks()
+        self._pop_all_hooks()
         return True
 
-    def resume_rest_hooks(self) -> None:
-        """Undo `pause_rest_hooks`, where that returned True."""
-        _push_hooks(self.pack_rest, self._unpack)
+    def pause_hooks_behind(self, tensor: torch.Tensor) -> bool:
+        """What is saved behind the whole of `tensor` goes through no hooks of this chunk, until `resume_hooks`.
+
+        For a module that saves its input and hundreds of weights. Nothing pauses before the input itself, or a view of
+        all of it, has been saved; for what comes behind it the same holds as with `pause_rest_hooks`.
+
+        Returns:
+            False, and nothing changes, where the innermost hooks are not this chunk's.
+        """
+        innermost = _innermost_hooks(True)
+        if innermost is None or innermost[1] != self._unpack:
+            return False
+        pack, begin, size = innermost[0], tensor.data_ptr(), tensor.numel()
+
+        def pack_last(saved: torch.Tensor) -> Any:
+            packed = pack(saved)
+            if saved.numel() == size and saved.data_ptr() == begin:
+                _pop_hooks()
+                self._pop_all_hooks()
+            return packed
+
+        _push_hooks(pack_last, self._unpack)
+        return True
+
+    def resume_hooks(self) -> None:
+        """Undo `pause_rest_hooks` or `pause_hooks_behind`, where that returned True."""
+        if not self._popped:
+            _pop_hooks()  # behind what was never saved
+        while self._popped:
+            _push_hooks(self._popped.pop(), self._unpack)
 
     def pack_rest(self, tensor: torch.Tensor) -> PackedTensor | StayingTensor:
         """Pack one tensor saved outside the groups, as `rest_hooks` do."""
@@ -298,6 +326,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
         return self._mover.store.unpack(packed) if isinstance(packed, PackedTensor) else packed.unpack()
+
+    def _pop_all_hooks(self) -> None:
+        while (top := _innermost_hooks(True)) is not None and top[1] == self._unpack:
+            self._popped.append(top[0])
+            _pop_hooks()
 
     def _pop_open(self) -> TensorGroup:
         if not self._open:

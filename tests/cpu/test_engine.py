@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -249,44 +247,6 @@ def test_what_only_outsiders_save_stays_and_does_not_count(engine: OffloadEngine
         del total
     assert engine.stats.peak_resident_bytes == 0
     check_nothing_left(engine)
-
-
-def test_what_is_saved_while_the_rest_hooks_pause_is_autograds_alone(engine: OffloadEngine) -> None:
-    assert engine.meter is not None
-    x = leaf()
-    plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        with chunk.rest_hooks():
-            assert chunk.pause_rest_hooks()
-            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            inner = (x * 1).exp()
-            chunk.resume_rest_hooks()
-            assert engine.meter.current_bytes == 0
-            total = inner.sin().sum()
-            assert engine.meter.current_bytes == 4 * NUMEL
-        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
-        del inner, total
-    check_nothing_left(engine)
-
-
-@pytest.mark.parametrize("innermost", ["none", "a group", "other hooks", "another chunk"])
-def test_the_rest_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) -> None:
-    def top() -> Any:
-        return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        contexts = {
-            "none": contextlib.nullcontext,
-            "a group": chunk.saved_tensors_hooks,
-            "other hooks": torch.autograd.graph.save_on_cpu,
-            "another chunk": engine.start_chunk().rest_hooks,
-        }
-        with chunk.rest_hooks() if innermost != "none" else contextlib.nullcontext(), contexts[innermost]():
-            before = top()
-            assert not chunk.pause_rest_hooks()
-            assert top() == before
 
 
 def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngine) -> None:

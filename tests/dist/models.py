@@ -52,13 +52,39 @@ class GroupedLinear(torch.nn.Module):
 
     def __init__(self, num_experts: int, size_in: int, size_out: int, **options: Any) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(num_experts, size_out, size_in))
-        options["init_method"](self.weight)
-        self.weight.allreduce = False  # each rank has experts of its own
+        self.num_gemms = num_experts
+        self.save_original_input = False
+        weights = [torch.nn.Parameter(torch.empty(size_out, size_in)) for _ in range(num_experts)]
+        self.weights = torch.nn.ParameterList(weights)
+        for weight in weights:
+            options["init_method"](weight)
+            weight.allreduce = False  # type: ignore[attr-defined]  # each rank has experts of its own
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
-        parts = zip(tokens.split(counts), self.weight, strict=True)
-        return torch.cat([part @ weight.t() for part, weight in parts]), None
+        return GroupedProduct.apply(tokens, counts, self.save_original_input, *self.weights), None
+
+
+class GroupedProduct(torch.autograd.Function):
+    """Saves what TransformerEngine's saves, in its order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, counts: list[int], save_original_input: bool, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        parts = tokens.split(counts)
+        ctx.counts, ctx.is_original = counts, save_original_input
+        ctx.save_for_backward(*([tokens] if save_original_input else parts), *weights)
+        return torch.cat([part @ weight.t() for part, weight in zip(parts, weights, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        num_experts = len(ctx.counts)
+        inputs, weights = ctx.saved_tensors[:-num_experts], ctx.saved_tensors[-num_experts:]
+        parts = inputs[0].split(ctx.counts) if ctx.is_original else inputs
+        outputs = grads[0].split(ctx.counts)
+        of_weights = [output.t() @ part for output, part in zip(outputs, parts, strict=True)]
+        of_tokens = [output @ weight for output, weight in zip(outputs, weights, strict=True)]
+        return torch.cat(of_tokens), None, None, *of_weights
 
 
 def _grouped_experts(provider: Any, use_grouped_gemm: bool, *legacy: bool) -> Any:

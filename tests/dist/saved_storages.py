@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from megatron_patches import apply
-from megatron_patches._bracket import RestPause
+from megatron_patches._bracket import HooksPause
 from megatron_patches._modules import MODULES
 from offload_engine import OffloadConfig
 from offload_engine._saved import TensorGroup
@@ -52,7 +52,7 @@ class SavedStorages:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        pack, enter, leave = ActivationStore.pack, RestPause.enter, RestPause.leave
+        pack, enter, leave = ActivationStore.pack, HooksPause.enter, HooksPause.leave
         hooks = torch.autograd.graph.saved_tensors_hooks(self._note_passed, lambda tensor: tensor)
         is_on = []
 
@@ -61,13 +61,13 @@ class SavedStorages:
                 _note(tensor, self.grouped)
             return pack(store, tensor, group)
 
-        def noting_enter(pause: RestPause, *args: Any) -> None:
+        def noting_enter(pause: HooksPause, *args: Any) -> None:
             enter(pause, *args)
             if innermost_hooks(True) is None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
                 hooks.__enter__()
                 is_on.append(True)
 
-        def noting_leave(pause: RestPause, *args: Any) -> None:
+        def noting_leave(pause: HooksPause, *args: Any) -> None:
             if is_on:
                 is_on.pop()
                 hooks.__exit__()
@@ -75,8 +75,8 @@ class SavedStorages:
 
         with (
             mock.patch.object(ActivationStore, "pack", noting_pack),
-            mock.patch.object(RestPause, "enter", noting_enter),
-            mock.patch.object(RestPause, "leave", noting_leave),
+            mock.patch.object(HooksPause, "enter", noting_enter),
+            mock.patch.object(HooksPause, "leave", noting_leave),
         ):
             yield
 

@@ -1,0 +1,135 @@
+"""Hooks that pause: what is saved meanwhile is autograd's alone, and they come back as they were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine import OffloadEngine
+from tests.cpu.test_engine import NUMEL, check_nothing_left, leaf, make_engine
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = make_engine()
+    yield engine
+    engine.close()
+
+
+def innermost_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+class SaveInOrder(torch.autograd.Function):
+    """Saves some tensors in their order, and gives `x` back times their total."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return x * _total(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * _total(ctx.saved_tensors), None
+
+
+def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+
+def test_what_is_saved_while_the_rest_hooks_pause_is_autograds_alone(engine: OffloadEngine) -> None:
+    assert engine.meter is not None
+    x = leaf()
+    plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.rest_hooks():
+            assert chunk.pause_rest_hooks()
+            assert innermost_hooks() is None
+            inner = (x * 1).exp()
+            chunk.resume_hooks()
+            assert engine.meter.current_bytes == 0
+            total = inner.sin().sum()
+            assert engine.meter.current_bytes == 4 * NUMEL
+        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
+        del inner, total
+    check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("innermost", ["none", "a group", "other hooks", "another chunk"])
+def test_the_rest_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) -> None:
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        contexts = {
+            "none": contextlib.nullcontext,
+            "a group": chunk.saved_tensors_hooks,
+            "other hooks": torch.autograd.graph.save_on_cpu,
+            "another chunk": engine.start_chunk().rest_hooks,
+        }
+        with chunk.rest_hooks() if innermost != "none" else contextlib.nullcontext(), contexts[innermost]():
+            before = innermost_hooks()
+            assert not chunk.pause_rest_hooks()
+            assert innermost_hooks() == before
+
+
+def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine) -> None:
+    """Those of all groups around pause, whatever was saved in front of it."""
+    x = leaf()
+    tensors = [torch.rand(NUMEL) for _ in range(3)]
+    plain = torch.autograd.grad(SaveInOrder.apply(x, tensors).sum(), x)[0]
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.rest_hooks():
+            outer = chunk.open_group("outer")
+            with chunk.saved_tensors_hooks():
+                inner = chunk.open_group("inner")
+                with chunk.saved_tensors_hooks():
+                    before = innermost_hooks()
+                    first, whole, _ = tensors
+                    assert chunk.pause_hooks_behind(whole.view(2, -1))
+                    total = SaveInOrder.apply(x, tensors).sum()
+                    assert innermost_hooks() is None
+                    chunk.resume_hooks()
+                    assert innermost_hooks() == before
+                chunk.close_group()
+            chunk.close_group()
+        assert {saved.key for saved in inner.storages} == {tensor.untyped_storage()._cdata for tensor in (first, whole)}
+        assert not outer.storages
+        del first, whole
+        tensors.clear()
+        assert torch.equal(torch.autograd.grad(total, x)[0], plain)
+        del total
+    check_nothing_left(engine)
+
+
+def test_hooks_stay_where_the_whole_of_it_is_never_saved(engine: OffloadEngine) -> None:
+    """Its parts would keep it on the device if one alone went through them."""
+    x, tensor = leaf(), torch.rand(NUMEL)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.rest_hooks():
+            before = innermost_hooks()
+            assert chunk.pause_hooks_behind(tensor)
+            SaveInOrder.apply(x, tensor.chunk(2))
+            assert innermost_hooks() is not None
+            chunk.resume_hooks()
+            assert innermost_hooks() == before
+
+
+@pytest.mark.parametrize("innermost", ["none", "other hooks", "another chunk"])
+def test_no_hooks_pause_behind_anything_under_others(engine: OffloadEngine, innermost: str) -> None:
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        contexts = {
+            "none": contextlib.nullcontext,
+            "other hooks": torch.autograd.graph.save_on_cpu,
+            "another chunk": engine.start_chunk().rest_hooks,
+        }
+        with chunk.rest_hooks() if innermost != "none" else contextlib.nullcontext(), contexts[innermost]():
+            before = innermost_hooks()
+            assert not chunk.pause_hooks_behind(torch.rand(NUMEL))
+            assert innermost_hooks() == before

@@ -1,0 +1,101 @@
+"""Of what the linear layer of all experts saves, the engine takes the input, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+
+from megatron_patches import _attach, apply  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import GroupedLinear, GroupedProduct  # noqa: E402
+from tests.dist.saved_storages import innermost_hooks  # noqa: E402
+from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
+
+ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+WAYS = pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
+
+
+def _pipeline(settings: dict[str, Any]) -> Pipeline:
+    return Pipeline(expert=2) if settings else Pipeline()
+
+
+@WAYS
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
+@pytest.mark.parametrize("name", ["expert_fc1", "experts", "dispatched_tokens", "qkv_linear"])
+def test_weights_go_through_no_hooks(name: str, is_quantized: bool, settings: dict[str, Any]) -> None:
+    """Autograd gives a parameter itself back where no hooks have packed it. Quantised, anything may be saved."""
+    run_ranks(_check_saved, name, is_quantized, settings, pipeline=_pipeline(settings))
+
+
+def _check_saved(name: str, is_quantized: bool, settings: dict[str, Any]) -> None:
+    is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
+    with apply(ALL, modules=[name]), mock.patch.object(_attach, "will_quantize", lambda linear: is_quantized):
+        chunks = _make_chunks(settings)
+        with _saved_tensors() as saved:
+            run(chunks, 2)
+        linears = [module.experts.linear_fc1 for chunk in chunks for module in chunk.modules() if _is_moe(module)]
+        assert not any(linear.save_original_input for linear in _linears(chunks))
+    weights = {weight.data_ptr(): weight for linear in linears for weight in linear.weights}
+    num_experts = linears[0].num_gemms
+    of_fc1 = [tensors for tensors in saved if tensors[-1].data_ptr() in weights]
+    assert of_fc1
+    for tensors in of_fc1:
+        is_whole = is_offloaded and not is_quantized
+        assert len(tensors) == num_experts + (1 if is_whole else num_experts)
+        are_themselves = {weights[tensor.data_ptr()] is tensor for tensor in tensors[-num_experts:]}
+        assert are_themselves == {not (is_offloaded and is_quantized)}
+
+
+@contextmanager
+def _saved_tensors() -> Iterator[list[tuple[torch.Tensor, ...]]]:
+    """What the backward of each linear layer of experts gets back."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+    backward = GroupedProduct.backward
+
+    def noting(ctx: Any, *grads: torch.Tensor) -> Any:
+        seen.append(ctx.saved_tensors)
+        return backward(ctx, *grads)
+
+    with mock.patch.object(GroupedProduct, "backward", staticmethod(noting)):
+        yield seen
+
+
+@WAYS
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_one_that_raises_is_left_as_it_was(error: type[BaseException], settings: dict[str, Any]) -> None:
+    """An interrupt does not run the hooks behind a module's forward."""
+    run_ranks(_raise_inside, error, settings, pipeline=_pipeline(settings))
+
+
+def _raise_inside(error: type[BaseException], settings: dict[str, Any]) -> None:
+    with apply(ALL, modules=["expert_fc1", "moe_act"]):
+        chunks = _make_chunks(settings)
+        expected = run(chunks, 2)
+        with mock.patch.object(GroupedProduct, "apply", side_effect=error("in an expert")):
+            with pytest.raises(error, match="in an expert"):
+                run(chunks, 2)
+        assert innermost_hooks(True) is None
+        assert not any(linear.save_original_input for linear in _linears(chunks))
+        assert run(chunks, 2) == expected
+
+
+def _make_chunks(settings: dict[str, Any]) -> list[torch.nn.Module]:
+    return make_chunks(make_config("moe", torch.bfloat16, moe_grouped_gemm=True, **settings))
+
+
+def _is_moe(module: torch.nn.Module) -> bool:
+    return hasattr(module, "experts")
+
+
+def _linears(chunks: list[torch.nn.Module]) -> list[GroupedLinear]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, GroupedLinear)]
