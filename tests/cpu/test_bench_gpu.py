@@ -482,7 +482,7 @@ def take_turns() -> dict[str, Any]:
     steps: list[str] = []
     bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 2), steps.append, FakeEvent)
     none = contenders.NoOffload(settings.Entry("none"))
-    own = contenders.Ours(OURS, {"min_tensor_bytes": 0, "directory": "none"})
+    own = contenders.Ours(OURS, chunks, {"min_tensor_bytes": 0, "directory": "none"})
     hooks = _num_hooks(chunks)
     turns = [bench.turn(contender, number) for number in (0, 1) for contender in (own, none)]
     training.step, whole = _raise, training.step
@@ -549,7 +549,7 @@ def copies_turns() -> dict[str, Any]:
         bench.turn(plain, 0)
     turns = []
     for entry in entries:
-        turns.append(bench.turn(contenders.Ours(entry, {"min_tensor_bytes": 0, "directory": "none"}), 0))
+        turns.append(bench.turn(contenders.Ours(entry, chunks, {"min_tensor_bytes": 0, "directory": "none"}), 0))
         plain.follow(turns[-1], TINY.nmb)
     turns.append(bench.turn(plain, 0))
     assert _num_hooks(chunks) == hooks

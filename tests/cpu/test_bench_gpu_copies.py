@@ -97,7 +97,7 @@ class Step:
 
 def test_of_ours_each_storage_counts_as_a_copy() -> None:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    own = contenders.Ours(settings.Entry("ours"), {})
+    own = contenders.Ours(settings.Entry("ours"), [], {})
     own._handle = SimpleNamespace(engine=engine)
     counter = copies.CopyCounter(FakeEvent)
     with own.counting(counter), engine.iteration():
@@ -121,7 +121,7 @@ def test_of_ours_it_is_what_has_left_at_that_very_moment(moment: int) -> None:
     device = step.device
     device.copy_out = device.copy_out  # as the CUDA device has it: the instance's, not of its class
     calls = dict(vars(device))
-    own = contenders.Ours(settings.Entry("ours"), {})
+    own = contenders.Ours(settings.Entry("ours"), [], {})
     own._handle = SimpleNamespace(engine=step.engine)
     counter = copies.CopyCounter(FakeEvent, step.memory.take_peak)
     with own.counting(counter):

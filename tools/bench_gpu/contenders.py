@@ -2,12 +2,11 @@
 
 All of them run on the same chunks, weights and tokens. A contender is attached for one turn and detached after it:
 
-- `recompute`: no offload, and full recomputation of every layer, which megatron-core reads from the configuration in
-  each forward.
+- `recompute`: no offload, and full recomputation of every layer (`recomputation.py`).
 - `copies`: no offload, and beside each layer plain copies of as many bytes as `ours` moved: the traffic alone.
 - `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
-  off, closes the engine and gives its pinned memory back.
+  off, closes the engine and gives its pinned memory back; where its entry says so, beside selective recomputation.
 - `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes,
   so `switch_incumbent()` sets both: `fine_grained_activation_offloading` and `offload_modules` of every configuration
   in the model, `TransformerLayer`'s flags by its own `_set_offload_modules()`, and those of attention and experts by
@@ -31,13 +30,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
 
 from .copies import CopyCounter, HostCopies, Moved, PlainCopies, moved_of
-from .settings import Entry
+from .recomputation import FULL, Recomputation, selective
+from .settings import OURS_AND_RECOMPUTATION, Entry
 
 # Each release of the engine's asks the first before it changes anything, each copy-in one of the others.
 _BEFORE_CHANGES = ("is_complete", "allocate", "restore")
@@ -104,8 +104,9 @@ class NoOffload:
 class Ours:
     """The engine, through `megatron_patches`."""
 
-    def __init__(self, entry: Entry, settings: Mapping[str, Any]) -> None:
+    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
         self.entry = entry
+        self._recomputation = Recomputation(chunks, selective(entry.recomputed)) if entry.recomputed else None
         self._settings = dict(settings)
         self._handle: Any = None
 
@@ -113,12 +114,16 @@ class Ours:
         import megatron_patches
         from offload_engine import OffloadConfig
 
+        if self._recomputation is not None:
+            self._recomputation.on()
         self._handle = megatron_patches.apply(OffloadConfig(**self._settings), modules=self.entry.modules)
 
     def detach(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+        if self._recomputation is not None:
+            self._recomputation.off()
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
@@ -225,25 +230,15 @@ class Incumbent:
 class Recompute(NoOffload):
     """Full recomputation, layer by layer, without offload."""
 
-    _FIELDS: ClassVar[Mapping[str, Any]] = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
-
     def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
         super().__init__(entry)
-        submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
-        configs = {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values()
-        self._before = [(config, {name: getattr(config, name) for name in self._FIELDS}) for config in configs]
+        self._recomputation = Recomputation(chunks, FULL)
 
     def attach(self) -> None:
-        for config, _ in self._before:
-            vars(config).update(self._FIELDS)
+        self._recomputation.on()
 
     def detach(self) -> None:
-        for config, before in self._before:
-            vars(config).update(before)
+        self._recomputation.off()
 
 
 class Copies(NoOffload):
@@ -307,8 +302,8 @@ def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[.
 
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
     """The contender of an entry of the command line."""
-    if entry.kind == "ours":
-        return Ours(entry, engine)
+    if entry.kind in ("ours", OURS_AND_RECOMPUTATION):
+        return Ours(entry, chunks, engine)
     if entry.kind == "copies":
         return Copies(entry, chunks)
     if entry.kind == "recompute":

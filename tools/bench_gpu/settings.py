@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 KINDS = ("none", "ours", "copies", "incumbent", "recompute")
 _OFFLOAD = ("ours", "copies", "incumbent")
+OURS_AND_RECOMPUTATION = "ours+recompute"
 BF16_BYTES = 2
+
+RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
+"""What can be recomputed beside offload: values of `recompute_modules`."""
 
 # What megatron-core's own offload calls what the project's table of modules names otherwise.
 _INCUMBENT_NAMES = {"attn_linear": "attn_proj", "core_attention": "core_attn", "router_fc1": "expert_fc1"}
@@ -101,10 +105,13 @@ class Entry:
 
     kind: str
     modules: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    """Selectively, beside the offload of others; of `OURS_AND_RECOMPUTATION` alone."""
 
     @property
     def label(self) -> str:
-        return f"{self.kind} {','.join(self.modules)}".strip()
+        names = "+".join(",".join(some) for some in (self.modules, self.recomputed) if some)
+        return f"{self.kind.partition('+')[0]} {names}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     if min(args.rounds, args.iters, args.warmup) < 1:
         parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
     try:
-        entries = make_entries(words(args.contenders), [words(text) for text in args.modules or ()] or [preset.modules])
+        entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
         engine = dict(assignment(text) for text in args.engine)
         shape = dataclasses.replace(preset.shape, **changes)
         overlap = _overlap(args, shape, entries)
@@ -168,11 +175,14 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     )
 
 
-def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> tuple[Entry, ...]:
+def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entry, ...]:
     """The contenders of one round, in order: each kind that offloads once for every set of modules.
 
+    A set with what is recomputed behind a plus is for ours alone.
+
     Raises:
-        ValueError: for an unknown kind, no kind at all, copies before ours, or modules that the incumbent rejects.
+        ValueError: for an unknown kind, no kind at all, copies before ours, modules that the incumbent rejects, what
+            cannot be recomputed, or recomputation without ours.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
@@ -180,12 +190,30 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[Sequence[str]]) -> 
     if "copies" in kinds and "ours" not in kinds[: kinds.index("copies")]:
         raise ValueError("copies moves as much as ours did before: name ours in front of it")
     found: list[Entry] = []
-    for modules in module_sets if set(kinds) & set(_OFFLOAD) else [()]:
+    for text in module_sets if set(kinds) & set(_OFFLOAD) else [""]:
+        offloaded, plus, recomputed = text.partition("+")
+        if plus and "ours" not in kinds:
+            raise ValueError(f"--modules {text}: only ours takes what is behind the plus; name it among --contenders")
         for kind in kinds:
-            entry = Entry(kind, _modules_for(kind, modules))
+            if not plus or kind not in _OFFLOAD:
+                entry = Entry(kind, _modules_for(kind, words(offloaded)))
+            elif kind == "ours":
+                entry = _beside_recomputation(words(offloaded), words(recomputed))
+            else:
+                continue
             if entry not in found:
                 found.append(entry)
     return tuple(found)
+
+
+def _beside_recomputation(modules: Sequence[str], recomputed: Sequence[str]) -> Entry:
+    unknown = set(recomputed) - set(RECOMPUTABLE)
+    if unknown or not (modules and recomputed):
+        raise ValueError(
+            f"behind the plus come one or more of {', '.join(RECOMPUTABLE)}, in front of it what is offloaded, got "
+            f"{','.join(modules)}+{','.join(recomputed)}"
+        )
+    return Entry(OURS_AND_RECOMPUTATION, tuple(modules), tuple(recomputed))
 
 
 def _modules_for(kind: str, modules: Sequence[str]) -> tuple[str, ...]:
@@ -201,7 +229,8 @@ def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -
         return {}
     if shape.ep < 2 or (shape.pp > 1 and not shape.vpp):
         raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
-    for kind in ("recompute", "copies"):  # the second goes by calls of layers, and none is called
+    # Copies go by calls of layers, and none is called.
+    for kind in ("recompute", OURS_AND_RECOMPUTATION, "copies"):
         if any(entry.kind == kind for entry in entries):
             raise ValueError(f"--overlap-a2a excludes {kind}: leave it out of --contenders")
     return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
@@ -231,6 +260,8 @@ def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
 _EXAMPLES = """examples:
   python3 tools/bench_gpu.py --setup a
   torchrun --nproc-per-node 2 tools/bench_gpu.py --setup fine-2 --no-micro --contenders ours,none,recompute
+  torchrun --nproc-per-node 2 tools/bench_gpu.py --setup fine-8 --ep 1 --modules core_attn,attn_proj,experts+moe_act \\
+      --contenders none,ours,recompute
   torchrun --nproc-per-node 8 tools/bench_gpu.py --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none
   torchrun --nproc-per-node 8 tools/bench_gpu.py --setup d --share-gpus --no-micro  # on 2 GPUs, for its memory"""
 
@@ -249,8 +280,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules",
         action="append",
-        metavar="A,B",
-        help="what to offload; repeated: ours and the incumbent run once for each set",
+        metavar="A,B[+C,D]",
+        help="what to offload; repeated: ours and the incumbent run once for each set; behind a plus, for ours alone: "
+        f"what to recompute selectively ({', '.join(RECOMPUTABLE)})",
     )
     parser.add_argument(
         "--contenders",
