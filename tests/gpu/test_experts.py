@@ -1,0 +1,47 @@
+"""Of what TransformerEngine's linear layer of all experts saves, the engine packs the input alone; quantised, all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from tests.gpu.ranks import GpuRanks
+
+NUM_EXPERTS = 4
+
+
+def test_the_input_alone_goes_through_hooks(ranks_of: Callable[[int], GpuRanks]) -> None:
+    ((num_groups, num_calls, are_as_before),) = ranks_of(1).run(_count, {})
+    assert num_calls == num_groups > 0 and are_as_before
+
+
+def test_all_does_in_fp8(ranks_of: Callable[[int], GpuRanks]) -> None:
+    settings = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    ((num_groups, num_calls, are_as_before),) = ranks_of(1).run(_count, settings)
+    assert num_calls >= NUM_EXPERTS * num_groups > 0 and are_as_before
+
+
+def _count(settings: dict[str, Any]) -> tuple[int, int, bool]:
+    """Groups, tensors packed in them, and whether the layers are as they were. Not with the compiled core."""
+    from megatron_patches import apply
+    from offload_engine import OffloadConfig
+    from offload_engine._saved import TensorGroup
+    from offload_engine._store import ActivationStore
+    from tests.gpu.small_gpt import make_chunks, make_config, run
+
+    pack, num_calls = ActivationStore.pack, 0
+
+    def counting(store: ActivationStore, tensor: Any, group: TensorGroup) -> Any:
+        nonlocal num_calls
+        num_calls += not group.is_rest
+        return pack(store, tensor, group)
+
+    chunks = make_chunks(make_config(num_moe_experts=NUM_EXPERTS, **settings))
+    linears: list[Any] = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "num_gemms")]
+    with apply(OffloadConfig(min_tensor_bytes=1), modules=["expert_fc1"]) as handle:
+        with mock.patch.object(ActivationStore, "pack", counting):
+            run(chunks, 2)
+        assert handle.stats is not None and handle.stats.copied_out_bytes > 0
+        num_groups = handle.stats.num_groups
+    return num_groups, num_calls, not any(linear.save_original_input for linear in linears)
