@@ -10,7 +10,6 @@ from types import TracebackType
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from offload_engine._stats import IterationStats
 from offload_engine.config import OffloadConfig
@@ -21,7 +20,7 @@ from offload_engine.frontends._device import device_for
 from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._session import Session
 from offload_engine.frontends._weights import weights_of
-from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force
+from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force, checkpoint_of_all_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class ManagedActivations:
             )
         self._hooks = self._groups.hooks()
         self._hooks.__enter__()
-        self._token = checkpoint_in_force.set(torch_checkpoint)  # the hooks take charge of its inputs
+        self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks take charge of its inputs
         return self
 
     def __exit__(

@@ -189,6 +189,12 @@ class CheckpointOffload:
             )
 
 
+def checkpoint_of_all_inputs(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """PyTorch's, by which activations passed by keyword are saved as the others are."""
+    function, args, options = _keywords_as_inputs(function, args, options)
+    return torch_checkpoint(function, *args, **options)
+
+
 def _pack(chunk: ChunkOffloadHandler, group: TensorGroup, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
     """What autograd keeps for an input, which `group` has taken charge of already. Anything else stays."""
     packed = chunk.pack_rest(tensor)

@@ -272,20 +272,31 @@ def test_with_and_without_an_early_stop(offload: CheckpointOffload, is_early: bo
     assert all_equal(found, run(torch_checkpoint, early_stop=is_early))
 
 
-def test_keywords(offload: CheckpointOffload) -> None:
-    """Of the function, and PyTorch's own; an activation passed by keyword leaves as well."""
+def gradients_of_keywords(function: Checkpoint) -> list[torch.Tensor]:
+    """One activation is passed by position, one by keyword; 8 KiB each."""
 
     def scaled(x: torch.Tensor, *, by: torch.Tensor, power: int) -> torch.Tensor:
         return (x * by).tanh() ** power
 
-    def gradients(function: Checkpoint) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x, by = torch.randn(2, 1024).requires_grad_(), torch.randn(2, 1024).requires_grad_()
-        y = function(scaled, 2 * x, by=3 * by, power=2, use_reentrant=False, preserve_rng_state=False, early_stop=False)
-        return list(torch.autograd.grad(y.sum(), (x, by)))
+    torch.manual_seed(0)
+    x, by = torch.randn(2, 1024).requires_grad_(), torch.randn(2, 1024).requires_grad_()
+    y = function(scaled, 2 * x, by=3 * by, power=2, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+    return list(torch.autograd.grad(y.sum(), (x, by)))
 
-    assert all_equal(gradients(offload.checkpoint), gradients(torch_checkpoint))
+
+def test_keywords(offload: CheckpointOffload) -> None:
+    """Of the function, and PyTorch's own; an activation passed by keyword leaves as well."""
+    assert all_equal(gradients_of_keywords(offload.checkpoint), gradients_of_keywords(torch_checkpoint))
     assert offload.stats.copied_out_bytes == 2 * 2 * 1024 * 4
+
+
+def test_keywords_where_all_that_is_saved_leaves() -> None:
+    activations = manage_activations(config=OffloadConfig(min_tensor_bytes=0), group_bytes=1)
+    with activations:
+        found = gradients_of_keywords(checkpoint)
+    assert all_equal(found, gradients_of_keywords(torch_checkpoint))
+    assert activations.stats.managed_bytes == 2 * 2 * 1024 * 4
+    activations.close()
 
 
 def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
