@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_patches._bracket import GroupBracket, HooksPause
-from megatron_patches._experts import linears_of_experts, will_quantize
+from megatron_patches._experts import linears_of_experts
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
 from megatron_patches._sites import Site, count_layers, find_sites, last_block, moe_layers
@@ -130,6 +130,7 @@ class Attachment:
 
     def abandon_iteration(self) -> None:
         """Leaves every bracket that an exception kept open."""
+        self._pause.leave()  # first: else there are no hooks for a bracket to take off
         for bracket in reversed(self._brackets):
             bracket.leave()
         self._leave_called()
@@ -242,18 +243,14 @@ class Attachment:
 
     def _attach_pauses(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
         # Where no group can have a use for what is saved, the host does not spend its time on it: with 32 experts in
-        # each layer that was a twentieth of the step.
+        # each layer that was a twentieth of the step. Where it has a use for one tensor of hundreds, for that one.
         unshared = unshared_modules(chunk, names)
         for module in unshared:
             self._pause_in(module, self._pause.enter)
         pass_by = {part for module in unshared for part in module.modules()}
         for linear in linears_of_experts(chunk):
             if linear not in pass_by:
-                self._pause_in(linear, self._enter_linear)
-
-    def _enter_linear(self, linear: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if self.engine.is_active and not will_quantize(linear):
-            self._pause.enter_linear(linear, args)
+                self._pause_in(linear, self._pause.enter_linear)
 
     def _pause_in(self, module: torch.nn.Module, enter: Callable[..., None]) -> None:
         # Innermost: behind the end of a stretch in front of the module, and in front of the one that begins there.

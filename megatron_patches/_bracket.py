@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_patches._experts import saves_only_weights_behind
 from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadEngine, group_commit
 
 _Replace = Callable[[torch.Tensor], torch.Tensor]
@@ -130,7 +131,7 @@ class GroupBracket:
 
 
 class HooksPause:
-    """Hooks that let what a module saves past the engine, for modules none of which calls another.
+    """Hooks that let what a module saves past the engine, for one module at a time: not for those that it calls.
 
     Args:
         engine: that takes what is saved.
@@ -139,36 +140,32 @@ class HooksPause:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
         self._chunk: ChunkOffloadHandler | None = None  # whose hooks are off
-        self._linear: Any = None  # the module that `enter_linear` was called for
-        self._saves_original_input = False  # of that module, before
+        self._module: Any = None  # in which they are
+        self._saves_original_input: bool | None = None  # what it did before; None: it was not told to
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
         chunk = self._engine.active_chunk
-        if chunk is not None and chunk.pause_rest_hooks():
-            self._chunk = chunk
+        if chunk is not None and self._chunk is None and chunk.pause_rest_hooks():
+            self._chunk, self._module = chunk, module
 
-    def enter_linear(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """The engine takes the input of `module` and nothing behind it. Nothing while it is passive.
-
-        Args:
-            module: linear layers in one call, with an attribute `save_original_input`: to save that, not its parts.
-            args: of the call; the input comes first.
-        """
+    def enter_linear(self, linear: Any, args: tuple[Any, ...]) -> None:
+        """The engine takes the input of such a layer of experts and nothing behind it. Nothing while it is passive."""
         chunk = self._engine.active_chunk
-        if chunk is not None and args and type(args[0]) is torch.Tensor and chunk.pause_hooks_behind(args[0]):
-            self._chunk, self._linear = chunk, module
-            self._saves_original_input = self._linear.save_original_input
-            self._linear.save_original_input = True
+        if chunk is None or self._chunk is not None or not saves_only_weights_behind(linear, args):
+            return
+        if chunk.pause_hooks_behind(args[0]):
+            self._chunk, self._module = chunk, linear
+            self._saves_original_input, linear.save_original_input = linear.save_original_input, True
 
-    def leave(self, *_: Any) -> None:
-        """The engine takes what is saved again; nothing if nothing was entered."""
-        chunk, self._chunk = self._chunk, None
-        if chunk is not None:
-            chunk.resume_hooks()
-        linear, self._linear = self._linear, None
-        if linear is not None:
-            linear.save_original_input = self._saves_original_input
+    def leave(self, module: torch.nn.Module | None = None, *_: Any) -> None:
+        """The engine takes what is saved again; nothing if nothing was entered, or `module` was not."""
+        if self._chunk is None or module not in (None, self._module):
+            return
+        self._chunk.resume_hooks()
+        if self._saves_original_input is not None:
+            self._module.save_original_input = self._saves_original_input
+        self._chunk = self._module = self._saves_original_input = None
 
 
 def _replace_in_arguments(

@@ -3,30 +3,54 @@
 Such a layer saves each expert's part of its input, and the weight and the bias of each: 192 tensors with 64 experts.
 Through hooks that takes the host ten times as long as all else that an engine does for a layer. Told to save its input
 as it is (`save_original_input`, which megatron-core sets, too, where it recomputes), the layer saves one tensor of it,
-and in front of all others: behind that one the hooks pause. With quantisation it saves something else.
+in front of all others: behind that one the hooks may pause.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+_TE = "transformer_engine"
+_KNOWN = ("megatron.core.", f"{_TE}.")
+
 
 def linears_of_experts(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Those submodules of a model chunk that can be told to save their input as it is."""
+    """Those submodules of a model chunk that can be told to save their input as it is.
+
+    Of classes whose forward is somebody else's it is not known what else they save; those of wrappers, which pass on
+    the attributes of what they wrap, neither.
+    """
     for module in chunk.modules():
-        if hasattr(module, "num_gemms") and hasattr(module, "save_original_input"):
+        own = vars(module)
+        if "num_gemms" in own and "save_original_input" in own and module.forward.__module__.startswith(_KNOWN):
             yield module
 
 
-def will_quantize(linear: Any) -> bool:
-    """Whether the forward that begins quantises the input of such a layer."""
+def saves_only_weights_behind(linear: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the forward that begins with `args` saves weights and biases alone, and as they are, behind its input."""
+    tokens, weight = args[0] if args else None, next(linear.parameters(), None)
+    if type(tokens) is not torch.Tensor or type(weight) is not torch.nn.Parameter:
+        return False
+    # Else it casts, and saves copies of its weights.
+    is_as_it_is = weight.dtype == tokens.dtype and not torch.is_autocast_enabled(tokens.device.type)
+    return is_as_it_is and not _will_quantize(linear)
+
+
+def _will_quantize(linear: Any) -> bool:
+    """Or look at what it would quantise, as TransformerEngine's debugging does, in forward and in backward."""
+    if _TE not in sys.modules:
+        return False
     try:
         from megatron.core.fp8_utils import FP8GlobalStateManager
-    except ImportError:  # no TransformerEngine, none of its layers
-        return False
+        from transformer_engine.debug.pytorch.debug_state import TEDebugState
+    except ImportError:  # of a version that has these elsewhere
+        return True
+    if TEDebugState.debug_enabled:
+        return True
     is_context_quantized = FP8GlobalStateManager.is_fp8_enabled()
     # Megatron-core's subclass may be told otherwise than its surroundings.
     will = getattr(linear, "will_execute_quantized", None)

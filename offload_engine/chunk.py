@@ -79,6 +79,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._open: list[TensorGroup] = []  # innermost last
         self._rest = TensorGroup(key, -1, "outside the groups", is_kept=True, is_rest=True)
         self._popped: list[Callable[[torch.Tensor], Any]] = []  # of the hooks that pause; innermost first
+        self._pack_until: Callable[[torch.Tensor], Any] | None = None  # of those that wait for what they pause behind
 
     def __repr__(self) -> str:
         return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
@@ -241,27 +242,28 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         all of it, has been saved; for what comes behind it the same holds as with `pause_rest_hooks`.
 
         Returns:
-            False, and nothing changes, where the innermost hooks are not this chunk's.
+            False, and nothing changes, where the innermost hooks are not this chunk's, and in such a pause.
         """
         innermost = _innermost_hooks(True)
-        if innermost is None or innermost[1] != self._unpack:
+        if innermost is None or innermost[1] != self._unpack or innermost[0] is self._pack_until:
             return False
         pack, begin, size = innermost[0], tensor.data_ptr(), tensor.numel()
 
-        def pack_last(saved: torch.Tensor) -> Any:
+        def pack_until(saved: torch.Tensor) -> Any:
             packed = pack(saved)
             if saved.numel() == size and saved.data_ptr() == begin:
-                _pop_hooks()
+                self._pop_waiting_hooks()
                 self._pop_all_hooks()
             return packed
 
-        _push_hooks(pack_last, self._unpack)
+        self._pack_until = pack_until
+        _push_hooks(pack_until, self._unpack)
         return True
 
     def resume_hooks(self) -> None:
         """Undo `pause_rest_hooks` or `pause_hooks_behind`, where that returned True."""
-        if not self._popped:
-            _pop_hooks()  # behind what was never saved
+        if self._pack_until is not None:
+            self._pop_waiting_hooks()
         while self._popped:
             _push_hooks(self._popped.pop(), self._unpack)
 
@@ -326,6 +328,10 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def _unpack(self, packed: PackedTensor | StayingTensor) -> torch.Tensor:
         return self._mover.store.unpack(packed) if isinstance(packed, PackedTensor) else packed.unpack()
+
+    def _pop_waiting_hooks(self) -> None:
+        self._pack_until = None
+        _pop_hooks()
 
     def _pop_all_hooks(self) -> None:
         while (top := _innermost_hooks(True)) is not None and top[1] == self._unpack:

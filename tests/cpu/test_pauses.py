@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from offload_engine import OffloadEngine
+from offload_engine import ChunkOffloadHandler, OffloadEngine
 from tests.cpu.test_engine import NUMEL, check_nothing_left, leaf, make_engine
 
 
@@ -60,22 +60,6 @@ def test_what_is_saved_while_the_rest_hooks_pause_is_autograds_alone(engine: Off
     check_nothing_left(engine)
 
 
-@pytest.mark.parametrize("innermost", ["none", "a group", "other hooks", "another chunk"])
-def test_the_rest_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) -> None:
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        contexts = {
-            "none": contextlib.nullcontext,
-            "a group": chunk.saved_tensors_hooks,
-            "other hooks": torch.autograd.graph.save_on_cpu,
-            "another chunk": engine.start_chunk().rest_hooks,
-        }
-        with chunk.rest_hooks() if innermost != "none" else contextlib.nullcontext(), contexts[innermost]():
-            before = innermost_hooks()
-            assert not chunk.pause_rest_hooks()
-            assert innermost_hooks() == before
-
-
 def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine) -> None:
     """Those of all groups around pause, whatever was saved in front of it."""
     x = leaf()
@@ -120,16 +104,38 @@ def test_hooks_stay_where_the_whole_of_it_is_never_saved(engine: OffloadEngine) 
             assert innermost_hooks() == before
 
 
-@pytest.mark.parametrize("innermost", ["none", "other hooks", "another chunk"])
-def test_no_hooks_pause_behind_anything_under_others(engine: OffloadEngine, innermost: str) -> None:
+def behind_a_tensor(chunk: ChunkOffloadHandler) -> bool:
+    return chunk.pause_hooks_behind(torch.rand(NUMEL))
+
+
+OTHERS = ("none", "other hooks", "another chunk", "a pause that waits")
+
+
+@pytest.mark.parametrize(
+    ("pause", "innermost"),
+    [
+        *((ChunkOffloadHandler.pause_rest_hooks, innermost) for innermost in (*OTHERS, "a group")),
+        *((behind_a_tensor, innermost) for innermost in OTHERS),
+    ],
+)
+def test_hooks_do_not_pause_under_others(
+    engine: OffloadEngine, pause: Callable[[ChunkOffloadHandler], bool], innermost: str
+) -> None:
     with engine.iteration():
         chunk = engine.start_chunk()
         contexts = {
-            "none": contextlib.nullcontext,
             "other hooks": torch.autograd.graph.save_on_cpu,
             "another chunk": engine.start_chunk().rest_hooks,
+            "a group": chunk.saved_tensors_hooks,
         }
-        with chunk.rest_hooks() if innermost != "none" else contextlib.nullcontext(), contexts[innermost]():
+        with contextlib.ExitStack() as stack:
+            if innermost != "none":
+                stack.enter_context(chunk.rest_hooks())
+            if innermost in contexts:
+                stack.enter_context(contexts[innermost]())
+            if innermost == "a pause that waits":
+                assert behind_a_tensor(chunk)
+                stack.callback(chunk.resume_hooks)
             before = innermost_hooks()
-            assert not chunk.pause_hooks_behind(torch.rand(NUMEL))
+            assert not pause(chunk)
             assert innermost_hooks() == before

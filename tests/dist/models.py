@@ -63,6 +63,8 @@ class GroupedLinear(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
         return GroupedProduct.apply(tokens, counts, self.save_original_input, *self.weights), None
 
+    forward.__module__ = "transformer_engine.pytorch"  # of others' forwards it is not known what they save
+
 
 class GroupedProduct(torch.autograd.Function):
     """Saves what TransformerEngine's saves, in its order."""

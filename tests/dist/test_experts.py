@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
 
-from megatron_patches import _attach, apply  # noqa: E402
+from megatron_patches import _experts, apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import GroupedLinear, GroupedProduct  # noqa: E402
@@ -39,7 +41,7 @@ def test_weights_go_through_no_hooks(name: str, is_quantized: bool, settings: di
 
 def _check_saved(name: str, is_quantized: bool, settings: dict[str, Any]) -> None:
     is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
-    with apply(ALL, modules=[name]), mock.patch.object(_attach, "will_quantize", lambda linear: is_quantized):
+    with apply(ALL, modules=[name]), mock.patch.object(_experts, "_will_quantize", lambda linear: is_quantized):
         chunks = _make_chunks(settings)
         with _saved_tensors() as saved:
             run(chunks, 2)
@@ -71,22 +73,98 @@ def _saved_tensors() -> Iterator[list[tuple[torch.Tensor, ...]]]:
 
 
 @WAYS
+@pytest.mark.parametrize("when", ["before", "behind"])
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_one_that_raises_is_left_as_it_was(error: type[BaseException], settings: dict[str, Any]) -> None:
-    """An interrupt does not run the hooks behind a module's forward."""
-    run_ranks(_raise_inside, error, settings, pipeline=_pipeline(settings))
+def test_one_that_raises_is_left_as_it_was(error: type[BaseException], when: str, settings: dict[str, Any]) -> None:
+    """Before and behind the saving of its input. An interrupt does not run the hooks behind a module's forward."""
+    run_ranks(_raise_inside, error, when, settings, pipeline=_pipeline(settings))
 
 
-def _raise_inside(error: type[BaseException], settings: dict[str, Any]) -> None:
+def _raise_inside(error: type[BaseException], when: str, settings: dict[str, Any]) -> None:
+    function = GroupedProduct.apply
+
+    def raising(*args: Any) -> None:
+        if when == "behind":
+            function(*args)
+        raise error("in an expert")
+
     with apply(ALL, modules=["expert_fc1", "moe_act"]):
         chunks = _make_chunks(settings)
         expected = run(chunks, 2)
-        with mock.patch.object(GroupedProduct, "apply", side_effect=error("in an expert")):
-            with pytest.raises(error, match="in an expert"):
-                run(chunks, 2)
+        with mock.patch.object(GroupedProduct, "apply", raising), pytest.raises(error, match="in an expert"):
+            run(chunks, 2)
         assert innermost_hooks(True) is None
         assert not any(linear.save_original_input for linear in _linears(chunks))
         assert run(chunks, 2) == expected
+
+
+class Others(GroupedLinear):
+    """Saves more behind what its base saves."""
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
+        out, _ = super().forward(tokens, counts)
+        return out + tokens.tanh(), None
+
+
+class Forwarding(torch.nn.Module):
+    """Passes on the attributes of what it wraps, as what torch.compile and checkpoints wrap do."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+    forward.__module__ = GroupedLinear.forward.__module__
+
+
+def test_of_other_classes_nothing_is_known() -> None:
+    run_ranks(_find_linears)
+
+
+def _find_linears() -> None:
+    plain = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+    others = Others(2, 4, 4, init_method=torch.nn.init.ones_)
+    found = [*_experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
+    assert found == [plain]
+
+
+@pytest.mark.parametrize("case", ["plain", "other dtype", "autocast", "weights of another kind", "no tensor"])
+def test_what_casts_may_save_more(case: str) -> None:
+    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+    tokens: Any = torch.ones(4, 4)
+    if case == "other dtype":
+        linear.half()
+    if case == "weights of another kind":
+        linear.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
+    args = () if case == "no tensor" else (tokens, [2, 2])
+    with torch.autocast("cpu", torch.bfloat16) if case == "autocast" else contextlib.nullcontext():
+        assert _experts.saves_only_weights_behind(linear, args) == (case == "plain")
+
+
+@pytest.mark.parametrize("is_context_quantized", [False, True])
+def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_context_quantized: bool) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch", exc_type=Exception)
+    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+    args = (torch.ones(4, 4), [2, 2])
+    with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_context_quantized):
+        assert te and _experts.saves_only_weights_behind(linear, args) == (not is_context_quantized)
+        linear.will_execute_quantized = lambda is_quantized: not is_quantized  # type: ignore[assignment]
+        assert _experts.saves_only_weights_behind(linear, args) == is_context_quantized
+
+
+@pytest.mark.parametrize("where", ["megatron.core.fp8_utils", "transformer_engine.debug.pytorch.debug_state"])
+def test_where_it_cannot_be_asked_all_goes_through_hooks(where: str) -> None:
+    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+    with mock.patch.dict(sys.modules, {"transformer_engine": mock.Mock(), where: None}):
+        assert not _experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2]))
 
 
 def _make_chunks(settings: dict[str, Any]) -> list[torch.nn.Module]:
