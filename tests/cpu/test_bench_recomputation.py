@@ -85,6 +85,17 @@ def test_the_flags_are_those_of_a_model_built_with_it(name: str) -> None:
     assert off_again == off != on
 
 
+def test_what_a_model_has_not_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no 'moe_act' to recompute"):
+        recomputation.Recomputation([torch.nn.Linear(1, 1)], recomputation.selective(["moe_act"]))
+
+
+def test_a_trace_of_ours_may_be_beside_recomputation() -> None:
+    found = settings.parse(["--modules", "core_attn+mlp", "--contenders", "ours", "--profile", "trace.json"])
+    (entry,) = found.entries
+    assert entry.asked_as in found.profile_contenders
+
+
 def turns() -> dict[str, Any]:
     """In a process with megatron-core's parallel state: none, ours beside recomputation, none."""
     from tests.dist import tiny

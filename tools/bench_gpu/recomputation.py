@@ -57,6 +57,9 @@ class Recomputation:
     Args:
         chunks: of a model built without recomputation.
         fields: of the configuration, while it is on.
+
+    Raises:
+        ValueError: if one of `recompute_modules` is nowhere in the model.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]) -> None:
@@ -64,7 +67,10 @@ class Recomputation:
         configs = {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values()
         self._changes: list[tuple[Any, dict[str, Any]]] = [(config, dict(fields)) for config in configs]
         for name in fields.get("recompute_modules", ()):
-            self._changes += [(m, own) for m in submodules if (own := _cached(m, name))]
+            found = [(m, own) for m in submodules if (own := _cached(m, name))]
+            if not found:
+                raise ValueError(f"this model has no {name!r} to recompute")
+            self._changes += found
         self._before = [(owner, {name: getattr(owner, name) for name in own}) for owner, own in self._changes]
 
     def on(self) -> None:

@@ -109,9 +109,14 @@ class Entry:
     """Selectively, beside the offload of others; of `OURS_AND_RECOMPUTATION` alone."""
 
     @property
+    def asked_as(self) -> str:
+        """Its name among --contenders."""
+        return self.kind.partition("+")[0]
+
+    @property
     def label(self) -> str:
         names = "+".join(",".join(some) for some in (self.modules, self.recomputed) if some)
-        return f"{self.kind.partition('+')[0]} {names}".strip()
+        return f"{self.asked_as} {names}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +158,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         overlap = _overlap(args, shape, entries)
     except ValueError as error:
         parser.error(str(error))
-    absent = [kind for kind in words(args.profile_contender) if kind not in {entry.kind for entry in entries}]
+    absent = [kind for kind in words(args.profile_contender) if kind not in {e.asked_as for e in entries}]
     if args.profile and absent:
         parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
     return Settings(
