@@ -146,15 +146,13 @@ class HooksPause:
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
         chunk = self._engine.active_chunk
-        if chunk is not None and self._chunk is None and chunk.pause_rest_hooks():
+        if chunk is not None and chunk.pause_rest_hooks():
             self._chunk, self._module = chunk, module
 
     def enter_linear(self, linear: Any, args: tuple[Any, ...]) -> None:
         """The engine takes the input of such a layer of experts and nothing behind it. Nothing while it is passive."""
         chunk = self._engine.active_chunk
-        if chunk is None or self._chunk is not None or not saves_only_weights_behind(linear, args):
-            return
-        if chunk.pause_hooks_behind(args[0]):
+        if chunk is not None and saves_only_weights_behind(linear, args) and chunk.pause_hooks_behind(args[0]):
             self._chunk, self._module = chunk, linear
             self._saves_original_input, linear.save_original_input = linear.save_original_input, True
 

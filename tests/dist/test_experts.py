@@ -16,7 +16,8 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import _experts, apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
+from megatron_patches._attach import Attachment  # noqa: E402
+from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import GroupedLinear, GroupedProduct  # noqa: E402
 from tests.dist.saved_storages import innermost_hooks  # noqa: E402
@@ -96,6 +97,41 @@ def _raise_inside(error: type[BaseException], when: str, settings: dict[str, Any
         assert innermost_hooks(True) is None
         assert not any(linear.save_original_input for linear in _linears(chunks))
         assert run(chunks, 2) == expected
+
+
+class Nested(GroupedLinear):
+    """Calls another of its kind, before or behind what it saves itself."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__(2, 8, 8, init_method=torch.nn.init.ones_)
+        self.inner = GroupedLinear(2, 8, 8, init_method=torch.nn.init.ones_)
+        self.first = first
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        if self.first == "inner":
+            tokens = self.inner(tokens, counts)[0]
+        out = super().forward(tokens, counts)[0]
+        if self.first == "outer":
+            out = self.inner(out, counts)[0]
+        assert innermost_hooks(True) is None
+        return out
+
+    forward.__module__ = GroupedLinear.forward.__module__
+
+
+@pytest.mark.parametrize("first", ["inner", "outer"])
+def test_one_inside_another(first: str) -> None:
+    """The pause of the outer one lasts until that returns."""
+    outer = Nested(first)
+    x = torch.ones(4, 8, requires_grad=True)
+    plain = torch.autograd.grad(outer(x * 1, [2, 2]).sum(), x)[0]
+    attachment = Attachment(OffloadEngine(ALL), [outer], ())
+    with attachment.engine.iteration():
+        out = outer(x * 1, [2, 2])
+        assert innermost_hooks(True) is None
+        assert not any(linear.save_original_input for linear in (outer, outer.inner))
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], plain)
+    attachment.close()
 
 
 class Others(GroupedLinear):
