@@ -113,7 +113,7 @@ class Nested(GroupedLinear):
         out = super().forward(tokens, counts)[0]
         if self.first == "outer":
             out = self.inner(out, counts)[0]
-        assert innermost_hooks(True) is None
+            assert innermost_hooks(True) is None
         return out
 
     forward.__module__ = GroupedLinear.forward.__module__
