@@ -21,6 +21,7 @@ from megatron_patches._overlap import overlap_rows
 from megatron_patches._recompute import recompute_rows
 from megatron_patches._registry import Applied, apply_patches
 from megatron_patches._schedules import Step, overlaps_expert_comm, schedule_rows
+from megatron_patches._sites import own_norms
 from megatron_patches._validate import (
     check_conflicts,
     check_host_limit,
@@ -216,7 +217,7 @@ class Handle:
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         check_cuda_graphs(step.config, settings.modules)
-        check_conflicts(step.config, settings.modules)
+        check_conflicts(step.config, settings.modules, own_norms(step.chunks))
         check_weights_stay_whole(step.config)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
         return OffloadEngine(settings.engine, meter=self._meter)

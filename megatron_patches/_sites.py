@@ -83,6 +83,14 @@ def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
     return found
 
 
+def own_norms(chunks: Iterable[torch.nn.Module]) -> frozenset[str]:
+    """Which of the norms in front of a block are modules of their own in some layer; others are fused behind them."""
+    layers = [layer for chunk in chunks for _, layer in layers_of(chunk)]
+    return frozenset(
+        norm for norm in BLOCKS.values() if not all(is_absent(getattr(layer, norm, None)) for layer in layers)
+    )
+
+
 def count_layers(chunk: torch.nn.Module) -> int:
     """Layers of a model chunk that full recomputation would run again."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer

@@ -29,15 +29,22 @@ class _Report(NamedTuple):
     """What it offloads; none: nothing."""
 
 
-def check_conflicts(config: Any, names: Sequence[str]) -> None:
+def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
     """Rejects names with which nothing would move: what is computed again in backward, and norms that are fused.
+
+    Args:
+        config: of the model.
+        names: of the table.
+        norms: the model's `own_norms`.
 
     Raises:
         ValueError: naming both settings.
     """
     for name in names:
         row = row_of(name)
-        conflict = _full_conflict(config, name) or _selective_conflict(config, row) or _norm_conflict(config, row)
+        conflict = (
+            _full_conflict(config, name) or _selective_conflict(config, row, norms) or _norm_conflict(config, row)
+        )
         if conflict:
             raise ValueError(f"offload_modules has {name!r}, but {conflict}")
 
@@ -207,13 +214,15 @@ def _leaves_layers_out(config: Any) -> bool:
     return bool(config.recompute_num_layers < config.num_layers // num_chunks)
 
 
-def _selective_conflict(config: Any, row: ModuleRow) -> str | None:
+def _selective_conflict(config: Any, row: ModuleRow, norms: frozenset[str]) -> str | None:
     if config.recompute_granularity != "selective":
         return None
+    norm = BLOCKS.get(row.brackets[0].path.partition(".")[0])
     for module in config.recompute_modules or ():
         if module in row.recomputed_by:
             return f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of them"
-        if module in row.discarded_by:
+        # Nothing is discarded of a norm that is fused into the linear layer behind it.
+        if module in row.discarded_by and (module != "layernorm" or norm in norms):
             return (
                 f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
                 "to move. Drop one of them"

@@ -12,12 +12,16 @@ pytest.importorskip("megatron.core")
 
 from megatron_patches._graphs import check_cuda_graphs  # noqa: E402
 from megatron_patches._modules import MODULES  # noqa: E402
+from megatron_patches._sites import BLOCKS  # noqa: E402
 from megatron_patches._validate import (  # noqa: E402
     check_conflicts,
     check_host_limit,
     check_weights_stay_whole,
     hidden_bytes,
 )
+
+NORMS = frozenset(BLOCKS.values())
+"""Of a model that has each as a module of its own."""
 
 
 def config(**settings: Any) -> SimpleNamespace:
@@ -48,7 +52,7 @@ def test_weights_that_are_gathered_in_backward_are_refused(name: str) -> None:
 
 
 def test_nothing_conflicts_without_recomputation() -> None:
-    check_conflicts(config(), [row.name for row in MODULES])
+    check_conflicts(config(), [row.name for row in MODULES], NORMS)
 
 
 @pytest.mark.parametrize(
@@ -69,42 +73,50 @@ def test_nothing_conflicts_without_recomputation() -> None:
 def test_recomputed_modules_are_refused(name: str, module: str) -> None:
     chosen = config(recompute_granularity="selective", recompute_modules=[module])
     with pytest.raises(ValueError, match=f"'{name}'.*'{module}'"):
-        check_conflicts(chosen, ["attn_proj", name])
+        check_conflicts(chosen, ["attn_proj", name], NORMS)
 
 
 @pytest.mark.parametrize(
     ("name", "module"), [("self_attn", "core_attn"), ("core_attn", "layernorm"), ("mlp_norm", "mlp")]
 )
 def test_what_still_saves_is_accepted(name: str, module: str) -> None:
-    check_conflicts(config(recompute_granularity="selective", recompute_modules=[module]), [name])
+    check_conflicts(config(recompute_granularity="selective", recompute_modules=[module]), [name], NORMS)
+
+
+@pytest.mark.parametrize(("name", "norm"), [("qkv_linear", "input_layernorm"), ("mlp_fc1", "pre_mlp_layernorm")])
+def test_of_a_norm_inside_the_linear_layer_nothing_is_discarded(name: str, norm: str) -> None:
+    chosen = config(recompute_granularity="selective", recompute_modules=["layernorm"])
+    check_conflicts(chosen, [name], NORMS - {norm})
+    with pytest.raises(ValueError, match=f"'{name}'.*'layernorm'"):
+        check_conflicts(chosen, [name], frozenset({norm}))
 
 
 @pytest.mark.parametrize("name", ["layer_input", "attn_norm", "mlp_norm"])
 def test_a_norm_that_is_fused_with_the_residual_connection_is_refused(name: str) -> None:
     fused = config(fused_residual_rmsnorm=True)
-    check_conflicts(fused, ["qkv_linear", "qk_norm", "mtp_norm"])
+    check_conflicts(fused, ["qkv_linear", "qk_norm", "mtp_norm"], NORMS)
     with pytest.raises(ValueError, match=f"'{name}'.*fused_residual_rmsnorm=True"):
-        check_conflicts(fused, [name])
+        check_conflicts(fused, [name], NORMS)
 
 
 def test_full_recomputation_leaves_the_layer_input() -> None:
     full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    check_conflicts(full, ["layer_input"])
+    check_conflicts(full, ["layer_input"], NORMS)
     with pytest.raises(ValueError, match="recompute_granularity='full'.*'layer_input'"):
-        check_conflicts(full, ["layer_input", "core_attn"])
+        check_conflicts(full, ["layer_input", "core_attn"], NORMS)
 
 
 def test_layers_beyond_the_recomputed_block_still_save() -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block"}
-    check_conflicts(config(**block, recompute_num_layers=1), ["core_attn"])
+    check_conflicts(config(**block, recompute_num_layers=1), ["core_attn"], NORMS)
     with pytest.raises(ValueError, match="recompute_granularity='full'"):
-        check_conflicts(config(**block, recompute_num_layers=2), ["core_attn"])
+        check_conflicts(config(**block, recompute_num_layers=2), ["core_attn"], NORMS)
 
 
 def test_of_stages_of_several_sizes_one_may_have_layers_beyond_the_block() -> None:
     block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
     for setting in ({"num_layers_in_first_pipeline_stage": 5}, {"pipeline_model_parallel_layout": "Ettttt|tttL"}):
-        check_conflicts(config(**block, **setting), ["core_attn"])
+        check_conflicts(config(**block, **setting), ["core_attn"], NORMS)
 
 
 def test_bytes_of_a_hidden_activation() -> None:

@@ -10,11 +10,18 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+
+from megatron_patches import apply  # noqa: E402
 from megatron_patches._modules import MODULES, _can_have  # noqa: E402
+from megatron_patches._sites import BLOCKS  # noqa: E402
 from megatron_patches._validate import check_conflicts  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
 from tests.dist.parity import Case, check_all  # noqa: E402
+from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(), Pipeline(2, 2, expert=2)]
 SHARED = {"moe_shared_expert_intermediate_size": 32}
@@ -50,6 +57,27 @@ def test_all_selective_modes_at_once(shape: Pipeline) -> None:
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
     settings = {**GROUPED, **SHARED, **recompute, "expert_model_parallel_size": shape.expert}
     _run(shape, [Case("moe", _left_to_move("moe", settings), settings=settings)])
+
+
+def test_the_input_of_a_projection_with_the_norm_inside() -> None:
+    """As TransformerEngine's: recomputed norms are those in front of the experts, and this one discards nothing."""
+    run_ranks(_check_norm_inside)
+
+
+def _check_norm_inside() -> None:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+
+    def make() -> list[torch.nn.Module]:
+        chunks = make_chunks(make_config("moe", **recompute))
+        for layer in chunks[0].decoder.layers:
+            layer.input_layernorm, layer.recompute_input_layernorm = IdentityOp(), False
+        return chunks
+
+    expected = fingerprint(chunks := make(), run(chunks, 2))
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["qkv_linear"]) as handle:
+        chunks = make()
+        assert fingerprint(chunks, run(chunks, 2)) == expected
+        assert handle.stats is not None and handle.stats.copied_out_bytes > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -101,7 +129,7 @@ def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
 
 def _conflicts(config: Any, name: str) -> bool:
     try:
-        check_conflicts(config, [name])
+        check_conflicts(config, [name], frozenset(BLOCKS.values()))
     except ValueError:
         return True
     return False

@@ -25,6 +25,7 @@ def test_all_does_in_fp8(ranks_of: Callable[[int], GpuRanks]) -> None:
 def _count(settings: dict[str, Any]) -> tuple[int, int, bool]:
     """Groups, tensors packed in them, and whether the layers are as they were. Not with the compiled core."""
     from megatron_patches import apply
+    from megatron_patches._experts import linears_of_experts
     from offload_engine import OffloadConfig
     from offload_engine._saved import TensorGroup
     from offload_engine._store import ActivationStore
@@ -38,7 +39,7 @@ def _count(settings: dict[str, Any]) -> tuple[int, int, bool]:
         return pack(store, tensor, group)
 
     chunks = make_chunks(make_config(num_moe_experts=NUM_EXPERTS, **settings))
-    linears: list[Any] = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "num_gemms")]
+    linears: list[Any] = [linear for chunk in chunks for linear in linears_of_experts(chunk)]
     with apply(OffloadConfig(min_tensor_bytes=1), modules=["expert_fc1"]) as handle:
         with mock.patch.object(ActivationStore, "pack", counting):
             run(chunks, 2)
