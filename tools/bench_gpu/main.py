@@ -8,14 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .leftovers import notice
 from .provenance import provenance
 from .settings import Settings, in_turn, parse, profile_file
-from .threads import on_one_cpu
 
 if TYPE_CHECKING:
     from .contenders import Copies
@@ -77,7 +75,7 @@ class Run:
         )
         training = Training(settings.shape, self._chunks)
         self._gauge = CudaGauge()
-        self._bench = Bench(training, ranks, self._gauge, counts, self._show, measuring=self._measuring)
+        self._bench = Bench(training, ranks, self._gauge, counts, self._show)
 
     def execute(self) -> int:
         """Everything; returns the exit status."""
@@ -152,15 +150,6 @@ class Run:
             copies.follow(record, self._settings.shape.nmb)
         self._publish([record])
 
-    def _measuring(self) -> AbstractContextManager[None]:
-        import torch
-
-        if not self._settings.one_cpu:
-            return nullcontext()
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", self._ranks.world_size))
-        backward = f"pt_autograd_{torch.cuda.current_device()}"
-        return on_one_cpu(int(os.environ["LOCAL_RANK"]), num_local, backward)
-
     def _extras(self, contender: Any) -> None:
         from .measure import profile_step, record_memory
 
@@ -209,7 +198,6 @@ class Run:
             "shape": asdict(self._settings.shape),
             "rounds": self._settings.rounds,
             "rotate": self._settings.rotate,
-            "one_cpu": self._settings.one_cpu,
             "iters": self._settings.iters,
             "warmup": self._settings.warmup,
             "engine": self._settings.engine,

@@ -137,7 +137,6 @@ class Bench:
         counts: Counts,
         on_step: Callable[[str], None],
         new_event: Callable[[], Any] | None = None,
-        measuring: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """
         Args:
@@ -147,7 +146,6 @@ class Bench:
             counts: of steps.
             on_step: told what comes next, before each step; for the progress bar.
             new_event: makes the events that time copies; None: those of CUDA.
-            measuring: around the steps behind those of warm-up.
         """
         self._training = training
         self._ranks = ranks
@@ -155,7 +153,6 @@ class Bench:
         self._counts = counts
         self._on_step = on_step
         self._new_event = new_event
-        self._measuring = measuring
         self._fingerprints: list[tuple[str, int, Fingerprint]] = []
         self._held_first: Held | None = None
 
@@ -171,13 +168,12 @@ class Bench:
             before = self._warm_up(label)
             self._gauge.start()
             counter = CopyCounter(self._new_event, self._gauge.take_peak)
-            with self._measuring():
-                with contender.counting(counter):
-                    self._run(f"{label}, counted")
-                    self._gauge.wait()
-                counted = self._gauge.read()["peak_allocated_bytes"]
-                moved = contender.moved(counter)
-                steps, losses = self._timed(label)
+            with contender.counting(counter):
+                self._run(f"{label}, counted")
+                self._gauge.wait()
+            counted = self._gauge.read()["peak_allocated_bytes"]
+            moved = contender.moved(counter)
+            steps, losses = self._timed(label)
             memory = self._gauge.read()
             pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
             after = fingerprint(self._training.gradients(), losses)

@@ -135,7 +135,6 @@ class Settings:
     """Fields of TransformerConfig."""
     deterministic: bool
     share_gpus: bool
-    one_cpu: bool
     micro: bool
     json: Path | None
     memory_plot: Path | None
@@ -173,7 +172,6 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         overlap=overlap,
         deterministic=args.deterministic,
         share_gpus=args.share_gpus,
-        one_cpu=args.one_cpu,
         micro=not args.no_micro,
         json=args.json,
         memory_plot=args.memory_plot,
@@ -320,12 +318,6 @@ def _parser() -> argparse.ArgumentParser:
         "--share-gpus",
         action="store_true",
         help="more processes than GPUs: memory and gradients are as on as many GPUs as processes, step times are not",
-    )
-    parser.add_argument(
-        "--one-cpu",
-        action="store_true",
-        help="forward and backward of a rank share a CPU in the steps measured, and its other threads are elsewhere: "
-        "where the GPU waits for the host, steps are shorter and all alike",
     )
     parser.add_argument(
         "--no-micro",
