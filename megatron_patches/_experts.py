@@ -1,9 +1,9 @@
 """Linear layers of all experts in one call, as TransformerEngine's GroupedLinear, of which the engine takes the input.
 
-Such a layer saves each expert's part of its input, and the weight and the bias of each: 192 tensors with 64 experts.
-Through hooks that takes the host ten times as long as all else that an engine does for a layer. Told to save its input
-as it is (`save_original_input`, which megatron-core sets, too, where it recomputes), the layer saves one tensor of it,
-in front of all others: behind that one the hooks may pause.
+Such a layer saves each expert's part of its input, and the weight and the bias of each: 192 tensors with 64 experts,
+which take the host thirty times as long through hooks as one does. Told to save its input as it is
+(`save_original_input`, which megatron-core sets, too, where it recomputes), the layer saves one tensor of it, in front
+of all others: behind that one the hooks may pause.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class _Forward:
         self.has_run_last: bool = False
         self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
         self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
+        self.num_inside: int = 0  # calls of the body inside it, without gradients
 
 
 class _Saved(NamedTuple):
@@ -119,7 +120,8 @@ class LayerGroups:
     @property
     def open_layer(self) -> nn.Module | None:
         """The layer that runs and saves into its group: not while a checkpoint around it does."""
-        return None if self._own_forward is None else self._own_forward.layer
+        forward = self._own_forward
+        return None if forward is None or forward.num_inside else forward.layer
 
     @property
     def _own_forward(self) -> _Forward | None:
@@ -195,6 +197,9 @@ class LayerGroups:
         if self._forward is not None and not is_in_backward():
             if self._own_forward is None:
                 return  # of a model that several threads run, one forward at a time is offloaded
+            if not torch.is_grad_enabled():
+                self._forward.num_inside += 1  # a model that looks at its own output first
+                return
             self._abandon()  # KeyboardInterrupt and the like call no forward hook
         chunk = self.session.start_forward()
         if chunk is not None:
@@ -207,6 +212,9 @@ class LayerGroups:
 
     def _leave_body(self, has_raised: bool = False) -> None:
         if self._is_in_context or self._own_forward is None or is_in_backward():
+            return
+        if self._own_forward.num_inside:
+            self._own_forward.num_inside -= 1
             return
         if has_raised:
             self._abandon()
@@ -232,7 +240,7 @@ class LayerGroups:
             if self._forward is None:  # else another thread's is offloaded
                 self._warn_if_outside(name)
             return
-        if forward.layer is not None or is_in_backward():
+        if forward.layer is not None or forward.num_inside or is_in_backward():
             return
         if is_last and forward.has_run_last:  # layers share their weights: its backward does not come at once
             forward.chunk.offload_kept_groups()
@@ -267,7 +275,7 @@ class LayerGroups:
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
-        if forward is None or forward.layer is not layer or is_in_backward():
+        if forward is None or forward.layer is not layer or forward.num_inside or is_in_backward():
             return
         forward.layer = None
         if id(sys.exception()) != forward.handled_in_body:  # it raised

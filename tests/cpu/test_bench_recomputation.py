@@ -35,7 +35,10 @@ def test_what_is_behind_a_plus_is_recomputed_by_ours_alone() -> None:
         ("--modules core_attn+attention", "one or more of core_attn, moe_act, layernorm"),
         ("--modules core_attn+", "one or more of core_attn"),
         ("--modules +moe_act", "in front of it what is offloaded, got +moe_act"),
-        ("--setup fine-2 --overlap-a2a --modules core_attn+moe_act --contenders ours", "excludes ours+recompute"),
+        (
+            "--setup fine-2 --overlap-a2a --modules core_attn+moe_act --contenders ours",
+            "leave out what is behind a plus",
+        ),
     ],
 )
 def test_nonsense_is_an_error(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -426,6 +426,40 @@ def test_several_models_in_one_process(enable: Enable) -> None:
     assert [handle.stats.num_offloaded_groups for handle in handles] == [3, 5]
 
 
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["right", "raises"])
+@pytest.mark.parametrize("where", ["layers.2", "head"])
+def test_a_model_that_looks_at_its_own_output_first(
+    where: str, is_wrong: bool, enable_ckpt: bool, enable: Enable
+) -> None:
+    """As in self-conditioning: a forward without gradients inside one with them, inside a layer or behind them all."""
+
+    def looking(model: Net) -> Net:
+        depth = 0
+
+        def look(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+            nonlocal depth
+            if depth or torch._C._current_graph_task_id() != -1:
+                return None
+            depth += 1
+            try:
+                with torch.no_grad():
+                    return (args[0] + model(args[0][:, 1:] if is_wrong else args[0]),)
+            except RuntimeError:
+                return None
+            finally:
+                depth -= 1
+
+        model.get_submodule(where).register_forward_pre_hook(look)
+        return model
+
+    handle = enable(model := looking(Net()), enable_ckpt)
+    plain = looking(Net())
+    for seed in range(2):
+        assert equal(step(model, seed), step(plain, seed))
+        assert handle.stats.num_offloaded_groups == 3 and handle.stats.num_groups == 4
+
+
 def test_two_forwards_before_one_backward_and_gradient_accumulation(enable: Enable) -> None:
     def run(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(0)

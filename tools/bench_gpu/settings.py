@@ -234,10 +234,11 @@ def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -
         return {}
     if shape.ep < 2 or (shape.pp > 1 and not shape.vpp):
         raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
-    # Copies go by calls of layers, and none is called.
-    for kind in ("recompute", OURS_AND_RECOMPUTATION, "copies"):
+    for kind in ("recompute", "copies"):  # the second goes by calls of layers, and none is called
         if any(entry.kind == kind for entry in entries):
             raise ValueError(f"--overlap-a2a excludes {kind}: leave it out of --contenders")
+    if any(entry.recomputed for entry in entries):
+        raise ValueError("--overlap-a2a excludes recomputation: leave out what is behind a plus in --modules")
     return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
 
 
