@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _TE = "transformer_engine"
+_DEBUGGING = f"{_TE}.debug.pytorch.debug_state"  # imported by TransformerEngine's modules, where it has any
 _KNOWN = ("megatron.core.", f"{_TE}.")
 
 
@@ -46,10 +47,10 @@ def _will_quantize(linear: Any) -> bool:
         return False
     try:
         from megatron.core.fp8_utils import FP8GlobalStateManager
-        from transformer_engine.debug.pytorch.debug_state import TEDebugState
-    except ImportError:  # of a version that has these elsewhere
+    except ImportError:  # of a version that has it elsewhere
         return True
-    if TEDebugState.debug_enabled:
+    debugging = getattr(sys.modules.get(_DEBUGGING), "TEDebugState", None)
+    if debugging is not None and debugging.debug_enabled:
         return True
     is_context_quantized = FP8GlobalStateManager.is_fp8_enabled()
     # Megatron-core's subclass may be told otherwise than its surroundings.

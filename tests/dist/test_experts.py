@@ -196,11 +196,24 @@ def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_contex
         assert _experts.saves_only_weights_behind(linear, args) == is_context_quantized
 
 
-@pytest.mark.parametrize("where", ["megatron.core.fp8_utils", "transformer_engine.debug.pytorch.debug_state"])
-def test_where_it_cannot_be_asked_all_goes_through_hooks(where: str) -> None:
+def test_where_it_cannot_be_asked_all_goes_through_hooks() -> None:
     linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
-    with mock.patch.dict(sys.modules, {"transformer_engine": mock.Mock(), where: None}):
+    with mock.patch.dict(sys.modules, {"transformer_engine": mock.Mock(), "megatron.core.fp8_utils": None}):
         assert not _experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2]))
+
+
+@pytest.mark.parametrize("is_debugged", [False, True])
+def test_what_is_debugged_goes_through_hooks(is_debugged: bool) -> None:
+    """It looks at the input in its backward once more."""
+    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+    fp8 = mock.Mock(FP8GlobalStateManager=mock.Mock(is_fp8_enabled=lambda: False))
+    modules = {
+        "transformer_engine": mock.Mock(),
+        "transformer_engine.debug.pytorch.debug_state": mock.Mock(TEDebugState=mock.Mock(debug_enabled=is_debugged)),
+        "megatron.core.fp8_utils": fp8,
+    }
+    with mock.patch.dict(sys.modules, modules), mock.patch("megatron.core.fp8_utils", fp8):
+        assert _experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2])) == (not is_debugged)
 
 
 def _make_chunks(settings: dict[str, Any]) -> list[torch.nn.Module]:
