@@ -2,7 +2,7 @@
 
 The pool obtains large slabs from the device and lends ranges of them. A range that comes back may still be read by a
 copy-in, so it comes back with events, and the next lease of any of these bytes carries them: the copy-out into it
-waits on them (DESIGN rule "host buffers are returned with the event of the copy-in that read them").
+waits on them (rule 2 of `_transfers.py`).
 """
 
 from __future__ import annotations
@@ -224,7 +224,10 @@ class HostPool:
         # Little is missing, if anything, once a step is over or slabs were replaced.
         smallest = 0 if self._peak_ever or self._peak_at_consolidation else self._slab_bytes
         wanted = self._round_up(max(need, smallest, self.slab_bytes_total // _GROWTH_DIVISOR))
-        wanted = min(wanted, self._room())
+        room = self._room()
+        if room < need:  # others have taken of what there was
+            return False
+        wanted = min(wanted, room)
         if self._add_slab(wanted) or (wanted > need and self._add_slab(need)):
             return True
         closed = [self._close_slab(extent) for extent in self._idle_slabs()]  # the tier is full, perhaps of these
@@ -247,7 +250,8 @@ class HostPool:
             self._close_slab(extent)
         self._peak_at_consolidation = peak
         wanted = self._round_up(int(peak * (1 + _CONSOLIDATION_HEADROOM)))
-        self._add_slab(min(wanted, self._room()))  # where that fails, the pool grows step by step again
+        if room := min(wanted, self._room()):
+            self._add_slab(room)  # where that fails, the pool grows step by step again
 
     def _room(self) -> int:
         """How many more slab bytes the limit allows."""

@@ -82,11 +82,15 @@ class Mover:
         group.is_kept = False
         self.store.accounts.stats.num_kept_groups -= 1
         self.store.accounts.stats.kept_bytes -= group.own_bytes
-        if not self._dry_run:
-            self.copy_out(group)
+        self.copy_out(group)
 
     def copy_out(self, group: TensorGroup, produced: list[Event] | None = None) -> None:
-        """Issue the copy-out of what `group` saved first; `produced` as in `ActivationStore.issue_copy_out`."""
+        """Issue the copy-out of what `group` saved first; `produced` as in `ActivationStore.issue_copy_out`.
+
+        Nothing in a dry run.
+        """
+        if self._dry_run:
+            return
         issued = self.store.issue_copy_out(group, produced)
         if issued is not None:
             self.releases.push(issued)

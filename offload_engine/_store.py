@@ -63,7 +63,7 @@ class ActivationStore(Retirement):
         accounts: how many bytes are where.
         eligibility: which tensors may move.
         live: storages with a handle left.
-        has_failed: a copy has failed since the iteration began.
+        has_failed: a copy has failed, and nothing was reset since.
     """
 
     def __init__(

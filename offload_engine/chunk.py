@@ -165,9 +165,9 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """The device had to wait for the host and has work again: the copy-outs that waited for it are issued.
 
         While a copy is under way the host works more slowly: a read of memory that it has not cached takes two to four
-        times as long. So groups committed with `TensorGroup.may_wait` are not copied before this is called, or another
-        group commits, or the forward is over. At most half of what may be in flight waits, and nothing where the link
-        is behind: where as much is in flight as may be.
+        times as long. So groups committed with `TensorGroup.may_wait` are not copied before this is called, or a group
+        commits that is copied at once, or the last block begins, or the forward is over. At most half of what may be
+        in flight waits, and nothing where the link is behind: where as much is in flight as may be.
 
         Raises:
             OffloadError: if the host tier is full, and that is to be an error.

@@ -13,7 +13,16 @@ from .file_slab import check_directory
 if TYPE_CHECKING:
     from ..config import OffloadConfig
 
-__all__ = ["CopyError", "CpuDevice", "Device", "HostRegion", "HostSlab", "check_directory", "make_device"]
+__all__ = [
+    "CopyError",
+    "CpuDevice",
+    "Device",
+    "HostRegion",
+    "HostSlab",
+    "check_directory",
+    "make_cpu_device",
+    "make_device",
+]
 
 
 def make_device(config: OffloadConfig) -> Device:
@@ -27,6 +36,16 @@ def make_device(config: OffloadConfig) -> Device:
         from .cuda import CudaDevice
 
         return CudaDevice(directory=config.directory)
+    return make_cpu_device(config)
+
+
+def make_cpu_device(config: OffloadConfig) -> CpuDevice:
+    """The CPU, on whatever machine.
+
+    Raises:
+        ValueError: if `config.directory` has less free than `config.host_limit_bytes`.
+        OSError: if `config.directory` is missing, not a directory, or not writable.
+    """
     device = CpuDevice(config.directory)
     directory = resolve_directory(config.directory)
     if directory is not None and config.host_limit_bytes is not None:

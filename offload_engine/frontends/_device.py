@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from offload_engine._devices import CpuDevice
+from offload_engine._devices import make_cpu_device
 from offload_engine._devices.base import Device
 from offload_engine.config import OffloadConfig
 from offload_engine.frontends._weights import weights_of
@@ -27,7 +27,7 @@ def device_for(parts: Iterable[nn.Module | torch.Tensor], config: OffloadConfig)
         return None
     devices = {device for part in parts for device in _compute_devices(part)}
     if devices == {torch.device("cpu")}:
-        return CpuDevice(config.directory)
+        return make_cpu_device(config)
     gpus = {device for device in devices if device.type == "cuda"}
     if len(gpus) != 1:
         return None

@@ -119,7 +119,7 @@ class Session:
 
     def warn_if_idle(self) -> None:
         """After a forward, once: offload that does nothing is a mistake that nothing else would show."""
-        if self._is_checked or not torch.is_grad_enabled():
+        if self._is_checked or not (torch.is_grad_enabled() or is_in_backward()):
             return
         self._is_checked = True
         if self.stats.managed_bytes == 0:

@@ -17,7 +17,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._compiling import refuse_when_compiled
 from offload_engine.frontends._device import device_for
-from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
+from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
 from offload_engine.frontends._session import Session
 from offload_engine.frontends._weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force, checkpoint_of_all_inputs
@@ -58,8 +58,7 @@ def manage_activations(
     """
     if config is not None and engine is not None:
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
-    if group_bytes < 1:
-        raise ValueError(f"group_bytes must be positive, got {group_bytes:,}")
+    check_group_bytes(group_bytes)
     if isinstance(model, nn.Module):
         _warn_if_compiled(model)
     parts = (model,) if isinstance(model, nn.Module) else () if model is None else tuple(model)

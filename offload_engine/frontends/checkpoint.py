@@ -150,6 +150,8 @@ class CheckpointOffload:
 
     def end_forward(self) -> None:
         """The next checkpoint belongs to another forward; a backward tells so by itself. Idempotent."""
+        if self._session.chunk is not None:
+            self._session.warn_if_idle()
         self._session.end_forward()
 
     def close(self) -> None:
@@ -174,7 +176,7 @@ class CheckpointOffload:
         self._session.note_backward()
         if self._session.chunk is not None:
             self._session.chunk.recall_groups()
-            self._session.end_forward()
+            self.end_forward()
 
     def _check_saved(self, inputs: Sequence[Any], outputs: Any) -> None:
         """Warn, once, of a checkpoint whose inputs were taken out of our hands: to offload them has no effect."""

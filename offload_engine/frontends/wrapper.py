@@ -10,6 +10,7 @@ from torch import nn
 from offload_engine._stats import IterationStats
 from offload_engine.config import HORIZONS, OffloadConfig
 from offload_engine.engine import OffloadEngine
+from offload_engine.frontends._device import device_for
 from offload_engine.frontends._weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
 
@@ -22,7 +23,7 @@ TRANSFORMERS = "_gradient_checkpointing_func"
 
 def offload_wrapper(
     model: nn.Module,
-    activation_loading_horizon: int = DEFAULT_HORIZON,
+    activation_loading_horizon: int | None = None,
     *,
     config: OffloadConfig | None = None,
     engine: OffloadEngine | None = None,
@@ -45,8 +46,8 @@ def offload_wrapper(
     Args:
         model: on the device where it will train. Call this before DDP wraps it, before or after FSDP does.
         activation_loading_horizon: at most so many of the inputs are on the device at once, in forward and in backward,
-            the one in use included. With 1 no copy overlaps anything.
-        config: other bounds and thresholds; a horizon set there takes the place of the default.
+            the one in use included; None: 2, or what `config` or `engine` has. With 1 no copy overlaps anything.
+        config: other bounds and thresholds, perhaps with a horizon of its own.
         engine: to be used instead of a new one, with its own config, device and meter. Nobody else may drive it.
 
     Returns:
@@ -62,13 +63,15 @@ def offload_wrapper(
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
     if engine is None:
         config = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
-    elif activation_loading_horizon not in (DEFAULT_HORIZON, engine.config.horizon_groups):
+    elif activation_loading_horizon not in (None, engine.config.horizon_groups):
         raise ValueError(
             f"activation_loading_horizon={activation_loading_horizon} comes too late for this engine: make it with "
             "OffloadConfig(horizon_groups=...)"
         )
     _check_model(model)
-    engine = engine if engine is not None else OffloadEngine(config)
+    if engine is None:
+        assert config is not None
+        engine = OffloadEngine(config, device_for((model,), config))
     offload = CheckpointOffload(weights=lambda: weights_of((model,)), engine=engine)
     model.activation_offload = WrapperHandle(model, offload)  # type: ignore[assignment]
     return model
@@ -193,17 +196,17 @@ def _check_model(model: nn.Module) -> None:
     )
 
 
-def _with_horizon(config: OffloadConfig, horizon: int) -> OffloadConfig:
+def _with_horizon(config: OffloadConfig, horizon: int | None) -> OffloadConfig:
     """`config`, and `horizon` unless there is one in it."""
-    if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
+    if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1):
         raise ValueError(f"activation_loading_horizon must be a positive integer, got {horizon!r}")
     for name in HORIZONS:
         found = getattr(config, name)
         if found is None:
             continue
-        if horizon != DEFAULT_HORIZON and (name, found) != ("horizon_groups", horizon):
+        if horizon is not None and (name, found) != ("horizon_groups", horizon):
             raise ValueError(
                 f"activation_loading_horizon={horizon} and {name}={found} of the config are two horizons: set one"
             )
         return config
-    return config.replace(horizon_groups=horizon)
+    return config.replace(horizon_groups=DEFAULT_HORIZON if horizon is None else horizon)

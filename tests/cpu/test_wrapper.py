@@ -355,10 +355,30 @@ def test_wrapped_twice_is_an_error() -> None:
     offload_wrapper(model, config=PLAIN).activation_offload.remove()
 
 
-@pytest.mark.parametrize("horizon", [0, -1, True, 1.5, "2", None])
+@pytest.mark.parametrize("horizon", [0, -1, True, 1.5, "2"])
 def test_a_wrong_horizon_is_an_error(horizon: Any) -> None:
     with pytest.raises(ValueError, match="activation_loading_horizon must be a positive integer, got "):
         offload_wrapper(make_stack(), horizon)
+
+
+@pytest.mark.parametrize("horizon", [2, 3])
+def test_a_horizon_beside_that_of_the_config_is_an_error(horizon: int, device: AdversarialDevice) -> None:
+    """Also where it is the one that would be taken without any."""
+    with pytest.raises(ValueError, match=f"activation_loading_horizon={horizon} and horizon_groups=5 of the config"):
+        offload_wrapper(make_stack(), horizon, config=PLAIN.replace(horizon_groups=5))
+    engine = OffloadEngine(PLAIN.replace(horizon_groups=5, directory=None), device)
+    with pytest.raises(ValueError, match=f"activation_loading_horizon={horizon} comes too late"):
+        offload_wrapper(make_stack(), horizon, engine=engine)
+    offload_wrapper(make_stack(), engine=engine).activation_offload.remove()
+
+
+def test_inputs_too_small_to_move_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = offload_wrapper(make_stack(), config=PLAIN.replace(min_tensor_bytes=1 << 30))
+    for _ in range(2):
+        model(torch.randn(2, LENGTH, HIDDEN)).sum().backward()
+    (message,) = caplog.messages
+    assert message.startswith("nothing was offloaded: no saved tensor")
+    model.activation_offload.remove()
 
 
 def test_two_horizons_are_an_error(device: AdversarialDevice) -> None:

@@ -19,7 +19,7 @@ from offload_engine._stats import IterationStats
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._device import device_for
-from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups
+from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
 from offload_engine.frontends._session import Session
 from offload_engine.frontends._weights import weights_of
 from offload_engine.meter import ResidencyMeter
@@ -54,7 +54,7 @@ def offload_schedule(
 
     Raises:
         TypeError: for something else than a schedule, or one whose order is not known.
-        ValueError: if the schedule is offloaded already.
+        ValueError: if the schedule is offloaded already, and for `group_bytes` below 1.
     """
     return ScheduleOffload(schedule, config, group_bytes, meter)
 
@@ -65,6 +65,7 @@ class ScheduleOffload:
     def __init__(
         self, schedule: Schedule, config: OffloadConfig | None, group_bytes: int, meter: ResidencyMeter | None
     ) -> None:
+        check_group_bytes(group_bytes)
         read_actions(schedule)  # its errors belong here, not into the first step
         self._schedule: Schedule = schedule
         self._stages: list[Any] = stages_of(schedule)
