@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_patches import PatchError, add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
+from megatron_patches import add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
 from megatron_patches._arguments import DEFAULT_MODULES, split_flags
 from megatron_patches._modules import MODULES, Bracket, canonical_names
 
@@ -84,8 +84,6 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    if args.offload_modules and not args.offload_activation:
-        parser.error("--offload-modules without --offload-activation moves nothing: give both, or neither")
     modules = (args.offload_modules or DEFAULT_MODULES) if args.offload_activation else ()
     try:
         config, names = offload_config_from_args(args), canonical_names(modules)
@@ -96,7 +94,7 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if not torch.cuda.is_available():
             logger.info("no GPU here: megatron-core is patched to run on the CPU")
             apply_cpu_support()
-    except (PatchError, RuntimeError) as error:
+    except RuntimeError as error:
         sys.exit(f"python -m megatron_patches: {error}")
 
 

@@ -145,8 +145,14 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
     """The engine's configuration from parsed flags; a flag that was not given leaves the engine's default.
 
     Raises:
-        ValueError, TypeError: for a value that `OffloadConfig` rejects.
+        ValueError, TypeError: for a value that `OffloadConfig` rejects, and for flags without `--offload-activation`.
     """
+    fields = ("modules", *(field.name for field in dataclasses.fields(OffloadConfig)))
+    values = {name: getattr(args, name, None) for name in map(_source_name, fields)}
+    given = [name for name, value in values.items() if not (value is None or value is False or value == [])]
+    if given and not args.offload_activation:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags} without --offload-activation moves nothing: give both, or neither")
     return _engine_config(args, OffloadConfig())
 
 

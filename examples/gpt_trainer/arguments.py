@@ -60,19 +60,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--timeline-step needs --timeline-json")
     _check_output_files(args)
     _check_virtual_stages(args)
-    _check_offload(args)
+    offload_config_from_args(args)  # raises where these flags make no sense
 
 
 def _check_output_files(args: argparse.Namespace) -> None:
     for flag, path in (("--metrics-json", args.metrics_json), ("--timeline-json", args.timeline_json)):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
-
-
-def _check_offload(args: argparse.Namespace) -> None:
-    if args.offload_modules and not args.offload_activation:
-        raise ValueError("--offload-modules moves nothing without --offload-activation")
-    offload_config_from_args(args)
 
 
 def _check_virtual_stages(args: argparse.Namespace) -> None:

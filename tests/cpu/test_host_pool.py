@@ -70,6 +70,15 @@ def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: in
     return HostPool(fake, limit_bytes, slab_bytes), fake  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("left_bytes", [0, 64])
+def test_what_others_take_meanwhile_is_not_there(left_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks at what is free, another process pins most of it: then the host tier is full."""
+    pool, device = make_pool()
+    looks = iter([1024])
+    monkeypatch.setattr(FakeDevice, "free_host_bytes", lambda _: next(looks, left_bytes))
+    assert pool.lend(128) is None and not device.slabs
+
+
 class CheckedPool:
     """A pool whose every lease is compared with all others, and with the events of the bytes' earlier users."""
 
