@@ -243,7 +243,8 @@ def apply(
     Call it before the configuration of a model is made. What is moved is set by that configuration:
     `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
     these fields if it is defined after this call; in models of others `modules` names what is moved. The fields may
-    change between two steps, on all ranks of a pipeline alike.
+    change between two steps, on all ranks of a pipeline alike, if all of them offload; where some do not, these would
+    not take part in the checks of the others, and wait for them for ever.
 
     Args:
         config: settings of the engines, for what the model's configuration leaves open.

@@ -424,7 +424,10 @@ def test_tables_of_a_run_with_one_contender_alone() -> None:
     from rich.console import Console
 
     records = [ours(0, 0, [1.0])]
-    Console(file=io.StringIO()).print(report.tables("x", report.summarize(records), records))
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(report.tables("x", report.summarize(records), records))
+    shown = screen.getvalue()
+    assert "ours qkv_linear" in shown and "nan" not in shown and "None" not in shown
 
 
 def test_plot_is_an_image(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,8 +90,10 @@ def test_no_room_is_a_memory_error(runtime: Runtime) -> None:
         PinnedSlab(1 << 50)
 
 
-def test_an_impossible_memory_node_is_skipped(runtime: Runtime) -> None:
-    PinnedSlab(MIB, numa_node=900).close()
+def test_an_impossible_memory_node_is_skipped(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger=pinned.__name__):
+        PinnedSlab(MIB, numa_node=900).close()
+    assert "pinned memory not placed on node 900" in caplog.text
 
 
 def test_a_machine_with_other_system_calls_is_skipped(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,9 +160,10 @@ def test_code_after_migration_runs(block: str, tmp_path: Path) -> None:
     assert_it_offloads(AROUND_MIGRATION + shard + block, tmp_path)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_code_for_other_libraries_is_code(document: Path) -> None:
-    for block in blocks(document, "py"):
+def test_code_for_other_libraries_is_code() -> None:
+    found = [(document, block) for document in DOCUMENTS for block in blocks(document, "py")]
+    assert len(found) > 2
+    for document, block in found:
         compile(block, str(document), "exec")
 
 
