@@ -147,12 +147,10 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
     Raises:
         ValueError, TypeError: for a value that `OffloadConfig` rejects, and for flags without `--offload-activation`.
     """
-    fields = ("modules", *(field.name for field in dataclasses.fields(OffloadConfig)))
-    values = {name: getattr(args, name, None) for name in map(_source_name, fields)}
-    given = [name for name, value in values.items() if not (value is None or value is False or value == [])]
+    given = ["--offload-modules"] if getattr(args, "offload_modules", None) else []
+    given += [s.flag for s in _SETTINGS if getattr(args, s.name, s.default) != s.default]
     if given and not args.offload_activation:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{flags} without --offload-activation moves nothing: give both, or neither")
+        raise ValueError(f"{', '.join(given)} without --offload-activation moves nothing: give both, or neither")
     return _engine_config(args, OffloadConfig())
 
 

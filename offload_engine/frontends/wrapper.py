@@ -61,17 +61,15 @@ def offload_wrapper(
     """
     if config is not None and engine is not None:
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
-    if engine is None:
-        config = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
-    elif activation_loading_horizon not in (None, engine.config.horizon_groups):
+    if engine is not None and activation_loading_horizon not in (None, engine.config.horizon_groups):
         raise ValueError(
             f"activation_loading_horizon={activation_loading_horizon} comes too late for this engine: make it with "
             "OffloadConfig(horizon_groups=...)"
         )
+    settings = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
     _check_model(model)
     if engine is None:
-        assert config is not None
-        engine = OffloadEngine(config, device_for((model,), config))
+        engine = OffloadEngine(settings, device_for((model,), settings))
     offload = CheckpointOffload(weights=lambda: weights_of((model,)), engine=engine)
     model.activation_offload = WrapperHandle(model, offload)  # type: ignore[assignment]
     return model

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offload_engine import CopyError, OffloadConfig, OffloadEngine, WrapperHandle, offload_wrapper
+from offload_engine.frontends import wrapper
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
@@ -370,6 +371,15 @@ def test_a_horizon_beside_that_of_the_config_is_an_error(horizon: int, device: A
     with pytest.raises(ValueError, match=f"activation_loading_horizon={horizon} comes too late"):
         offload_wrapper(make_stack(), horizon, engine=engine)
     offload_wrapper(make_stack(), engine=engine).activation_offload.remove()
+
+
+def test_it_offloads_from_the_device_of_the_model(device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(wrapper, "device_for", lambda parts, config: seen.extend([*parts, config]) or device)
+    offload_wrapper(model := make_stack(), config=PLAIN.replace(directory=None))
+    assert model.activation_offload.engine.device is device
+    assert seen == [model, model.activation_offload.engine.config]
+    model.activation_offload.remove()
 
 
 def test_inputs_too_small_to_move_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
