@@ -35,8 +35,9 @@ class Mover:
         self.prefetcher.start_chunk(chunk)
         self._advance()
 
-    def begin_tail(self) -> None:
-        """A long computation begins that ends a forward."""
+    def begin_tail(self, chunk: ChunkGroups) -> None:
+        """A long computation begins that ends the forward of `chunk`."""
+        chunk.begin_tail()
         self.issue_waiting()  # else it would count among the copies of the tail
         self.releases.begin_tail()
 

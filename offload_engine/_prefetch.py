@@ -21,6 +21,16 @@ class ChunkGroups:
         self.groups: list[TensorGroup] = []
         self.is_forward_done: bool = False
         self.next_index: int = -1  # the group to prefetch next; counts down
+        self._num_before_tail: int = -1  # groups when the tail began; -1: none has
+
+    @property
+    def has_bare_tail(self) -> bool:
+        """True if the forward ended with a tail without groups: the backward goes through all of it before any."""
+        return self._num_before_tail == len(self.groups)
+
+    def begin_tail(self) -> None:
+        """A long computation begins that ends the forward; the last call counts."""
+        self._num_before_tail = len(self.groups)
 
     def end_forward(self) -> None:
         """All groups are there: prefetch may begin with the last. Idempotent."""
@@ -40,6 +50,7 @@ class Prefetcher:
         self._positions: dict[Action, int] = {}
         self._chunks: dict[ChunkKey, ChunkGroups] = {}
         self._backward_chunk: ChunkGroups | None = None  # the one whose backward was reached last
+        self._has_reached_group: bool = False  # of that one
         self._window: list[ChunkGroups] = []  # chunks that may be prefetched now, soonest first
 
     def begin(self, actions: Sequence[Action] | None, is_combined: bool) -> None:
@@ -86,13 +97,14 @@ class Prefetcher:
         if self._is_combined and self._backward_chunk is not None:
             for other in self._chunks.values():  # a forward runs together with one backward; this is another
                 other.end_forward()
-        self._backward_chunk = chunk
+        self._backward_chunk, self._has_reached_group = chunk, False
         self._chunks.pop(chunk.key, None)
         following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
         self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk`, which was entered, begins: it, and what follows, is needed now."""
+        self._has_reached_group = True
         if index < len(chunk.groups):
             self._horizon.note_reached(chunk.groups[index])
         if chunk.next_index >= index:
@@ -109,7 +121,7 @@ class Prefetcher:
 
     def _issue_next(self, chunk: ChunkGroups) -> bool:
         """Issue the copy-in of one more group; False if that would go beyond the horizon."""
-        if chunk is not self._backward_chunk and not self._is_needed_first(chunk):
+        if not (self._is_near(chunk) or self._is_needed_first(chunk)):
             return False
         group = chunk.groups[chunk.next_index]
         on_host_bytes = leaving_bytes = 0
@@ -128,14 +140,19 @@ class Prefetcher:
             self._store.issue_copy_in(group.storages)
         return True
 
+    def _is_near(self, chunk: ChunkGroups) -> bool:
+        """Whether the backward is among the groups of `chunk`, or about to be."""
+        return chunk is self._backward_chunk and (self._has_reached_group or not chunk.has_bare_tail)
+
     def _is_needed_first(self, chunk: ChunkGroups) -> bool:
-        """Whether the next group of `chunk` may come back before the backward of that chunk has begun."""
-        if not self._actions:  # nobody has said that this backward will come
+        """Whether the next group of `chunk` may come back before the backward comes near any of its groups."""
+        if not self._actions and chunk is not self._backward_chunk:  # nobody has said that this backward will come
             return chunk.next_index == len(chunk.groups) - 1
         if self._horizon.is_asked_for:
             return True
-        # The groups of its last layer. Where they are used memory has its peak; those of the layer before have the
-        # whole of that backward to come back. Where nobody has told the layers, the last of each name are taken for it.
+        # The groups of its last layer. Where they are used memory has its peak, and what a loss has just freed is for
+        # the weight gradients of the tail, which would find it in pieces; those of the layer before have the whole of
+        # that backward to come back. Where nobody has told the layers, the last of each name are taken for it.
         group, last = chunk.groups[chunk.next_index], chunk.groups[-1]
         if group.layer == last.layer != -1:
             return True

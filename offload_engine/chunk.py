@@ -132,7 +132,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def begin_tail(self) -> None:
         """A computation begins that ends the forward and takes longer than the copies issued so far, such as the MLP of
         the last layer. It may save groups of its own. The next backward may then wait for those copies at no cost."""
-        self._mover.begin_tail()
+        self._mover.begin_tail(self.chunk_groups)
 
     def begin_head(self) -> None:
         """The last layer is through and the logits are made: what was copied out is off the device for their loss, if
@@ -157,7 +157,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def end_loss(self) -> None:
         """The backward has come through the loss of the chunk, and freed what that needed: its groups may come back.
 
-        Else they begin to when the backward of the last of them begins.
+        Else they begin to when the backward of the last of them begins. So do, where the forward ended with a tail
+        without groups, those of the layers before the last: that backward, too, needs memory in large pieces.
         """
         self._mover.end_loss(self.chunk_groups)
 

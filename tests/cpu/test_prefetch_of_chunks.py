@@ -24,7 +24,13 @@ class Bench:
         self.handles: dict[ChunkKey, list[object]] = {}
 
     def forward(
-        self, key: ChunkKey, names: str, *, ends: bool = True, layer_size: int | None = None
+        self,
+        key: ChunkKey,
+        names: str,
+        *,
+        ends: bool = True,
+        layer_size: int | None = None,
+        num_in_tail: int | None = None,
     ) -> ChunkOffloadHandler:
         """With a `layer_size`, groups are told their layers, of as many groups each."""
         chunk = self.engine.start_chunk(key)
@@ -34,6 +40,8 @@ class Bench:
             group.layer = index // layer_size if layer_size else -1
             self.handles[key].append(chunk.tensor_push(torch.ones(4 * NUMEL if name == "large" else NUMEL)))
             chunk.close_group()
+            if num_in_tail is not None and index + 1 == len(names.split()) - num_in_tail:
+                chunk.begin_tail()
         if ends:
             chunk.end_forward()
         return chunk
@@ -91,6 +99,22 @@ def test_the_groups_of_the_layers_before_come_when_that_backward_has_begun() -> 
     assert bench.num_copied_in == 1  # of its last group it has not: memory has its peak before that
     first.on_group_commit_backward(first.chunk_groups.groups[-1])
     assert bench.num_copied_in == 4 + 1  # all its own, and the last of the chunk behind it
+    bench.finish()
+
+
+@pytest.mark.parametrize("order", ["F0.0 B0.0", ""])
+@pytest.mark.parametrize(("num_in_tail", "expected"), [(0, 2), (1, 5), (None, 5)])
+def test_behind_a_loss_the_layers_before_wait_for_the_end_of_a_tail_without_groups(
+    num_in_tail: int | None, expected: int, order: str
+) -> None:
+    """What the loss freed is whole then for the weight gradients of the tail; their memory is the next peak."""
+    bench = Bench(order)
+    chunk = bench.forward(FIRST, "large qkv attn qkv attn", num_in_tail=num_in_tail)
+    for _ in range(2):  # once for each gradient of the logits
+        chunk.end_loss()
+        assert bench.num_copied_in == expected
+    chunk.on_group_commit_backward(chunk.chunk_groups.groups[-1])
+    assert bench.num_copied_in == 5
     bench.finish()
 
 
