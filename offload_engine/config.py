@@ -37,8 +37,8 @@ class OffloadConfig:
 
     horizon_bytes: int | None = None
     """How many bytes of copy-in may be issued ahead of their use. None: twice the largest group seen so far, and of a
-    chunk whose backward has not begun only the groups of its last layer; unless one of the next three bounds the same
-    thing in another way: one of the four at most."""
+    chunk whose backward has not come near its groups only those of its last layer; unless one of the next three bounds
+    the same thing in another way: one of the four at most."""
 
     horizon_groups: int | None = None
     """How many groups may be on the device at once: in forward those being copied out, one of them still in use, in
