@@ -188,8 +188,8 @@ def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_back
 
 def test_each_of_several_traces_has_a_file_of_its_own() -> None:
     file, entry = Path("folder/trace.json.gz"), settings.Entry("ours", ("core_attn", "expert_fc1"))
-    assert settings.profile_file(file, entry, is_only=True) == file
-    named = settings.profile_file(file, entry, is_only=False)
+    assert settings.file_of(file, entry, is_only=True) == file
+    named = settings.file_of(file, entry, is_only=False)
     assert named == Path("folder/trace-ours-core_attn-expert_fc1.json.gz")
 
 

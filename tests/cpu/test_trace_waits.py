@@ -334,4 +334,4 @@ def test_two_traces_of_one_label_are_an_error(tmp_path: Path, capsys: pytest.Cap
     files = [write_trace(folder / "trace.json", kernel(0, 3)) for folder in (tmp_path, tmp_path / "a")]
     with pytest.raises(SystemExit):
         main.main([str(file) for file in files])
-    assert "two traces have the same label" in capsys.readouterr().err
+    assert "two files have the same label" in capsys.readouterr().err

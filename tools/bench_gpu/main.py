@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .leftovers import notice
 from .provenance import provenance
-from .settings import Settings, in_turn, parse, profile_file
+from .settings import Settings, file_of, in_turn, parse
 
 if TYPE_CHECKING:
     from .contenders import Copies
@@ -151,15 +151,18 @@ class Run:
         self._publish([record])
 
     def _extras(self, contender: Any) -> None:
-        from .measure import profile_step, record_memory
+        from .measure import profile_step, record_history, record_memory
 
         label = contender.entry.label
         if self._settings.memory_plot:
             self._timelines.append(record_memory(label, self._gauge, self._bench.step))
         profiled = [e for e in self._settings.entries if e.asked_as in self._settings.profile_contenders]
         if self._settings.profile and contender.entry in profiled:
-            file = profile_file(self._settings.profile, contender.entry, is_only=len(profiled) == 1)
+            file = file_of(self._settings.profile, contender.entry, is_only=len(profiled) == 1)
             profile_step(self._bench.step, file if self._ranks.rank == 0 else None)
+        if self._settings.memory_history:  # last: it empties the caches
+            file = file_of(self._settings.memory_history, contender.entry, is_only=len(self._settings.entries) == 1)
+            record_history(self._gauge, self._bench.step, file if self._ranks.rank == 0 else None)
 
     def _show(self, what: str) -> None:
         self._bar.set_description(what, refresh=False)

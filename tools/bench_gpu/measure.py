@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import pickle
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from .leftovers import Held, leftovers
 from .model import Ranks
 
 _SAMPLE_S = 0.001
+_HISTORY_ENTRIES = 1_000_000
 
 
 class Gauge(Protocol):
@@ -305,3 +307,19 @@ def profile_step(step: Callable[[], Any], file: Path | None) -> None:
         step()
         torch.cuda.synchronize()
     profiler.export_chrome_trace(str(file))
+
+
+def record_history(gauge: Gauge, step: Callable[[], Any], file: Path | None) -> None:
+    """Runs one step from empty caches; where a file is given, under the allocator's history, which goes there."""
+    gauge.start()
+    if file is None:
+        step()
+        return
+    memory = torch.cuda.memory
+    memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=_HISTORY_ENTRIES)
+    try:
+        step()
+        gauge.wait()
+        file.write_bytes(pickle.dumps(memory._snapshot()))
+    finally:
+        memory._record_memory_history(enabled=None)

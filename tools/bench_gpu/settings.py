@@ -138,6 +138,7 @@ class Settings:
     micro: bool
     json: Path | None
     memory_plot: Path | None
+    memory_history: Path | None
     profile: Path | None
     profile_contenders: tuple[str, ...]
 
@@ -175,6 +176,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         micro=not args.no_micro,
         json=args.json,
         memory_plot=args.memory_plot,
+        memory_history=args.memory_history,
         profile=args.profile,
         profile_contenders=words(args.profile_contender),
     )
@@ -330,6 +332,13 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender, rank 0"
     )
     parser.add_argument(
+        "--memory-history",
+        type=Path,
+        metavar="FILE",
+        help="the allocator's history over one step from empty caches, rank 0; of several contenders, each has a file "
+        "with its name at the end (tools/reserved_memory.py and https://pytorch.org/memory_viz read it)",
+    )
+    parser.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
@@ -344,8 +353,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def profile_file(file: Path, entry: Entry, is_only: bool) -> Path:
-    """Where the trace of a contender goes: into `file`, and beside it with its name where there are several."""
+def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
+    """Where the trace or history of a contender goes: into `file`, beside it with its name where there are several."""
     if is_only:
         return file
     stem, dot, suffixes = file.name.partition(".")

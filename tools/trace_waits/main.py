@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tables import labelled_file, mistake_in, print_table
+
 from .caused import Judged, judge, summarize
 from .pauses import compare
 from .trace import Trace, read_trace
@@ -41,11 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[label] = trace, judge(trace, args.activation_bytes)
         rows += summarize(label, found[label][1])
     waits = [(row["label"], row["what"], *_numbers(row)) for row in rows]
-    _print("host waits of one step", _HEAD, waits, args.markdown)
+    print_table("host waits of one step", _HEAD, waits, num_words=2, as_markdown=args.markdown)
     pauses = _pauses(found, args.activation_bytes) if args.pauses else []
     if pauses:
         title = f"the kernels that {args.traces[0][0]} has too, and the pauses in front of them"
-        _print(title, _PAUSES, [(row["label"], row["pause"], *_differences(row)) for row in pauses], args.markdown)
+        lines = [(row["label"], row["pause"], *_differences(row)) for row in pauses]
+        print_table(title, _PAUSES, lines, num_words=2, as_markdown=args.markdown)
     if args.json:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *pauses]))
     if args.picture:
@@ -62,7 +65,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("traces", nargs="+", type=_labelled, metavar="[LABEL=]FILE", help="of bench_gpu.py --profile")
+    parser.add_argument(
+        "traces", nargs="+", type=labelled_file, metavar="[LABEL=]FILE", help="of bench_gpu.py --profile"
+    )
     parser.add_argument(
         "--activation-bytes", type=int, default=1 << 20, metavar="N", help="copies of activations have so many or more"
     )
@@ -79,19 +84,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON object a row of the table")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     args = parser.parse_args(arguments)
-    if len({label for label, _ in args.traces}) < len(args.traces):
-        parser.error("two traces have the same label: write LABEL=FILE")
+    if mistake := mistake_in(args.traces):
+        parser.error(mistake)
     if args.pauses and len(args.traces) < 2:
         parser.error("--pauses compares traces with the first one: name another one")
-    for _, file in args.traces:
-        if not file.is_file():
-            parser.error(f"there is no file {file}")
     return args
-
-
-def _labelled(text: str) -> tuple[str, Path]:
-    label, separator, file = text.partition("=")
-    return (label, Path(file)) if separator else (Path(text).name.partition(".")[0], Path(text))
 
 
 def _pauses(found: Mapping[str, tuple[Trace, list[Judged]]], activation_bytes: int) -> list[dict[str, Any]]:
@@ -99,21 +96,6 @@ def _pauses(found: Mapping[str, tuple[Trace, list[Judged]]], activation_bytes: i
     return [
         {"label": label, **row} for label, (trace, _) in others for row in compare(reference, trace, activation_bytes)
     ]
-
-
-def _print(title: str, head: Sequence[str], lines: Sequence[Sequence[str]], as_markdown: bool) -> None:
-    if as_markdown:
-        print("\n".join(f"| {' | '.join(line)} |" for line in [head, ("---",) * len(head), *lines]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    for line in lines:
-        table.add_row(*line)
-    Console(width=max(140, Console().width)).print(table)
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:

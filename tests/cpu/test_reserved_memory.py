@@ -1,0 +1,148 @@
+"""tools/reserved_memory.py, on histories of known content."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.cpu.test_bench_gpu import FakeGauge, tools_on_path
+
+pytest.importorskip("rich")
+pytest.importorskip("tqdm")
+
+with tools_on_path():
+    from bench_gpu import measure
+    from reserved_memory import growths, main
+
+MIB = 1 << 20
+ENGINE = {"filename": "/lib/python3/site-packages/torch/nn/functional.py", "line": 3, "name": "linear"}
+MODEL = {"filename": "/home/user/model.py", "line": 7, "name": "forward"}
+CPP = {"filename": "??", "line": 0, "name": "at::empty"}
+
+
+def event(action: str, begin: int, mib: int, *frames: dict[str, Any]) -> dict[str, Any]:
+    return {"action": action, "addr": begin * MIB, "size": mib * MIB, "stream": 0, "frames": list(frames)}
+
+
+def segment(begin: int, *blocks: tuple[int, str], **more: Any) -> dict[str, Any]:
+    found = [{"size": mib * MIB, "state": state} for mib, state in blocks]
+    total = sum(block["size"] for block in found)
+    return {"address": begin * MIB, "total_size": total, "blocks": found, "device": 0, **more}
+
+
+# A segment of 100 MiB that was there before, of which 30 are free; the second request finds no 40 in one piece.
+FROM_SEGMENTS = [
+    event("alloc", 0, 10, MODEL),
+    event("segment_alloc", 100, 40),
+    event("alloc", 100, 40, CPP, ENGINE, MODEL),
+    event("free_requested", 0, 10),
+    event("free_completed", 0, 10),
+    event("segment_free", 900, 5),
+]
+SEGMENTS_AT_END = [
+    segment(0, (10, "inactive"), (70, "active_allocated"), (20, "inactive")),
+    segment(100, (40, "active_allocated")),
+]
+
+
+def test_a_growth_says_who_asked_and_what_was_free() -> None:
+    history = growths.replay(SEGMENTS_AT_END, FROM_SEGMENTS)
+    (growth,) = history.growths
+    assert (growth.nbytes, growth.request_bytes, growth.asked_by) == (40 * MIB, 40 * MIB, "model.py:7 forward")
+    assert (growth.reserved_bytes, growth.allocated_bytes) == (105 * MIB, 80 * MIB)
+    assert growth.free_bytes == [20 * MIB, 5 * MIB]  # the 5 are given back at the end: they were there before
+    assert (history.peak_reserved_bytes, history.peak_allocated_bytes) == (145 * MIB, 120 * MIB)
+
+
+def test_segments_side_by_side_are_no_piece_but_what_an_expandable_one_maps_is() -> None:
+    after = [event("segment_alloc", 300, 50), event("alloc", 300, 50)]
+    segments = [segment(begin, (10, "inactive")) for begin in (0, 10)]
+    (growth,) = growths.replay([*segments, segment(300, (50, "active_allocated"))], after).growths
+    assert growth.free_bytes == [10 * MIB, 10 * MIB]
+
+    mapped = [event("segment_map", 20, 10), event("segment_map", 30, 20), event("alloc", 0, 50)]
+    one = segment(0, (50, "active_allocated"), is_expandable=True)
+    (growth,) = growths.replay([one], mapped).growths
+    assert (growth.nbytes, growth.request_bytes, growth.free_bytes) == (30 * MIB, 50 * MIB, [20 * MIB])
+
+
+def test_a_block_that_waits_for_another_stream_is_not_free() -> None:
+    segments = [segment(0, (10, "active_awaiting_free"), (10, "inactive")), segment(50, (20, "active_allocated"))]
+    events = [event("free_requested", 0, 10), event("segment_alloc", 50, 20), event("alloc", 50, 20)]
+    (growth,) = growths.replay(segments, events).growths
+    assert growth.free_bytes == [10 * MIB]
+
+
+def test_unmapping_cuts_what_is_mapped() -> None:
+    segments = [segment(0, (10, "inactive"), is_expandable=True), segment(20, (20, "active_allocated"))]
+    events = [event("segment_unmap", 10, 10), event("segment_map", 30, 10), event("alloc", 20, 20)]
+    history = growths.replay(segments, events)
+    assert [growth.free_bytes for growth in history.growths] == [[10 * MIB, 10 * MIB]]
+    assert history.peak_reserved_bytes == 30 * MIB
+
+
+def written(path: Path, **snapshot: Any) -> Path:
+    path.write_bytes(pickle.dumps(snapshot))
+    return path
+
+
+def test_the_command_prints_the_last_growths_and_the_peaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path / "h.pickle", segments=SEGMENTS_AT_END, device_traces=[FROM_SEGMENTS, []])
+    rows = tmp_path / "rows.json"
+    assert main.main([f"ours={file}", "--markdown", "--json", str(rows)]) == 0
+    printed = capsys.readouterr().out
+    assert "| ours | model.py:7 forward | 40 | 40 | 105 | 80 | 25 | 20 5 |" in printed
+    assert "ours: peak reserved 145 MiB, peak allocated 120 MiB" in printed
+    assert json.loads(rows.read_text())["free_bytes"] == [20 * MIB, 5 * MIB]
+
+
+@pytest.mark.parametrize("traces", [[], [[], []]])
+def test_a_file_without_a_history_is_an_error_that_says_what_to_do(
+    traces: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main([str(written(tmp_path / "h.pickle", segments=[], device_traces=traces))]) == 2
+    assert "_record_memory_history() before the step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [("absent.pickle", "no file absent.pickle"), ("a=x b=x --last 0", "at least 1"), ("a=x a=y", "same label")],
+)
+def test_nonsense_is_an_error(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_rank_0", [True, False])
+def test_the_benchmark_records_a_step_from_empty_caches(is_rank_0: bool, tmp_path: Path) -> None:
+    calls: list[Any] = []
+    gauge = FakeGauge()
+    record = {"enabled": "all", "context": "alloc", "stacks": "python", "max_entries": measure._HISTORY_ENTRIES}
+    with (
+        mock.patch.object(gauge, "start", lambda: calls.append("start")),
+        mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)),
+        mock.patch.object(torch.cuda.memory, "_snapshot", lambda: {"segments": []}),
+    ):
+        measure.record_history(gauge, lambda: calls.append("step"), tmp_path / "h" if is_rank_0 else None)
+    if not is_rank_0:
+        assert calls == ["start", "step"]
+        return
+    assert calls == ["start", record, "step", {"enabled": None}]
+    assert pickle.loads((tmp_path / "h").read_bytes()) == {"segments": []}
+
+
+def test_a_step_that_raises_ends_the_recording(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    with (
+        mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)),
+        pytest.raises(ZeroDivisionError),
+    ):
+        measure.record_history(FakeGauge(), lambda: 1 // 0, tmp_path / "h")
+    assert calls[-1] == {"enabled": None} and not (tmp_path / "h").exists()

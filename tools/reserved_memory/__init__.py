@@ -1,0 +1,1 @@
+"""Growths of what torch's caching allocator has reserved."""
