@@ -118,6 +118,15 @@ def test_behind_a_loss_the_layers_before_wait_for_the_end_of_a_tail_without_grou
     bench.finish()
 
 
+def test_the_next_loss_holds_back_as_the_first_did() -> None:
+    bench = Bench("F0.0 B0.0 F0.1 B0.1")
+    bench.backward(bench.forward(FIRST, "large qkv qkv qkv", num_in_tail=0))
+    num_before = bench.num_copied_in
+    bench.forward(SECOND, "large qkv qkv qkv", num_in_tail=0).end_loss()
+    assert bench.num_copied_in == num_before + 1
+    bench.finish()
+
+
 def test_whoever_says_how_far_to_look_ahead_is_obeyed() -> None:
     bench = Bench("F0.0 F0.1 B0.0 B0.1", horizon_bytes=3 * GROUP_BYTES)
     bench.forward(FIRST, "qkv qkv qkv qkv")

@@ -72,6 +72,23 @@ def test_segments_side_by_side_are_no_piece_but_what_an_expandable_one_maps_is()
     assert (growth.nbytes, growth.request_bytes, growth.free_bytes) == (30 * MIB, 50 * MIB, [20 * MIB])
 
 
+def test_what_was_mapped_in_parts_is_one_piece_and_the_largest_piece_comes_first() -> None:
+    taken = [event("segment_map", begin, 10) for begin in (0, 10)] + [event("alloc", 0, 20)]
+    grows = [event("free_completed", 0, 20), event("segment_map", 30, 50), event("alloc", 30, 50)]
+    free = segment(-9, (3, "inactive"), is_expandable=True)
+    ends = [segment(0, (20, "inactive"), is_expandable=True), segment(30, (50, "active_allocated"))]
+    first, last = growths.replay([free, *ends], [*taken, *grows]).growths
+    assert (first.nbytes, first.free_bytes, last.free_bytes) == (20 * MIB, [3 * MIB], [20 * MIB, 3 * MIB])
+
+
+def test_the_device_with_the_longest_history_is_read_alone(tmp_path: Path) -> None:
+    other = {**segment(500, (60, "inactive")), "device": 0}
+    own = [{**found, "device": 1} for found in SEGMENTS_AT_END]
+    traces = [FROM_SEGMENTS[:1], FROM_SEGMENTS]
+    history = growths.read_history(written(tmp_path / "h", segments=[other, *own], device_traces=traces))
+    assert history == growths.replay(SEGMENTS_AT_END, FROM_SEGMENTS)
+
+
 def test_a_block_that_waits_for_another_stream_is_not_free() -> None:
     segments = [segment(0, (10, "active_awaiting_free"), (10, "inactive")), segment(50, (20, "active_allocated"))]
     events = [event("free_requested", 0, 10), event("segment_alloc", 50, 20), event("alloc", 50, 20)]

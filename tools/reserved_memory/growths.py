@@ -125,7 +125,6 @@ def _at_the_end(segments: Iterable[Mapping[str, Any]], events: Iterable[Mapping[
         memory.reserve(segment["address"], segment["total_size"])
         address = segment["address"]
         for block in segment["blocks"]:
-            address = block.get("address", address)
             if block["state"] != "inactive":  # one that waits for another stream is not free yet
                 memory.allocate(address, block["size"])
             address += block["size"]
