@@ -12,7 +12,7 @@ class Horizon:
 
     Attributes:
         is_asked_for: somebody has set how far it reaches, so it alone bounds what comes back for a chunk whose backward
-            has not begun; else that is less, see `Prefetcher`.
+            has not come near its groups; else that is less, see `Prefetcher`.
     """
 
     def __init__(self, is_asked_for: bool = True) -> None:

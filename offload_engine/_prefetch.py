@@ -21,16 +21,16 @@ class ChunkGroups:
         self.groups: list[TensorGroup] = []
         self.is_forward_done: bool = False
         self.next_index: int = -1  # the group to prefetch next; counts down
-        self._num_before_tail: int = -1  # groups when the tail began; -1: none has
+        self._tail_index: int = -1  # of the first group of the tail; -1: none has begun
 
     @property
     def has_bare_tail(self) -> bool:
         """True if the forward ended with a tail without groups: the backward goes through all of it before any."""
-        return self._num_before_tail == len(self.groups)
+        return self._tail_index == len(self.groups)
 
     def begin_tail(self) -> None:
         """A long computation begins that ends the forward; the last call counts."""
-        self._num_before_tail = len(self.groups)
+        self._tail_index = len(self.groups)
 
     def end_forward(self) -> None:
         """All groups are there: prefetch may begin with the last. Idempotent."""
@@ -121,8 +121,6 @@ class Prefetcher:
 
     def _issue_next(self, chunk: ChunkGroups) -> bool:
         """Issue the copy-in of one more group; False if that would go beyond the horizon."""
-        if not (self._is_near(chunk) or self._is_needed_first(chunk)):
-            return False
         group = chunk.groups[chunk.next_index]
         on_host_bytes = leaving_bytes = 0
         for saved in list(group.storages):  # a copy, see `on_host_storages`
@@ -130,6 +128,8 @@ class Prefetcher:
                 on_host_bytes += saved.nbytes
             elif saved.residency is COPYING_OUT:
                 leaving_bytes += saved.nbytes
+        if not (self._is_near(chunk, on_host_bytes) or self._is_needed_first(chunk)):
+            return False
         if not self._horizon.has_room(on_host_bytes, leaving_bytes):
             return False
         chunk.next_index -= 1
@@ -140,9 +140,12 @@ class Prefetcher:
             self._store.issue_copy_in(group.storages)
         return True
 
-    def _is_near(self, chunk: ChunkGroups) -> bool:
-        """Whether the backward is among the groups of `chunk`, or about to be."""
-        return chunk is self._backward_chunk and (self._has_reached_group or not chunk.has_bare_tail)
+    def _is_near(self, chunk: ChunkGroups, on_host_bytes: int) -> bool:
+        """Whether the backward is among the groups of `chunk`, or about to be; what never left needs no more than that
+        it comes."""
+        if chunk is not self._backward_chunk:
+            return False
+        return self._has_reached_group or not chunk.has_bare_tail or not on_host_bytes
 
     def _is_needed_first(self, chunk: ChunkGroups) -> bool:
         """Whether the next group of `chunk` may come back before the backward comes near any of its groups."""

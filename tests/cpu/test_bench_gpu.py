@@ -81,6 +81,7 @@ def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() ->
         ("--setup fine-2 --overlap-a2a --contenders recompute,none", "excludes recompute"),
         ("--setup fine-2 --overlap-a2a --contenders ours,copies", "excludes copies"),
         ("--contenders copies,ours", "name ours in front of it"),
+        ("--memory-history absent/history.pickle", "argument --memory-history: there is no folder absent"),
     ],
 )
 def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ class Bench:
 
     def __init__(self, order: str, **settings: int) -> None:
         self.device = AdversarialDevice()
-        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0, **settings), self.device)
+        config = OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0).replace(**settings)
+        self.engine = OffloadEngine(config, self.device)
         self.engine.begin_iteration(parse_actions(order))
         self.handles: dict[ChunkKey, list[object]] = {}
 
@@ -115,6 +116,24 @@ def test_behind_a_loss_the_layers_before_wait_for_the_end_of_a_tail_without_grou
         assert bench.num_copied_in == expected
     chunk.on_group_commit_backward(chunk.chunk_groups.groups[-1])
     assert bench.num_copied_in == 5
+    bench.finish()
+
+
+@pytest.mark.parametrize("settings", [{"horizon_bytes": 1 << 20}, {"prefetch_layers": 9}])
+def test_behind_a_loss_too_whoever_says_how_far_is_obeyed(settings: dict[str, int]) -> None:
+    bench = Bench("F0.0 B0.0", **settings)
+    bench.forward(FIRST, "qkv attn qkv attn", num_in_tail=0).end_loss()
+    assert bench.num_copied_in == 4
+    bench.finish()
+
+
+def test_what_has_not_left_when_the_loss_ends_stays() -> None:
+    bench = Bench("F0.0 B0.0", max_inflight_bytes=1 << 20)
+    chunk = bench.forward(FIRST, "large qkv qkv qkv", num_in_tail=0)
+    chunk.end_loss()
+    bench.device.synchronize_all()
+    bench.backward(chunk)
+    assert bench.num_copied_in == 0
     bench.finish()
 
 

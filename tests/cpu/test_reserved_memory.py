@@ -26,14 +26,15 @@ MODEL = {"filename": "/home/user/model.py", "line": 7, "name": "forward"}
 CPP = {"filename": "??", "line": 0, "name": "at::empty"}
 
 
-def event(action: str, begin: int, mib: int, *frames: dict[str, Any]) -> dict[str, Any]:
-    return {"action": action, "addr": begin * MIB, "size": mib * MIB, "stream": 0, "frames": list(frames)}
+def event(action: str, begin: int, mib: float, *frames: dict[str, Any], stream: int = 0) -> dict[str, Any]:
+    size = int(mib * MIB)
+    return {"action": action, "addr": begin * MIB, "size": size, "stream": stream, "frames": list(frames)}
 
 
 def segment(begin: int, *blocks: tuple[int, str], **more: Any) -> dict[str, Any]:
     found = [{"size": mib * MIB, "state": state} for mib, state in blocks]
     total = sum(block["size"] for block in found)
-    return {"address": begin * MIB, "total_size": total, "blocks": found, "device": 0, **more}
+    return {"address": begin * MIB, "total_size": total, "blocks": found, "device": 0, "stream": 0, **more}
 
 
 # A segment of 100 MiB that was there before, of which 30 are free; the second request finds no 40 in one piece.
@@ -67,7 +68,7 @@ def test_segments_side_by_side_are_no_piece_but_what_an_expandable_one_maps_is()
     assert growth.free_bytes == [10 * MIB, 10 * MIB]
 
     mapped = [event("segment_map", 20, 10), event("segment_map", 30, 20), event("alloc", 0, 50)]
-    one = segment(0, (50, "active_allocated"), is_expandable=True)
+    one = segment(0, (50, "active_allocated"))
     (growth,) = growths.replay([one], mapped).growths
     assert (growth.nbytes, growth.request_bytes, growth.free_bytes) == (30 * MIB, 50 * MIB, [20 * MIB])
 
@@ -75,10 +76,37 @@ def test_segments_side_by_side_are_no_piece_but_what_an_expandable_one_maps_is()
 def test_what_was_mapped_in_parts_is_one_piece_and_the_largest_piece_comes_first() -> None:
     taken = [event("segment_map", begin, 10) for begin in (0, 10)] + [event("alloc", 0, 20)]
     grows = [event("free_completed", 0, 20), event("segment_map", 30, 50), event("alloc", 30, 50)]
-    free = segment(-9, (3, "inactive"), is_expandable=True)
-    ends = [segment(0, (20, "inactive"), is_expandable=True), segment(30, (50, "active_allocated"))]
+    free = segment(-9, (3, "inactive"))
+    ends = [segment(0, (20, "inactive")), segment(30, (50, "active_allocated"))]
     first, last = growths.replay([free, *ends], [*taken, *grows]).growths
     assert (first.nbytes, first.free_bytes, last.free_bytes) == (20 * MIB, [3 * MIB], [20 * MIB, 3 * MIB])
+
+
+def test_what_another_stream_has_free_serves_nobody_else() -> None:
+    segments = [segment(0, (90, "inactive")), segment(100, (40, "active_allocated"), stream=7)]
+    more = [segment(200, (8, "inactive"), stream=7)]
+    events = [event("segment_alloc", 100, 40, stream=7), event("alloc", 100, 40, stream=7)]
+    (growth,) = growths.replay([*segments, *more], events).growths
+    assert (growth.free_bytes, growth.reserved_bytes) == ([8 * MIB], 98 * MIB)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_what_is_left_of_a_large_block_is_not_free(is_old: bool) -> None:
+    """The allocator gives such a request 12 MiB, or all of its segment. Sizes of blocks are rounded up."""
+    block = event("alloc", 0, 11.2001)
+    events = [event("segment_alloc", 0, 12), block, event("segment_alloc", 50, 12), event("alloc", 50, 12)]
+    segments = [segment(0, (12, "active_allocated")), segment(50, (12, "active_allocated"))]
+    segments[0]["blocks"] = [{"size": -(-block["size"] // 512) * 512, "state": "active_allocated"}]
+    history = growths.replay(segments, events[2 if is_old else 0 :])
+    assert history.growths[-1].free_bytes == []
+    assert history.peak_allocated_bytes == 12 * MIB + -(-block["size"] // 512) * 512
+
+
+def test_a_history_may_end_out_of_memory() -> None:
+    failed = {"action": "oom", "device_free": 5, "size": 90 * MIB, "stream": 0, "frames": []}
+    events = [event("segment_map", 0, 10), failed, event("alloc", 0, 3)]
+    ends = [segment(0, (3, "active_allocated"), (7, "inactive"))]
+    assert growths.replay(ends, events) == growths.History(10 * MIB, 3 * MIB, [])
 
 
 def test_the_device_with_the_longest_history_is_read_alone(tmp_path: Path) -> None:
@@ -97,7 +125,7 @@ def test_a_block_that_waits_for_another_stream_is_not_free() -> None:
 
 
 def test_unmapping_cuts_what_is_mapped() -> None:
-    segments = [segment(0, (10, "inactive"), is_expandable=True), segment(20, (20, "active_allocated"))]
+    segments = [segment(0, (10, "inactive")), segment(20, (20, "active_allocated"))]
     events = [event("segment_unmap", 10, 10), event("segment_map", 30, 10), event("alloc", 20, 20)]
     history = growths.replay(segments, events)
     assert [growth.free_bytes for growth in history.growths] == [[10 * MIB, 10 * MIB]]
@@ -119,12 +147,31 @@ def test_the_command_prints_the_last_growths_and_the_peaks(tmp_path: Path, capsy
     assert json.loads(rows.read_text())["free_bytes"] == [20 * MIB, 5 * MIB]
 
 
-@pytest.mark.parametrize("traces", [[], [[], []]])
-def test_a_file_without_a_history_is_an_error_that_says_what_to_do(
-    traces: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps({"segments": [], "device_traces": []}), "_record_memory_history() before the step"),
+        (pickle.dumps({"segments": [], "device_traces": [[], []]}), "before you stop the recording"),
+        (pickle.dumps([]), "is no snapshot"),
+        (pickle.dumps({"device_traces": []}), "is no snapshot"),
+        (b"", "is no snapshot"),
+        (b"a text", "is no snapshot"),
+    ],
+)
+def test_a_file_of_something_else_is_an_error_that_says_what_to_do(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main([str(written(tmp_path / "h.pickle", segments=[], device_traces=traces))]) == 2
-    assert "_record_memory_history() before the step" in capsys.readouterr().out
+    (tmp_path / "h.pickle").write_bytes(content)
+    assert main.main([str(tmp_path / "h.pickle")]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_the_last_growths_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [event(action, 10 * n, 10) for n in range(3) for action in ("segment_alloc", "alloc")]
+    segments = [segment(10 * n, (10, "active_allocated")) for n in range(3)]
+    file = written(tmp_path / "h.pickle", segments=segments, device_traces=[events])
+    assert main.main([str(file), "--last", "2", "--markdown"]) == 0
+    assert [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()[2:4]] == ["10", "20"]
 
 
 @pytest.mark.parametrize(

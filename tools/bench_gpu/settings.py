@@ -327,20 +327,20 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave out what measures the machine: link, host reads, pinning, group cost, host",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
+    parser.add_argument("--json", type=_output_file, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument(
-        "--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender, rank 0"
+        "--memory-plot", type=_output_file, metavar="PNG", help="memory over one step of each contender, rank 0"
     )
     parser.add_argument(
         "--memory-history",
-        type=Path,
+        type=_output_file,
         metavar="FILE",
         help="the allocator's history over one step from empty caches, rank 0; of several contenders, each has a file "
         "with its name at the end (tools/reserved_memory.py and https://pytorch.org/memory_viz read it)",
     )
     parser.add_argument(
         "--profile",
-        type=Path,
+        type=_output_file,
         metavar="FILE",
         help="chrome trace of one step of a contender, rank 0 (.json or .json.gz; tools/trace_waits.py reads it)",
     )
@@ -351,6 +351,13 @@ def _parser() -> argparse.ArgumentParser:
         help="whose; of several, each has a file with its name at the end",
     )
     return parser
+
+
+def _output_file(text: str) -> Path:
+    """Of an option: what is written at the end of a run shall not find then that it has no place to go."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
+    return Path(text)
 
 
 def file_of(file: Path, entry: Entry, is_only: bool) -> Path:

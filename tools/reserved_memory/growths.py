@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _RESERVES = ("segment_alloc", "segment_map")
 _GIVES_BACK = ("segment_free", "segment_unmap")
+_BLOCK_BYTES = 512  # sizes of blocks are multiples of it; events have those that were asked for
+_SMALLEST_BYTES = 1 << 20  # of a free stretch that counts: what is left of a large block is not given out below that
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,11 @@ class Growth:
     asked_by: str
     """The innermost line of Python outside torch that made the request; empty where the history has none."""
     reserved_bytes: int
-    """Before it grew, as the next two."""
+    """On the device before it grew, as the next one."""
     allocated_bytes: int
+    """What waits for another stream to be done with it included."""
     free_bytes: Sequence[int]
-    """Every free stretch, largest first: no request may take parts of two."""
+    """Every free stretch of the request's stream from 1 MiB on, largest first: no request may take parts of two."""
 
 
 @dataclass(frozen=True)
@@ -35,48 +39,54 @@ class History:
     growths: Sequence[Growth]
 
 
+class _Stretch(NamedTuple):
+    begin: int
+    end: int
+    stream: int
+
+
 @dataclass
 class _Memory:
     """What is reserved, as stretches of addresses, and the blocks in it that are allocated."""
 
     is_expandable: bool
-    stretches: list[tuple[int, int]] = field(default_factory=list)
+    stretches: list[_Stretch] = field(default_factory=list)
     blocks: dict[int, int] = field(default_factory=dict)
     reserved_bytes: int = 0
     allocated_bytes: int = 0
 
-    def reserve(self, begin: int, nbytes: int) -> None:
+    def reserve(self, begin: int, nbytes: int, stream: int) -> None:
         self.reserved_bytes += nbytes
-        self.stretches = sorted([*self.stretches, (begin, begin + nbytes)])
+        self.stretches = sorted([*self.stretches, _Stretch(begin, begin + nbytes, stream)])
         if self.is_expandable:  # else what lies side by side are segments, and no block reaches into the next
             self.stretches = list(_joined(self.stretches))
 
     def give_back(self, begin: int, nbytes: int) -> None:
         self.reserved_bytes -= nbytes
-        pieces = [
-            piece
-            for low, high in self.stretches
-            for piece in ((low, min(high, begin)), (max(low, begin + nbytes), high))
-        ]
-        self.stretches = [(low, high) for low, high in pieces if low < high]
+        left: list[_Stretch] = []
+        for stretch in self.stretches:
+            left.append(stretch._replace(end=min(stretch.end, begin)))
+            left.append(stretch._replace(begin=max(stretch.begin, begin + nbytes)))
+        self.stretches = [stretch for stretch in left if stretch.begin < stretch.end]
 
     def allocate(self, begin: int, nbytes: int) -> None:
-        self.blocks[begin] = nbytes
-        self.allocated_bytes += nbytes
+        self.blocks[begin] = -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        self.allocated_bytes += self.blocks[begin]
 
     def free(self, begin: int) -> None:
-        self.allocated_bytes -= self.blocks.pop(begin, 0)
+        self.allocated_bytes -= self.blocks.pop(begin)
 
-    def free_stretches(self) -> list[int]:
+    def free_stretches(self, stream: int) -> list[int]:
         """Largest first."""
         found, blocks = [], iter(sorted(self.blocks.items()))
         block = next(blocks, None)
-        for low, high in self.stretches:
-            while block is not None and block[0] < high:
-                found.append(block[0] - low)
-                low, block = block[0] + block[1], next(blocks, None)
-            found.append(high - low)
-        return sorted((nbytes for nbytes in found if nbytes > 0), reverse=True)
+        for begin, end, owner in self.stretches:
+            free: list[int] = []
+            while block is not None and block[0] < end:
+                free.append(block[0] - begin)
+                begin, block = block[0] + block[1], next(blocks, None)
+            found += [*free, end - begin] if owner == stream else []
+        return sorted((nbytes for nbytes in found if nbytes >= _SMALLEST_BYTES), reverse=True)
 
 
 def read_history(file: Path) -> History:
@@ -85,16 +95,20 @@ def read_history(file: Path) -> History:
     Unpickles it: read only what you have written yourself.
 
     Raises:
-        ValueError: if it holds no history of any device.
+        ValueError: if it is no snapshot, or holds no history of any device.
     """
-    import pickle
-
-    snapshot = pickle.loads(file.read_bytes())
-    traces = snapshot.get("device_traces", ()) if isinstance(snapshot, dict) else ()
+    try:
+        snapshot = pickle.loads(file.read_bytes())
+        segments, traces = snapshot["segments"], snapshot["device_traces"]
+    except Exception as error:  # a pickle of something else may raise anything
+        raise ValueError(f"{file} is no snapshot of torch's allocator: {error!r}") from error
     if not any(traces):
-        raise ValueError(f"{file} holds no history: call torch.cuda.memory._record_memory_history() before the step")
+        raise ValueError(
+            f"{file} holds no history: call torch.cuda.memory._record_memory_history() before the step, and write the "
+            "snapshot before you stop the recording"
+        )
     device, events = max(enumerate(traces), key=lambda numbered: len(numbered[1]))
-    return replay([s for s in snapshot["segments"] if s.get("device", device) == device], events)
+    return replay([segment for segment in segments if segment.get("device", device) == device], events)
 
 
 def replay(segments: Iterable[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> History:
@@ -107,11 +121,14 @@ def replay(segments: Iterable[Mapping[str, Any]], events: Sequence[Mapping[str, 
     pending: tuple[int, int, int, list[int]] | None = None
     for event in events:
         if event["action"] in _RESERVES:
-            before = pending or (0, memory.reserved_bytes, memory.allocated_bytes, memory.free_stretches())
+            free = memory.free_stretches(event["stream"])
+            before = pending or (0, memory.reserved_bytes, memory.allocated_bytes, free)
             pending = (before[0] + event["size"], *before[1:])
         elif event["action"] == "alloc" and pending is not None:
             grown, *state = pending
             growths.append(Growth(grown, event["size"], _asked_by(event.get("frames", ())), *state))
+            pending = None
+        elif event["action"] == "oom":  # nothing has come of what was reserved for it
             pending = None
         _apply(memory, event)
         reserved, allocated = max(reserved, memory.reserved_bytes), max(allocated, memory.allocated_bytes)
@@ -121,9 +138,8 @@ def replay(segments: Iterable[Mapping[str, Any]], events: Sequence[Mapping[str, 
 def _at_the_end(segments: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> _Memory:
     memory = _Memory(is_expandable=any(event["action"] == "segment_map" for event in events))
     for segment in segments:
-        memory.is_expandable |= bool(segment.get("is_expandable"))
-        memory.reserve(segment["address"], segment["total_size"])
         address = segment["address"]
+        memory.reserve(address, segment["total_size"], segment["stream"])
         for block in segment["blocks"]:
             if block["state"] != "inactive":  # one that waits for another stream is not free yet
                 memory.allocate(address, block["size"])
@@ -132,27 +148,29 @@ def _at_the_end(segments: Iterable[Mapping[str, Any]], events: Iterable[Mapping[
 
 
 def _apply(memory: _Memory, event: Mapping[str, Any], is_undone: bool = False) -> None:
-    action, address, nbytes = event["action"], event["addr"], event["size"]
+    action = event["action"]
     if action in ("alloc", "free_completed"):
         if (action == "alloc") != is_undone:
-            memory.allocate(address, nbytes)
+            memory.allocate(event["addr"], event["size"])
         else:
-            memory.free(address)
+            memory.free(event["addr"])
     elif action in _RESERVES or action in _GIVES_BACK:
-        change = memory.reserve if (action in _RESERVES) != is_undone else memory.give_back
-        change(address, nbytes)
+        if (action in _RESERVES) != is_undone:
+            memory.reserve(event["addr"], event["size"], event["stream"])
+        else:
+            memory.give_back(event["addr"], event["size"])
 
 
-def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
     """What lies side by side becomes one; in order of addresses."""
-    last: tuple[int, int] | None = None
-    for low, high in stretches:
-        if last is not None and low == last[1]:
-            last = last[0], high
+    last: _Stretch | None = None
+    for stretch in stretches:
+        if last is not None and (last.end, last.stream) == (stretch.begin, stretch.stream):
+            last = last._replace(end=stretch.end)
             continue
         if last is not None:
             yield last
-        last = low, high
+        last = stretch
     if last is not None:
         yield last
 
@@ -160,6 +178,6 @@ def _joined(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 def _asked_by(frames: Iterable[Mapping[str, Any]]) -> str:
     for frame in frames:  # innermost first
         path = Path(frame["filename"])
-        if path.suffix == ".py" and "torch" not in path.parts:
+        if path.suffix == ".py" and "-packages/torch/" not in path.as_posix():
             return f"{path.name}:{frame['line']} {frame['name']}"
     return ""

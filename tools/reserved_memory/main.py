@@ -13,7 +13,7 @@ from tables import labelled_file, mistake_in, print_table
 from .growths import Growth, History, read_history
 
 _MIB = 1 << 20
-_HEAD = ("history", "asked by", "for MiB", "grew by MiB", "reserved before", "allocated", "free", "largest free")
+_HEAD = ("history", "asked by", "for MiB", "grew by MiB", "reserved before", "allocated", "free", "largest free MiB")
 _EXAMPLES = """examples:
   python3 tools/reserved_memory.py history.pickle
   python3 tools/reserved_memory.py none=a.pickle ours=b.pickle --last 5 --markdown"""
@@ -56,7 +56,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=labelled_file,
         metavar="[LABEL=]FILE",
-        help="of bench_gpu.py --memory-history, or of torch.cuda.memory._dump_snapshot(); unpickled: only your own",
+        help="of bench_gpu.py --memory-history, or of torch.cuda.memory._dump_snapshot(); of several devices, the one "
+        "with the longest history; it is unpickled: read only your own",
     )
     parser.add_argument("--last", type=int, default=8, metavar="N", help="how many growths of each history to print")
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON object for each growth")
