@@ -50,7 +50,7 @@ class Prefetcher:
         self._positions: dict[Action, int] = {}
         self._chunks: dict[ChunkKey, ChunkGroups] = {}
         self._backward_chunk: ChunkGroups | None = None  # the one whose backward was reached last
-        self._near_chunk: ChunkGroups | None = None  # that one, if the backward is among its groups or about to be
+        self._is_near: bool = False  # the backward is among its groups, or about to be
         self._window: list[ChunkGroups] = []  # chunks that may be prefetched now, soonest first
 
     def begin(self, actions: Sequence[Action] | None, is_combined: bool) -> None:
@@ -64,7 +64,7 @@ class Prefetcher:
         """Forget all chunks."""
         self._horizon.clear()
         self._actions, self._positions = (), {}
-        self._chunks, self._window, self._backward_chunk, self._near_chunk = {}, [], None, None
+        self._chunks, self._window, self._backward_chunk = {}, [], None
 
     def start_chunk(self, chunk: ChunkGroups) -> None:
         """The forward of `chunk` begins."""
@@ -76,7 +76,7 @@ class Prefetcher:
             self._horizon.note_passed()
         self._chunks.pop(chunk.key, None)  # a key used again goes to the end of the order
         self._chunks[chunk.key] = chunk
-        self._backward_chunk = self._near_chunk = None
+        self._backward_chunk = None
         self._window = self._upcoming(self._positions.get(Action("F", chunk.key), len(self._actions)) + 1)
 
     def use_horizon(self, horizon: Horizon) -> None:
@@ -97,14 +97,14 @@ class Prefetcher:
         if self._is_combined and self._backward_chunk is not None:
             for other in self._chunks.values():  # a forward runs together with one backward; this is another
                 other.end_forward()
-        self._backward_chunk, self._near_chunk = chunk, None if chunk.has_bare_tail else chunk
+        self._backward_chunk, self._is_near = chunk, not chunk.has_bare_tail
         self._chunks.pop(chunk.key, None)
         following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
         self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk`, which was entered, begins: it, and what follows, is needed now."""
-        self._near_chunk = chunk
+        self._is_near = True
         if index < len(chunk.groups):
             self._horizon.note_reached(chunk.groups[index])
         if chunk.next_index >= index:
@@ -128,8 +128,9 @@ class Prefetcher:
                 on_host_bytes += saved.nbytes
             elif saved.residency is COPYING_OUT:
                 leaving_bytes += saved.nbytes
-        stays = chunk is self._backward_chunk and not on_host_bytes  # what never left takes no memory
-        if not (stays or chunk is self._near_chunk or self._is_needed_first(chunk)):
+        # What never left needs no memory to come back into, and may stay from the begin of that backward on.
+        is_next = chunk is self._backward_chunk and (self._is_near or not on_host_bytes)
+        if not (is_next or self._is_needed_first(chunk)):
             return False
         if not self._horizon.has_room(on_host_bytes, leaving_bytes):
             return False

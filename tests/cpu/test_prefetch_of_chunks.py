@@ -137,6 +137,16 @@ def test_what_has_not_left_when_the_loss_ends_stays() -> None:
     bench.finish()
 
 
+def test_what_has_not_left_before_a_backward_leaves_but_for_its_last_layer() -> None:
+    bench = Bench("F0.0 F0.1 B0.0 B0.1", max_inflight_bytes=1 << 20)
+    first = bench.forward(FIRST, "large qkv qkv qkv")
+    bench.forward(SECOND, "qkv")
+    bench.device.synchronize_all()
+    bench.backward(first)
+    assert bench.num_copied_in == 3
+    bench.finish()
+
+
 def test_the_next_loss_holds_back_as_the_first_did() -> None:
     bench = Bench("F0.0 B0.0 F0.1 B0.1")
     bench.backward(bench.forward(FIRST, "large qkv qkv qkv", num_in_tail=0))
