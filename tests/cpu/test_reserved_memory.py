@@ -152,6 +152,7 @@ def test_the_command_prints_the_last_growths_and_the_peaks(tmp_path: Path, capsy
     [
         (pickle.dumps({"segments": [], "device_traces": []}), "_record_memory_history() before the step"),
         (pickle.dumps({"segments": [], "device_traces": [[], []]}), "before you stop the recording"),
+        (pickle.dumps({"segments": [], "device_traces": [[event("alloc", 3, 1)]]}), "no block at 0x300000"),
         (pickle.dumps([]), "is no snapshot"),
         (pickle.dumps({"device_traces": []}), "is no snapshot"),
         (b"", "is no snapshot"),

@@ -74,6 +74,8 @@ class _Memory:
         self.allocated_bytes += self.blocks[begin]
 
     def free(self, begin: int) -> None:
+        if begin not in self.blocks:
+            raise ValueError(f"no block at {begin:#x}: the events and the segments are not of one snapshot")
         self.allocated_bytes -= self.blocks.pop(begin)
 
     def free_stretches(self, stream: int) -> list[int]:
@@ -95,7 +97,7 @@ def read_history(file: Path) -> History:
     Unpickles it: read only what you have written yourself.
 
     Raises:
-        ValueError: if it is no snapshot, or holds no history of any device.
+        ValueError: if it is no snapshot, holds no history of any device, or one that does not fit its segments.
     """
     try:
         snapshot = pickle.loads(file.read_bytes())
@@ -112,7 +114,11 @@ def read_history(file: Path) -> History:
 
 
 def replay(segments: Iterable[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> History:
-    """From what a snapshot holds: `segments` are those at the end, so the events are undone first."""
+    """From what a snapshot holds: `segments` are those at the end, so the events are undone first.
+
+    Raises:
+        ValueError: if the events do not lead to the segments.
+    """
     memory = _at_the_end(segments, events)
     for event in reversed(events):
         _apply(memory, event, is_undone=True)
