@@ -411,14 +411,16 @@ class Unit(nn.Module):
 
     def _bracketed(self, x: torch.Tensor, runner: Runner) -> torch.Tensor:
         engine = runner.engine
-        if not self.is_bracketed or engine is None or not engine.is_active:
+        if engine is None or not engine.is_active:
             return self._inner(x, runner)
         chunk = engine.current_chunk
         assert chunk is not None
-        if self.is_excluded:
-            engine.exclude(x)
         if self.begins_tail:
             chunk.begin_tail()
+        if not self.is_bracketed:
+            return self._inner(x, runner)
+        if self.is_excluded:
+            engine.exclude(x)
         x = group_start(x, chunk, type(self.block).__name__)
         group = chunk.innermost_group
         assert group is not None
@@ -585,7 +587,10 @@ class Runner:
         grad = self._inputs.pop(ChunkKey(key.stage + 1, key.microbatch)).grad if is_sent else torch.ones_like(out)
         assert grad is not None
         if key in self._chunks:
-            self._chunks.pop(key).begin_backward()
+            chunk = self._chunks.pop(key)
+            chunk.begin_backward()
+            if not is_sent:
+                chunk.end_loss()
         for retain in (True, False) if is_retained else (False,):
             torch.autograd.Variable._execution_engine.run_backward(  # as megatron-core: shapes are not compared
                 (out,), (grad,), retain, False, (), allow_unreachable=True, accumulate_grad=True
