@@ -164,7 +164,7 @@ def test_a_file_of_something_else_is_an_error_that_says_what_to_do(
 ) -> None:
     (tmp_path / "h.pickle").write_bytes(content)
     assert main.main([str(tmp_path / "h.pickle")]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 def test_the_last_growths_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

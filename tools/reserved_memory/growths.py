@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ class _Memory:
         self.reserved_bytes += nbytes
         self.stretches = sorted([*self.stretches, _Stretch(begin, begin + nbytes, stream)])
         if self.is_expandable:  # else what lies side by side are segments, and no block reaches into the next
-            self.stretches = list(_joined(self.stretches))
+            self.stretches = _joined(self.stretches)
 
     def give_back(self, begin: int, nbytes: int) -> None:
         self.reserved_bytes -= nbytes
@@ -167,18 +167,15 @@ def _apply(memory: _Memory, event: Mapping[str, Any], is_undone: bool = False) -
             memory.give_back(event["addr"], event["size"])
 
 
-def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
+def _joined(stretches: Iterable[_Stretch]) -> list[_Stretch]:
     """What lies side by side becomes one; in order of addresses."""
-    last: _Stretch | None = None
+    found: list[_Stretch] = []
     for stretch in stretches:
-        if last is not None and (last.end, last.stream) == (stretch.begin, stretch.stream):
-            last = last._replace(end=stretch.end)
-            continue
-        if last is not None:
-            yield last
-        last = stretch
-    if last is not None:
-        yield last
+        if found and (found[-1].end, found[-1].stream) == (stretch.begin, stretch.stream):
+            found[-1] = found[-1]._replace(end=stretch.end)
+        else:
+            found.append(stretch)
+    return found
 
 
 def _asked_by(frames: Iterable[Mapping[str, Any]]) -> str:

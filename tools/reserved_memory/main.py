@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found[label] = read_history(file)
         except ValueError as error:
-            print(error)
+            print(error, file=sys.stderr)
             return 2
     lines = [_line(label, growth) for label, history in found.items() for growth in history.growths[-args.last :]]
     print_table("last growths of what is reserved", _HEAD, lines, num_words=2, as_markdown=args.markdown)
