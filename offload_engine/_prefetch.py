@@ -14,29 +14,26 @@ from offload_engine.schedule import Action, ChunkKey
 
 
 class ChunkGroups:
-    """The groups of one chunk in the order of forward, and how far its prefetch has come."""
+    """The groups of one chunk in the order of forward, and how far its backward and its prefetch have come."""
 
     def __init__(self, key: ChunkKey) -> None:
         self.key: ChunkKey = key
         self.groups: list[TensorGroup] = []
         self.is_forward_done: bool = False
         self.next_index: int = -1  # the group to prefetch next; counts down
-        self._tail_index: int = -1  # of the first group of the tail; -1: none has begun
-
-    @property
-    def has_bare_tail(self) -> bool:
-        """True if the forward ended with a tail without groups: the backward goes through all of it before any."""
-        return self._tail_index == len(self.groups)
+        self.near_index: int = 0  # the backward has come to this group, or comes to it as soon as it begins
+        self.last_of_name: dict[str, int] = {}  # of each name the last group; once the forward is done
 
     def begin_tail(self) -> None:
         """A long computation begins that ends the forward; the last call counts."""
-        self._tail_index = len(self.groups)
+        self.near_index = len(self.groups)
 
     def end_forward(self) -> None:
         """All groups are there: prefetch may begin with the last. Idempotent."""
         if not self.is_forward_done:
             self.is_forward_done = True
             self.next_index = len(self.groups) - 1
+            self.last_of_name = {group.name: group.index for group in self.groups}
 
 
 class Prefetcher:
@@ -50,7 +47,6 @@ class Prefetcher:
         self._positions: dict[Action, int] = {}
         self._chunks: dict[ChunkKey, ChunkGroups] = {}
         self._backward_chunk: ChunkGroups | None = None  # the one whose backward was reached last
-        self._is_near: bool = False  # the backward is among its groups, or about to be
         self._window: list[ChunkGroups] = []  # chunks that may be prefetched now, soonest first
 
     def begin(self, actions: Sequence[Action] | None, is_combined: bool) -> None:
@@ -97,14 +93,15 @@ class Prefetcher:
         if self._is_combined and self._backward_chunk is not None:
             for other in self._chunks.values():  # a forward runs together with one backward; this is another
                 other.end_forward()
-        self._backward_chunk, self._is_near = chunk, not chunk.has_bare_tail
+        self._backward_chunk = chunk
         self._chunks.pop(chunk.key, None)
         following = self._upcoming(self._positions.get(Action("B", chunk.key), len(self._actions)) + 1)
         self._window = [chunk, *(following if self._actions else reversed(self._chunks.values()))]
 
     def reach(self, chunk: ChunkGroups, index: int) -> None:
         """The backward of group `index` of `chunk`, which was entered, begins: it, and what follows, is needed now."""
-        self._is_near = True
+        if index < chunk.near_index:
+            chunk.near_index = index
         if index < len(chunk.groups):
             self._horizon.note_reached(chunk.groups[index])
         if chunk.next_index >= index:
@@ -128,9 +125,10 @@ class Prefetcher:
                 on_host_bytes += saved.nbytes
             elif saved.residency is COPYING_OUT:
                 leaving_bytes += saved.nbytes
-        # What never left needs no memory to come back into, and may stay from the begin of that backward on.
-        is_next = chunk is self._backward_chunk and (self._is_near or not on_host_bytes)
-        if not (is_next or self._is_needed_first(chunk)):
+        # A group comes back once the backward is at the last of its name: a layer ahead, no more, behind a loss. What
+        # never left needs no memory to come back into, and may stay from the begin of that backward on.
+        is_near = chunk.last_of_name[group.name] >= chunk.near_index or not on_host_bytes
+        if not (is_near and chunk is self._backward_chunk or self._is_needed_first(chunk)):
             return False
         if not self._horizon.has_room(on_host_bytes, leaving_bytes):
             return False
@@ -154,7 +152,7 @@ class Prefetcher:
         group, last = chunk.groups[chunk.next_index], chunk.groups[-1]
         if group.layer == last.layer != -1:
             return True
-        return all(later.name != group.name for later in chunk.groups[chunk.next_index + 1 :])
+        return chunk.last_of_name[group.name] == group.index
 
     def _issue_late(self, chunk: ChunkGroups, index: int) -> None:
         """The backward overtook the prefetch: everything down to `index` is late, and is issued in one go."""

@@ -157,8 +157,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     def end_loss(self) -> None:
         """The backward has come through the loss of the chunk, and freed what that needed: its groups may come back.
 
-        Else they begin to when the backward of the last of them begins. So do, where the forward ended with a tail
-        without groups, those of the layers before the last: that backward, too, needs memory in large pieces.
+        Else they begin to when the backward of the last of them begins. Where the forward ended with a tail, groups of
+        the layers before the last come a layer ahead and no earlier: that backward, too, needs memory in large pieces.
         """
         self._mover.end_loss(self.chunk_groups)
 

@@ -104,19 +104,30 @@ def test_the_groups_of_the_layers_before_come_when_that_backward_has_begun() -> 
 
 
 @pytest.mark.parametrize("order", ["F0.0 B0.0", ""])
-@pytest.mark.parametrize(("num_in_tail", "expected"), [(0, 2), (1, 5), (None, 5)])
-def test_behind_a_loss_the_layers_before_wait_for_the_end_of_a_tail_without_groups(
-    num_in_tail: int | None, expected: int, order: str
+@pytest.mark.parametrize(
+    ("num_in_tail", "expected"), [(0, [2, 3, 5]), (1, [3, 3, 5]), (2, [5, 5, 5]), (None, [5, 5, 5])]
+)
+def test_behind_a_loss_the_layers_before_come_when_the_backward_is_at_the_last_of_their_name(
+    num_in_tail: int | None, expected: list[int], order: str
 ) -> None:
-    """What the loss freed is whole then for the weight gradients of the tail; their memory is the next peak."""
+    """What the loss freed is in few pieces then for the weight gradients of the tail; their memory is the next peak."""
     bench = Bench(order)
     chunk = bench.forward(FIRST, "large qkv attn qkv attn", num_in_tail=num_in_tail)
     for _ in range(2):  # once for each gradient of the logits
         chunk.end_loss()
-        assert bench.num_copied_in == expected
-    chunk.on_group_commit_backward(chunk.chunk_groups.groups[-1])
-    assert bench.num_copied_in == 5
+        assert bench.num_copied_in == expected[0]
+    for group, num_copied_in in zip(reversed(chunk.chunk_groups.groups), expected[1:], strict=False):
+        chunk.on_group_commit_backward(group)
+        assert bench.num_copied_in == num_copied_in
     bench.finish()
+
+
+def test_behind_a_loss_no_name_that_the_last_layer_lacks_is_late() -> None:
+    bench = Bench("F0.0 B0.0")
+    chunk = bench.forward(FIRST, "fc qkv fc qkv attn qkv attn", num_in_tail=0)
+    chunk.end_loss()
+    bench.backward(chunk)
+    assert bench.finish() == 0
 
 
 @pytest.mark.parametrize("settings", [{"horizon_bytes": 1 << 20}, {"prefetch_layers": 9}])
