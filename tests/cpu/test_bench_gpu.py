@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -96,6 +96,7 @@ def test_rounds_begin_with_the_next_contender_where_that_is_asked_for() -> None:
     }
     assert rounds == {False: ["ABC"] * 4, True: ["ABC", "BCA", "CAB", "ABC"]}
     assert [settings.parse(flags).rotate for flags in ([], ["--rotate"])] == [False, True]
+    assert not settings.parse([]).single_thread
 
 
 def test_modules_of_ours_alone_need_not_be_known_to_the_incumbent() -> None:
@@ -686,6 +687,7 @@ def run_everything(directory: str) -> list[str]:
     model.build_chunks = lambda shape, config: tiny.make_chunks(config)
     model.Training = lambda shape, chunks, training=model.Training: training(shape, chunks, "cpu")
     flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro".split()
+    flags.append("--single-thread")
     files = ["--json", f"{directory}/out.jsonl", "--memory-plot", f"{directory}/memory.png"]
     engine = ["--engine", "min_tensor_bytes=0", "--engine", "directory=none"]
     shape = [f for name, value in dataclasses.asdict(TINY).items() for f in (f"--{name}", str(value))]
@@ -694,11 +696,14 @@ def run_everything(directory: str) -> list[str]:
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
         status = main.Run(parsed, ranks).execute()
-    return [str(status), screen.getvalue()]
+    return [str(status), screen.getvalue(), str(SmallGauge.threads)]
 
 
 class SmallGauge(FakeGauge):
+    threads: ClassVar[set[bool]] = set()  # whether a backward had threads of its own while something was measured
+
     def read(self) -> dict[str, int]:
+        self.threads.add(torch._C._is_multithreading_enabled())
         return {**super().read(), "host_rss_bytes": 1, "alloc_retries": 0, "device_allocs": 0}
 
 
@@ -707,8 +712,9 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     from tests.dist.launch import Pipeline, run_ranks
 
-    (status, shown), (other_status, nothing) = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
-    assert (status, other_status, nothing) == ("0", "0", "")
+    (status, shown, threads), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
+    assert (status, threads) == ("0", "{False}")
+    assert other == ["0", "", threads]
     assert "ours core_attn" in shown and "targets" in shown
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kinds = [record["kind"] for record in records]

@@ -79,6 +79,7 @@ class Run:
 
     def execute(self) -> int:
         """Everything; returns the exit status."""
+        import torch
         from rich.console import Console
 
         from .report import plot_memory, summarize, tables
@@ -88,7 +89,8 @@ class Run:
         self._bar.set_description("the machine")
         if self._settings.micro:
             self._measure_machine()
-        self._measure_contenders()
+        with torch.autograd.set_multithreading_enabled(not self._settings.single_thread):
+            self._measure_contenders()
         self._publish(self._bench.parity())
         self._bar.close()
         if self._ranks.rank == 0:
@@ -206,6 +208,7 @@ class Run:
             "engine": self._settings.engine,
             "overlap": self._settings.overlap,
             "deterministic": self._settings.deterministic,
+            "single_thread": self._settings.single_thread,
             "world_size": self._ranks.world_size,
             "num_gpus": num_gpus(self._ranks.world_size),
             "device": torch.cuda.get_device_name(),

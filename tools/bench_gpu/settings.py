@@ -134,6 +134,7 @@ class Settings:
     overlap: dict[str, bool]
     """Fields of TransformerConfig."""
     deterministic: bool
+    single_thread: bool
     share_gpus: bool
     micro: bool
     json: Path | None
@@ -172,6 +173,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         engine=engine,
         overlap=overlap,
         deterministic=args.deterministic,
+        single_thread=args.single_thread,
         share_gpus=args.share_gpus,
         micro=not args.no_micro,
         json=args.json,
@@ -317,6 +319,12 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", action="append", default=[], metavar="NAME=VALUE", help="field of OffloadConfig, for ours"
     )
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
+    parser.add_argument(
+        "--single-thread",
+        action="store_true",
+        help="every backward in the thread of its schedule (torch.autograd.set_multithreading_enabled(False)): faster "
+        "where the host bounds the step",
+    )
     parser.add_argument(
         "--share-gpus",
         action="store_true",
