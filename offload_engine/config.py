@@ -57,7 +57,7 @@ class OffloadConfig:
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
     None: twice the largest group seen so far. With once, compute waits for copies that are nearly done; with four
-    times, the peak of a pipeline grows and the step gains nothing (docs/benchmarks.md)."""
+    times, the peak of a pipeline grows and the step gains nothing (docs/benchmarks_details.md)."""
 
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
