@@ -93,7 +93,7 @@ def test_full(shape: Pipeline) -> None:
     if shape.virtual is None:  # otherwise one layer in each stage is all there are
         block = {**common, "recompute_method": "block", "recompute_num_layers": 2}
         cases.append(Case("mixed", ["layer_input", "core_attn", "router_fc1"], settings=block))
-        if find_spec("megatron.core.recompute"):  # before 0.19 such a model recomputes nothing
+        if find_spec("megatron.core.recompute"):  # before 0.18 such a model recomputes nothing
             cases.append(Case("mixed", ["layer_input"], settings={**uniform, **HYBRID}))
     _run(shape, cases)
 
