@@ -49,7 +49,7 @@ def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:
 
 
 def _scopes(config: Any) -> tuple[str, list[str]]:
-    """The setting that says what is captured, which got another name in megatron-core 0.19, and its values."""
+    """The setting that says what is captured, which got another name in megatron-core 0.18, and its values."""
     setting = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
     return setting, [getattr(scope, "name", scope) for scope in getattr(config, setting, None) or ()]
 

@@ -4,7 +4,7 @@ A copy of a few bytes waits for the copy engine, which serves activations first 
 megatron-core 0.16.1 and 0.19.2 the host reads the device
 
 - in the alltoall dispatcher: split sizes and token counts in `maybe_move_tensor_to_cpu`, started on a stream of their
-  own as soon as they are known and waited for in front of the all-to-all; before 0.19 once more in `permute`, where it
+  own as soon as they are known and waited for in front of the all-to-all; before 0.17 once more in `permute`, where it
   is not fused (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it goes
   where the split sizes are computed;
 - in the allgather dispatcher: `.cpu()`, `.item()` and `masked_select` in `dispatch_postprocess`;
@@ -65,7 +65,7 @@ def moe_rows(runner: Runner) -> list[Patch]:
             target=f"{_DISPATCHER}:permute",
             wrapper=functools.partial(_around_permute, runner=runner),
             why=f"its masked_select makes the host wait for a count that the caller has told: {_BEHIND}",
-            versions="<0.19",
+            versions="<0.17",
         ),
         *(
             Patch(

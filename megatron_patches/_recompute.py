@@ -54,7 +54,7 @@ _CHECKPOINTS = (
     ("tensor_parallel:checkpoint", SUPPORTED),
     ("extensions.transformer_engine:te_checkpoint", SUPPORTED),
     ("transformer.transformer_block:te_checkpoint", SUPPORTED),
-    ("recompute:te_checkpoint", ">=0.19"),
+    ("recompute:te_checkpoint", ">=0.18"),
 )
 
 

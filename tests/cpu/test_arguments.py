@@ -206,7 +206,7 @@ def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(app
     arguments = pytest.importorskip("megatron.training.arguments", reason=reason)
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     add_offload_arguments(parser)  # as a trainer of ours would; a stock script does not
-    size = "--num-layers 2 --hidden-size 8 --num-attention-heads 2"
+    size = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --no-rope-fusion"  # that takes TransformerEngine
     flags = "--offload-activation --offload-modules core_attn router_fc1 --offload-horizon-bytes 3 --offload-dir none"
     args = parser.parse_args(f"{size} {flags}".split())
     args.params_dtype = torch.float32

@@ -178,7 +178,7 @@ def _hybrid_classes() -> tuple[Any, Any, Any, str]:
     try:
         from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
         from megatron.core.models.hybrid.hybrid_model import HybridModel
-    except ImportError:  # before 0.19
+    except ImportError:  # before 0.18
         from megatron.core.models.mamba import MambaModel
         from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 

@@ -17,6 +17,7 @@ from megatron_patches import apply  # noqa: E402
 from megatron_patches._modules import MODULES, _can_have  # noqa: E402
 from megatron_patches._sites import BLOCKS  # noqa: E402
 from megatron_patches._validate import check_conflicts  # noqa: E402
+from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
@@ -88,12 +89,13 @@ def test_full(shape: Pipeline) -> None:
     cases = [
         Case("mixed", ["layer_input"], settings=uniform),
         Case("moe", ["layer_input"], settings={**uniform, **GROUPED}),
-        Case("moe", ["layer_input"], settings={**uniform, "mtp_num_layers": 1}),
     ]
+    if not is_in_range(installed_version(), "==0.18.*"):  # where such a model raises, with or without offload
+        cases.append(Case("moe", ["layer_input"], settings={**uniform, "mtp_num_layers": 1}))
     if shape.virtual is None:  # otherwise one layer in each stage is all there are
         block = {**common, "recompute_method": "block", "recompute_num_layers": 2}
         cases.append(Case("mixed", ["layer_input", "core_attn", "router_fc1"], settings=block))
-        if find_spec("megatron.core.recompute"):  # before 0.19 such a model recomputes nothing
+        if find_spec("megatron.core.recompute"):  # before 0.18 such a model recomputes nothing
             cases.append(Case("mixed", ["layer_input"], settings={**uniform, **HYBRID}))
     _run(shape, cases)
 

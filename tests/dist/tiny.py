@@ -137,7 +137,7 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any, return_schedule_pl
 
 def of_this_rank(**batch: torch.Tensor | None) -> dict[str, Any]:
     """Its part of the sequence, under context parallelism."""
-    has_kinds = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # from 0.19 on
+    has_kinds = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # from 0.18 on
     options = {"is_hybrid_cp": False} if has_kinds else {}
     return get_batch_on_this_cp_rank(batch, cp_group=ps.get_context_parallel_group(), **options)
 

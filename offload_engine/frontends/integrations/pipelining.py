@@ -37,8 +37,9 @@ def offload_schedule(
 ) -> ScheduleOffload:
     """Offload what the stages of a pipeline schedule save for backward, in every `schedule.step()` from now on.
 
-    The inputs and outputs of a stage stay on the device: the stage itself holds them until the backward. So does what
-    the loss function saves, which runs outside the stages. `schedule.eval()` moves nothing.
+    The inputs and outputs of a stage stay on the device: the stage itself holds them until the backward (in torch 2.15
+    only the inputs, and outputs that it did not send). So does what the loss function saves, which runs outside the
+    stages. `schedule.eval()` moves nothing.
 
     Call `schedule.step(..., return_outputs=False)` if you can: outputs of the last stage that it is to return may hold
     their graph, and what that saved, until the next step.
