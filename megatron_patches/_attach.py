@@ -19,7 +19,7 @@ from megatron_patches._bracket import GroupBracket, HooksPause
 from megatron_patches._experts import linears_of_experts
 from megatron_patches._held import HeldTensors
 from megatron_patches._overlap import PlanNodes
-from megatron_patches._sites import Site, count_layers, find_sites, last_block, moe_layers
+from megatron_patches._sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
 
@@ -118,7 +118,8 @@ class Attachment:
 
         Args:
             stage: of this rank.
-            has_head: the chunk is told when its logits are there.
+            has_head: the chunk is told when its logits are there. It waits for its copies then, if its backward comes
+                at once.
         """
         if not self.engine.is_active:
             return None
@@ -126,7 +127,7 @@ class Attachment:
         self._num_forwards[stage] += 1
         at_once = key in self._comes_back_at_once
         last_groups = self._last_groups[stage] if at_once else frozenset()
-        return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head)
+        return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head and at_once)
 
     def abandon_iteration(self) -> None:
         """Leaves every bracket that an exception kept open."""
@@ -214,7 +215,7 @@ class Attachment:
         # Hooks run in the order of registration. On one submodule a stretch that ends there ends first, then comes
         # the submodule's own bracket, and a stretch that begins there begins last.
         modules = dict(chunk.named_modules())
-        last = {sites[ordinal] for ordinal in last_of_each_name(sites)}
+        last = {sites[ordinal] for ordinal in last_of_each_name(sites, sum(1 for _ in layers_of(chunk)))}
         brackets = [self.bracket(site, site in last) for site in sites]
         stretches = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self._stretches += (bracket for _, bracket in stretches)
@@ -292,9 +293,14 @@ def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
             return
 
 
-def last_of_each_name(sites: Sequence[Site]) -> frozenset[int]:
-    """Ordinals, among the places of a chunk, of the last one of every name."""
-    return frozenset({site.name: ordinal for ordinal, site in enumerate(sites)}.values())
+def last_of_each_name(sites: Sequence[Site], num_layers: int) -> frozenset[int]:
+    """Ordinals, among the places of a chunk, of the last one of every name in its last two layers.
+
+    The backward of a chunk is through these before a copy could be out and back. Two, because a layer may be an
+    attention or an MLP alone.
+    """
+    last = {site.name: ordinal for ordinal, site in enumerate(sites)}
+    return frozenset(ordinal for ordinal in last.values() if sites[ordinal].layer >= num_layers - 2)
 
 
 def last_checkpoint(num_layers: int, layers_per_checkpoint: int | None) -> frozenset[int]:

@@ -29,6 +29,7 @@ from megatron_patches._validate import (
     check_model,
     check_weights_stay_whole,
     is_on_elsewhere,
+    why_nothing_moved,
 )
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
@@ -165,6 +166,8 @@ class Handle:
             attachment.note_weights(step.chunks)
         if to_check is not None:
             self._check_first_step(attachment, step, to_check)
+            if reason := why_nothing_moved(attachment.engine.stats, to_check.engine):
+                logger.warning("offload_activation has moved nothing in the first step: %s", reason)
         attachment.warn_of_unused_names()
 
     def _first_step_without(self, step: Step) -> AbstractContextManager[object] | None:

@@ -9,7 +9,7 @@ import torch
 
 from megatron_patches._modules import ModuleRow, row_of
 from megatron_patches._sites import BLOCKS, Survey, merge_surveys, survey
-from offload_engine import IterationStats
+from offload_engine import IterationStats, OffloadConfig
 
 _UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
@@ -30,7 +30,7 @@ class _Report(NamedTuple):
 
 
 def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
-    """Rejects names with which nothing would move: what is computed again in backward, and norms that are fused.
+    """Rejects names with which nothing would move: what is computed again in backward, and what is run in pieces.
 
     Args:
         config: of the model.
@@ -43,7 +43,10 @@ def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) ->
     for name in names:
         row = row_of(name)
         conflict = (
-            _full_conflict(config, name) or _selective_conflict(config, row, norms) or _norm_conflict(config, row)
+            _full_conflict(config, name)
+            or _selective_conflict(config, row, norms)
+            or _norm_conflict(config, row)
+            or _shared_experts_conflict(config, name)
         )
         if conflict:
             raise ValueError(f"offload_modules has {name!r}, but {conflict}")
@@ -161,6 +164,27 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
     _raise_problems(_gather(_Report(problem=problem), pp))
 
 
+def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | None:
+    """The reason, and what can be done, if a step with groups has moved nothing that it was to move; else None.
+
+    Args:
+        stats: of the step.
+        config: of its engine.
+    """
+    if not stats.num_groups or stats.copied_out_bytes or config.dry_run or config.resident_bytes is not None:
+        return None
+    if not stats.managed_bytes:
+        return (
+            f"nothing that its modules save is as large as offload_min_tensor_bytes={config.min_tensor_bytes:,}. Lower "
+            "that, if the activations of this model are to leave"
+        )
+    if stats.num_kept_groups == stats.num_groups:
+        return (
+            "its only groups are the last of their names, whose backward comes at once: no copy would be back in time"
+        )
+    return None
+
+
 def _raise_problems(reports: Sequence[_Report]) -> None:
     problems = [f"pipeline rank {rank}: {report.problem}" for rank, report in enumerate(reports) if report.problem]
     if problems:
@@ -236,4 +260,13 @@ def _norm_conflict(config: Any, row: ModuleRow) -> str | None:
     return (
         "fused_residual_rmsnorm=True runs this norm together with the residual connection in front of it, outside the "
         "module. Switch that off, or drop the name"
+    )
+
+
+def _shared_experts_conflict(config: Any, name: str) -> str | None:
+    if name != "shared_experts" or not getattr(config, "moe_shared_expert_overlap", False):
+        return None
+    return (
+        "moe_shared_expert_overlap=True runs the parts of the shared experts one by one, between the steps of the "
+        "dispatcher, and never calls the whole: offload 'shared_fc1' and 'shared_fc2'"
     )

@@ -46,10 +46,9 @@ class Mover:
         self.releases.advance()
         self.releases.end_tail(chunk.key)
 
-    def begin_head(self, chunk: ChunkGroups) -> None:
-        """The layers of `chunk` are through; if its backward comes at once, what it still allocates is for the loss."""
-        if any(group.is_kept for group in chunk.groups):
-            self.releases.before_peak()
+    def begin_head(self) -> None:
+        """The layers of a chunk are through whose backward comes at once: what it still allocates is for the loss."""
+        self.releases.before_peak()
 
     def commit(self, group: TensorGroup, chunk: ChunkGroups, has_head: bool = False) -> None:
         """The forward of `group` is over; with `has_head`, `begin_head` will say when `chunk` comes to its loss."""

@@ -44,7 +44,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         num_offload_group: groups from this index on stay resident too; None: no bound.
         tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
         double_buffering: must be False.
-        has_head: `begin_head` will be called.
+        has_head: the backward comes at once, and `begin_head` will be called in front of the loss.
 
     Raises:
         NotImplementedError: for `double_buffering=True`.
@@ -135,9 +135,12 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._mover.begin_tail(self.chunk_groups)
 
     def begin_head(self) -> None:
-        """The last layer is through and the logits are made: what was copied out is off the device for their loss, if
-        the backward comes at once. Idempotent. Without a head it is so from the first kept group on."""
-        self._mover.begin_head(self.chunk_groups)
+        """The last layer is through and the logits are made: what was copied out is off the device for their loss.
+
+        Idempotent. Nothing happens without `has_head`: then it is so from the first kept group on.
+        """
+        if self._has_head:
+            self._mover.begin_head()
 
     def end_forward(self) -> None:
         """The forward is over: from now on the chunk may be prefetched, and what comes behind it. Idempotent.

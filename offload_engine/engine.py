@@ -141,8 +141,8 @@ class OffloadEngine:
             num_offload_group: groups from this index on stay resident too.
             tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
             double_buffering: for callers of TransformerEngine's handler; must be False.
-            has_head: its `begin_head` will be called between the last layer and the loss; until then the
-                copies of its last layers may be in flight.
+            has_head: its backward comes at once, and its `begin_head` will be called between the last layer and the
+                loss; until then the copies of its last layers may be in flight.
 
         Raises:
             OffloadError: outside an iteration.

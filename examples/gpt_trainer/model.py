@@ -38,7 +38,10 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
     Raises:
         ConfigError: for flags that do not go together.
     """
-    _check_implementation(args, transformer_impl(args, device))
+    implementation = transformer_impl(args, device)
+    if implementation != "local" and device.type != "cuda":
+        raise ConfigError(f"--transformer-impl {implementation} needs a GPU: leave it out, or say local")
+    _check_implementation(args, implementation)
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     names = {field.name for field in dataclasses.fields(config_class)}
     values = {name: value for name, value in vars(args).items() if name in names and value is not None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: E402
 from megatron_patches._attach import Attachment  # noqa: E402
 from megatron_patches._sites import Site  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
-from offload_engine.schedule import no_pipelining  # noqa: E402
+from offload_engine.schedule import Action, no_pipelining, parse_actions  # noqa: E402
 from tests.adversarial import AdversarialDevice  # noqa: E402
 
 NUM_LAYERS, WIDTH = 4, 8
@@ -62,15 +62,15 @@ class TwoHeads(Chunk):
 
 
 @contextmanager
-def attached(chunk: Chunk) -> Iterator[OffloadEngine]:
+def attached(chunk: Chunk, actions: Sequence[Action] = tuple(no_pipelining(1))) -> Iterator[OffloadEngine]:
     """In an iteration of an engine whose copies complete when somebody waits for them."""
     device = AdversarialDevice(host_capacity=1 << 16)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), device)
     attachment = Attachment(engine, [chunk], ())
     places = [(part, i, f"layers.{i}.{n}") for i in range(NUM_LAYERS) for n, part in enumerate(("first", "second"))]
     attachment._attach_sites(chunk, [Site(part, path, None, layer) for part, layer, path in places])
-    attachment.begin_iteration(no_pipelining(1))
-    with engine.iteration(no_pipelining(1)):
+    attachment.begin_iteration(actions)
+    with engine.iteration(actions):
         yield engine
     attachment.close()
     assert device.hazards == []
@@ -93,6 +93,15 @@ def test_nothing_is_in_flight_behind_the_head_however_it_is_used(kind: type[Chun
         loss = forward(chunk).sum()
         assert before == [1] and num_in_flight(engine) == 0
         loss.backward()
+
+
+def test_nobody_waits_for_copies_in_front_of_a_loss_whose_backward_comes_later() -> None:
+    with attached(chunk := Chunk(), parse_actions("F0.0 F0.1 B0.0 B0.1")) as engine:
+        losses = [forward(chunk).sum()]
+        assert num_in_flight(engine) == 2
+        losses.append(forward(chunk).sum())
+        for loss in losses:
+            loss.backward()
 
 
 def test_a_loss_ends_with_the_gradients_of_the_last_of_several_heads() -> None:

@@ -318,8 +318,15 @@ def test_surveys_of_several_ranks_add_up() -> None:
 
 def test_last_group_of_each_name() -> None:
     sites = find_sites(torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE)), ("qkv_linear", "core_attn"))
-    assert last_of_each_name(sites) == {2, 3}
-    assert last_of_each_name([]) == frozenset()
+    assert last_of_each_name(sites, 2) == {2, 3}
+    assert last_of_each_name([], 2) == frozenset()
+
+
+@pytest.mark.parametrize(("num_behind", "expected"), [(0, {1}), (1, {1}), (2, set())])
+def test_what_stays_is_near_the_end_of_its_chunk(num_behind: int, expected: set[int]) -> None:
+    layers = [_Layer(*DENSE), _Layer(*DENSE), *(_Layer(*MOE) for _ in range(num_behind))]
+    sites = find_sites(torch.nn.Sequential(*layers), ("mlp_fc1",))
+    assert last_of_each_name(sites, len(layers)) == expected
 
 
 def test_chunks_whose_backward_comes_at_once() -> None:

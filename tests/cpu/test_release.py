@@ -224,9 +224,19 @@ def test_without_a_head_they_leave_before_the_first_group_that_stays() -> None:
 
 def test_the_head_of_a_chunk_whose_backward_comes_later_waits_for_nothing() -> None:
     bench = Bench()
-    chunk = bench.forward(FIRST, has_head=True)
+    chunk = bench.forward(FIRST)
     chunk.begin_head()
     assert bench.resident_groups == 2
+    bench.finish()
+
+
+def test_copies_are_off_the_device_for_the_loss_where_no_group_stays_either() -> None:
+    """As where the last layers have none of the modules asked for."""
+    bench = Bench(AT_ONCE)
+    chunk = bench.forward(FIRST, has_head=True)
+    assert bench.resident_groups == 2
+    chunk.begin_head()
+    assert bench.resident_groups == 0
     bench.finish()
 
 

@@ -18,7 +18,9 @@ from megatron_patches._validate import (  # noqa: E402
     check_host_limit,
     check_weights_stay_whole,
     hidden_bytes,
+    why_nothing_moved,
 )
+from offload_engine import IterationStats, OffloadConfig
 
 NORMS = frozenset(BLOCKS.values())
 """Of a model that has each as a module of its own."""
@@ -97,6 +99,14 @@ def test_a_norm_that_is_fused_with_the_residual_connection_is_refused(name: str)
     check_conflicts(fused, ["qkv_linear", "qk_norm", "mtp_norm"], NORMS)
     with pytest.raises(ValueError, match=f"'{name}'.*fused_residual_rmsnorm=True"):
         check_conflicts(fused, [name], NORMS)
+
+
+def test_shared_experts_that_are_run_in_pieces_are_refused() -> None:
+    for overlaps in (True, False):
+        check_conflicts(config(moe_shared_expert_overlap=overlaps), ["shared_fc1", "shared_fc2"], NORMS)
+    check_conflicts(config(moe_shared_expert_overlap=False), ["shared_experts"], NORMS)
+    with pytest.raises(ValueError, match="'shared_experts'.*moe_shared_expert_overlap=True.*'shared_fc1'"):
+        check_conflicts(config(moe_shared_expert_overlap=True), ["shared_fc1", "shared_experts"], NORMS)
 
 
 def test_full_recomputation_leaves_the_layer_input() -> None:
@@ -182,3 +192,21 @@ def test_graphs_that_no_training_step_replays_are_let_be() -> None:
     check_cuda_graphs(config(cuda_graph_impl="none", cuda_graph_scope=[Scope.attn]), ["core_attn"])
     inference = config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
     check_cuda_graphs(inference, ["core_attn"])
+
+
+@pytest.mark.parametrize(
+    ("stats", "settings", "reason"),
+    [
+        (IterationStats(num_groups=4), {}, "offload_min_tensor_bytes=1,048,576"),
+        (IterationStats(num_groups=4, num_kept_groups=4), {}, "offload_min_tensor_bytes"),
+        (IterationStats(num_groups=4, num_kept_groups=4, managed_bytes=1 << 20), {}, "at once"),
+        (IterationStats(num_groups=4, num_kept_groups=3, managed_bytes=1 << 20), {}, None),
+        (IterationStats(num_groups=4, managed_bytes=1 << 20, copied_out_bytes=1 << 20), {}, None),
+        (IterationStats(num_groups=4), {"dry_run": True}, None),
+        (IterationStats(num_groups=4), {"resident_bytes": 1 << 30}, None),
+        (IterationStats(), {}, None),
+    ],
+)
+def test_why_a_step_has_moved_nothing(stats: IterationStats, settings: dict[str, Any], reason: str | None) -> None:
+    found = why_nothing_moved(stats, OffloadConfig(**settings))
+    assert found is None if reason is None else found is not None and reason in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def test_a_host_limit_without_room_for_one_group_ends_the_first_step(shape: Pipe
 
 def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
     run_ranks(_check_full_disk, str(tmp_path))
+
+
+def test_a_request_that_moves_nothing_says_why_once() -> None:
+    (warnings,) = run_ranks(_check_warning)
+    assert len(warnings) == 1 and "offload_min_tensor_bytes=1,048,576" in warnings[0]
 
 
 def test_offload_by_default_and_removal() -> None:
@@ -187,6 +193,18 @@ class _FullAfter:
 
     def __exit__(self, *_: object) -> None:
         self._slab.write = self._write
+
+
+def _check_warning() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_patches").addHandler(handler)
+    with apply(OffloadConfig(directory="none"), modules=["core_attn"]):
+        chunks = make_chunks(make_config("dense"))
+        for _ in range(2):
+            run(chunks, 2)
+    return records
 
 
 def _check_defaults_and_removal() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,8 @@ from megatron_patches._versions import installed_version, is_in_range  # noqa: E
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
-from tests.dist.parity import Case, check_all  # noqa: E402
+from tests.dist.parity import Case, check_all, run_with, run_without  # noqa: E402
+from tests.dist.streams import adversarial_device  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(), Pipeline(2, 2, expert=2)]
@@ -58,6 +60,24 @@ def test_all_selective_modes_at_once(shape: Pipeline) -> None:
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
     settings = {**GROUPED, **SHARED, **recompute, "expert_model_parallel_size": shape.expert}
     _run(shape, [Case("moe", _left_to_move("moe", settings), settings=settings)])
+
+
+def test_what_is_discarded_is_never_copied() -> None:
+    """The bits do not tell: what was copied of it is not what its backward reads."""
+    run_ranks(_check_discarded)
+
+
+def _check_discarded() -> None:
+    gc.disable()
+    discarded = {"core_attn": ["mla_up_proj"], "experts": ["layernorm"]}
+    for name, modules in discarded.items():
+        kind, model = SELECTIVE[modules[0]]
+        case = Case(kind, [name], settings={**model, "recompute_granularity": "selective", "recompute_modules": modules})
+        expected = run_without(case, [2])
+        with adversarial_device(1) as device:
+            (stats,) = run_with(case, [2], expected)
+            assert device.hazards == [], (name, device.hazards)
+        assert stats.copied_out_bytes > 0
 
 
 def test_the_input_of_a_projection_with_the_norm_inside() -> None:

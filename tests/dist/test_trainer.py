@@ -207,6 +207,7 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
         ("--load nowhere", "there is no checkpoint in nowhere"),
         ("--num-experts 4", "add --disable-bias-linear"),
         ("--sequence-parallel", "--sequence-parallel needs --transformer-impl transformer_engine"),
+        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine needs a GPU"),
         ("--num-virtual-stages-per-pipeline-rank 2", "needs --pipeline-model-parallel-size"),
         ("--num-layers 3 --pipeline-model-parallel-size 2", "must be a multiple of the 2"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
