@@ -294,9 +294,9 @@ def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
 
 
 def last_of_each_name(sites: Sequence[Site], num_layers: int) -> frozenset[int]:
-    """Ordinals, among the places of a chunk, of the last one of every name in its last two layers.
+    """Ordinals, among the places of a chunk, of the last one of every name, where that is in the last two layers.
 
-    The backward of a chunk is through these before a copy could be out and back. Two, because a layer may be an
+    A backward that comes at once needs these before a copy could be out and back. Two, because a layer may be an
     attention or an MLP alone.
     """
     last = {site.name: ordinal for ordinal, site in enumerate(sites)}
