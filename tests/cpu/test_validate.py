@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._graphs import check_cuda_graphs  # noqa: E402
-from megatron_patches._modules import MODULES  # noqa: E402
+from megatron_patches._graphs import _is_captured, check_cuda_graphs  # noqa: E402
+from megatron_patches._modules import MODULES, Bracket, ModuleRow  # noqa: E402
 from megatron_patches._sites import BLOCKS  # noqa: E402
 from megatron_patches._validate import (  # noqa: E402
     check_conflicts,
@@ -162,6 +162,7 @@ class Scope(enum.Enum):
         ("mlp", ["mlp_norm", "mlp_fc1", "mlp_act"], ["core_attn", "moe_act", "router"]),
         ("moe", ["router", "experts", "dispatched_tokens", "shared_fc1"], ["core_attn", "mlp_fc1"]),
         ("moe_router", ["router", "mlp_norm", "shared_experts", "dispatched_tokens"], ["router_fc1", "moe_act"]),
+        ("moe_preprocess", ["router", "mlp_norm", "shared_fc1", "dispatched_tokens"], ["experts", "mlp_fc2"]),
         ("mamba", ["mamba_mixer", "mamba_in_proj"], ["core_attn", "router_fc2", "mtp_proj"]),
     ],
 )
@@ -173,6 +174,14 @@ def test_captured_modules_are_refused_and_no_others(
     for name in captured:
         with pytest.raises(NotImplementedError, match=rf"'{name}'.*'transformer_engine' with {setting}=\[{scope}\]"):
             check_cuda_graphs(graphs, [*free, name])
+
+
+@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
+def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
+    """No name of the table stands for it alone."""
+    row = ModuleRow(name="of the test", saves="", brackets=(Bracket(path),))
+    assert _is_captured(row, "transformer_engine", ["attn"])
+    assert not _is_captured(row, "transformer_engine", ["mlp", "moe"])
 
 
 def test_the_local_implementation_captures_whole_layers() -> None:

@@ -10,10 +10,13 @@ from unittest import mock
 
 import torch
 from megatron.core import parallel_state as ps
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -35,9 +38,9 @@ LATENT: dict[str, Any] = dict(
 """Settings of multi-latent attention, with norms of their own for its latents."""
 
 HYBRID: dict[str, Any] = dict(is_hybrid_model=True)
-"""Settings of a stack of attention, dense and MoE sublayers. (A Mamba mixer has no kernel for the CPU.)"""
+"""Settings of a stack of Mamba, attention, dense and MoE sublayers, in turns."""
 
-_SUBLAYERS = "*-*E"
+_SUBLAYERS = "M*-E"
 
 
 class Norm(torch.nn.LayerNorm):
@@ -125,6 +128,20 @@ def _whole_sequence(part: torch.Tensor) -> torch.Tensor:
     return torch.cat([*slices[::2], *reversed(slices[1::2])])
 
 
+class Mixer(torch.nn.Module):
+    """In place of a Mamba mixer, whose kernels need a GPU: between its two projections a gated sum over the sequence."""
+
+    def __init__(self, config: TransformerConfig, d_model: int, **_: Any) -> None:
+        super().__init__()
+        common: dict[str, Any] = dict(config=config, init_method=config.init_method, bias=False)
+        self.in_proj = ColumnParallelLinear(d_model, 2 * d_model, gather_output=False, **common)
+        self.out_proj = RowParallelLinear(d_model, d_model, input_is_parallel=True, skip_bias_add=True, **common)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> Any:
+        values, gates = self.in_proj(hidden)[0].chunk(2, dim=-1)
+        return self.out_proj(torch.cumsum(values * gates.sigmoid(), dim=0))
+
+
 def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
     """The model chunk of virtual stage `stage`."""
     if config.moe_grouped_gemm:
@@ -162,7 +179,9 @@ def _hybrid(config: TransformerConfig, stage: int | None, **common: Any) -> torc
     attention = TransformerLayerSubmodules(
         input_layernorm=whole.input_layernorm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
     )
+    mamba = MambaLayerSubmodules(norm=whole.input_layernorm, mixer=Mixer, mamba_bda=get_bias_dropout_add)
     layers = {
+        "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
         "attention_layer": ModuleSpec(module=TransformerLayer, submodules=attention),
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=_only_mlp(whole, whole.mlp)),
         "moe_layer": ModuleSpec(module=TransformerLayer, submodules=_only_mlp(whole, moe)),
@@ -171,7 +190,7 @@ def _hybrid(config: TransformerConfig, stage: int | None, **common: Any) -> torc
     spec = ModuleSpec(module=stack, params={"post_layer_norm": False}, submodules=submodules(**layers))
     if "vp_stage" in inspect.signature(model).parameters:
         common["vp_stage"] = stage
-    return model(config, spec, **{pattern: _pattern(pattern)}, **common)
+    return model(config, spec, **{pattern: _pattern(pattern, config.num_layers)}, **common)
 
 
 def _hybrid_classes() -> tuple[Any, Any, Any, str]:
@@ -190,9 +209,10 @@ def _only_mlp(whole: Any, mlp: Any) -> TransformerLayerSubmodules:
     return TransformerLayerSubmodules(pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=mlp, mlp_bda=whole.mlp_bda)
 
 
-def _pattern(argument: str) -> str:
+def _pattern(argument: str, num_layers: int) -> str:
+    sublayers = (_SUBLAYERS * num_layers)[:num_layers]
     if argument == "hybrid_override_pattern":
-        return _SUBLAYERS
+        return sublayers
     stages = ps.get_pipeline_model_parallel_world_size() * (ps.get_virtual_pipeline_model_parallel_world_size() or 1)
-    length = len(_SUBLAYERS) // stages
-    return "|".join(_SUBLAYERS[i : i + length] for i in range(0, len(_SUBLAYERS), length))
+    length = num_layers // stages
+    return "|".join(sublayers[i : i + length] for i in range(0, num_layers, length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     settings: dict[str, Any] = {}  # noqa: RUF012
     wrap: bool = False
+    change: Callable[[torch.nn.Module], None] | None = None
+    """Of each model chunk as it was built."""
 
 
 def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
@@ -54,7 +56,7 @@ def taking_turns(microbatches: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:
-    chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=case.wrap)
+    chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=case.wrap, change=case.change)
     return [fingerprint(chunks, run(chunks, n)) for n in microbatches]
 
 
@@ -64,7 +66,7 @@ def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, s
     counters = []
     with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), meter=meter) as handle:
         settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
-        chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap)
+        chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap, change=case.change)
         run(chunks, microbatches[-1], forward_only=True)
         assert handle.engine is None, "evaluation must not start anything"
         for n, wanted in zip(microbatches, expected, strict=True):

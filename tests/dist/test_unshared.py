@@ -20,7 +20,7 @@ from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 
 ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
-WATCHED = ("linear_qkv", "core_attention", "router", "linear_fc1", "linear_fc2", "final_layernorm")
+WATCHED = ("linear_qkv", "core_attention", "router", "experts", "linear_fc1", "linear_fc2", "final_layernorm")
 
 
 @pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
@@ -28,9 +28,9 @@ WATCHED = ("linear_qkv", "core_attention", "router", "linear_fc1", "linear_fc2",
     ("name", "packed"),
     [
         ("qkv_linear", {"linear_qkv", "final_layernorm"}),
-        ("router_fc2", {"linear_fc2", "final_layernorm"}),
-        ("dispatched_tokens", {"router", "linear_fc1", "final_layernorm"}),
-        ("mlp_norm", {"router", "final_layernorm"}),
+        ("router_fc2", {"experts", "linear_fc2", "final_layernorm"}),
+        ("dispatched_tokens", {"router", "experts", "linear_fc1", "final_layernorm"}),
+        ("mlp_norm", {"router", "experts", "final_layernorm"}),
     ],
 )
 def test_where_hooks_pack_what_is_saved(name: str, packed: set[str], settings: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -63,11 +63,15 @@ def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overr
     return (MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig)(**settings)
 
 
-def make_chunks(config: TransformerConfig, *, wrap: bool = False) -> list[torch.nn.Module]:
+def make_chunks(
+    config: TransformerConfig, *, wrap: bool = False, change: Callable[[torch.nn.Module], None] | None = None
+) -> list[torch.nn.Module]:
     """This rank's model chunks, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     num_stages = ps.get_virtual_pipeline_model_parallel_world_size()
     chunks = [make_chunk(config, stage if num_stages else None) for stage in range(num_stages or 1)]
+    for chunk in chunks if change else ():
+        change(chunk)
     return [_wrapped(config, chunk) for chunk in chunks] if wrap else chunks
 
 

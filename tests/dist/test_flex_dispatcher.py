@@ -1,0 +1,63 @@
+"""Offload with the flex dispatcher, whose DeepEP is a stand-in over gloo: the same bits."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+
+from tests.dist.deep_ep import deep_ep_over_gloo  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.parity import Case, run_with, run_without  # noqa: E402
+
+FLEX: dict[str, Any] = {
+    "moe_token_dispatcher_type": "flex",
+    "moe_router_dtype": "fp32",
+    "expert_model_parallel_size": 2,
+}
+OVERLAP: dict[str, Any] = {**FLEX, "overlap_moe_expert_parallel_comm": True}
+EACH = [
+    ["router_fc1"],
+    ["dispatched_tokens"],
+    ["layer_input", "core_attn", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"],
+]
+
+
+def test_without_a_pipeline() -> None:
+    cases = [Case("moe", names, settings=FLEX) for names in (*EACH, ["router"], ["experts"])]
+    cases.append(Case("mixed", EACH[-1], torch.bfloat16, FLEX, wrap=True))
+    _check_what_moves(run_ranks(_copied_bytes, cases, [3, 2], pipeline=Pipeline(expert=2)))
+
+
+def test_under_the_overlap_in_a_pipeline() -> None:
+    cases = [Case("moe", names, torch.bfloat16, OVERLAP, wrap=True) for names in EACH]
+    _check_what_moves(run_ranks(_copied_bytes, cases, [2, 4], pipeline=Pipeline(2, 2, expert=2)))
+
+
+def _check_what_moves(copied: list[list[int]]) -> None:
+    """With the permuted tokens goes what the dispatcher keeps of its permutation."""
+    assert all(0 < tokens < dispatched < total for tokens, dispatched, total, *_ in copied), copied
+
+
+def _copied_bytes(cases: list[Case], microbatches: list[int]) -> list[int]:
+    """Of the last step of each case."""
+    gc.disable()
+    with deep_ep_over_gloo():
+        steps = [run_with(case, microbatches, run_without(case, microbatches)) for case in cases]
+    return [counters[-1].copied_out_bytes for counters in steps]
+
+
+def test_the_stand_in_computes_what_the_alltoall_dispatcher_does() -> None:
+    run_ranks(_check_stand_in, pipeline=Pipeline(expert=2))
+
+
+def _check_stand_in() -> None:
+    flex = Case("moe", [], settings=FLEX)
+    alltoall = Case("moe", [], settings={**FLEX, "moe_token_dispatcher_type": "alltoall"})
+    with deep_ep_over_gloo():
+        assert run_without(flex, [2]) == run_without(alltoall, [2])
