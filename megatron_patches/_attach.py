@@ -190,8 +190,7 @@ class Attachment:
         def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
             handler = self._leave_called()
             if handler is not None and output is not None:  # no output: it raised
-                if has_head:
-                    handler.begin_head()  # not called before by a loss that takes the weight of the head alone
+                handler.begin_head()  # not called before by a loss that takes the weight of the head alone
                 handler.end_forward()
                 when_backward_begins(output, handler.begin_backward)
 

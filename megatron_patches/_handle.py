@@ -166,8 +166,6 @@ class Handle:
             attachment.note_weights(step.chunks)
         if to_check is not None:
             self._check_first_step(attachment, step, to_check)
-            if reason := why_nothing_moved(attachment.engine.stats, to_check.engine):
-                logger.warning("offload_activation has moved nothing in the first step: %s", reason)
         attachment.warn_of_unused_names()
 
     def _first_step_without(self, step: Step) -> AbstractContextManager[object] | None:
@@ -188,11 +186,14 @@ class Handle:
             raise
 
     def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
+        stats = attachment.engine.stats
         try:
-            check_host_room(attachment.engine.stats, settings.engine.host_limit_bytes, step.pipeline)
+            has_moved = check_host_room(stats, settings.engine.host_limit_bytes, step.pipeline)
         except ValueError:
             self._detach(step)
             raise
+        if not has_moved and (reason := why_nothing_moved(stats, settings.engine)):
+            logger.warning("offload_activation has moved nothing in the first step: %s", reason)
 
     def _attach(self, step: Step, settings: Settings) -> Attachment:
         """Checks a model and puts the hooks on it. Every rank of its pipeline takes part, whatever it finds."""

@@ -28,6 +28,8 @@ class _Report(NamedTuple):
     names: tuple[str, ...] = ()
     """What it offloads; none: nothing."""
 
+    has_moved: bool = False
+
 
 def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
     """Rejects names with which nothing would move: what is computed again in backward, and what is run in pieces.
@@ -140,8 +142,10 @@ def _check_reports(reports: Sequence[_Report], config: Any) -> None:
         raise ValueError(_missing_message(missing, model))
 
 
-def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> None:
+def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> bool:
     """Rejects a host tier too small for any group of a step. Collective over the pipeline-parallel group.
+
+    Returns whether some rank of the group has moved something in that step.
 
     What a group saves is known once a step was computed; the optimizer has not used its gradients yet.
 
@@ -161,11 +165,13 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
             f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Make more room, or "
             "switch offload_activation off"
         )
-    _raise_problems(_gather(_Report(problem=problem), pp))
+    reports = _gather(_Report(problem=problem, has_moved=stats is not None and stats.copied_out_bytes > 0), pp)
+    _raise_problems(reports)
+    return any(report.has_moved for report in reports)
 
 
 def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | None:
-    """The reason, and what can be done, if a step with groups has moved nothing that it was to move; else None.
+    """Why a step with groups has moved nothing, and what can be done; None if it has, or was not to.
 
     Args:
         stats: of the step.

@@ -125,8 +125,8 @@ class Prefetcher:
                 on_host_bytes += saved.nbytes
             elif saved.residency is COPYING_OUT:
                 leaving_bytes += saved.nbytes
-        # A group comes back once the backward is at the last of its name: a layer ahead, no more, behind a loss. What
-        # never left needs no memory to come back into, and may stay from the begin of that backward on.
+        # Behind a tail a group comes back once the backward is at the last of its name, a layer ahead; but for that
+        # last one, see below. What never left needs no memory to come back into, and may stay from its begin on.
         is_near = chunk.last_of_name[group.name] >= chunk.near_index or not on_host_bytes
         if not (is_near and chunk is self._backward_chunk or self._is_needed_first(chunk)):
             return False

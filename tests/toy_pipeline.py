@@ -389,6 +389,7 @@ class Unit(nn.Module):
         # Somebody keeps its input until backward, unread. Not in a pair, where the other unit reads it too.
         drawn_apart = random.Random(runner.case.seed + 2 + index)
         self.is_input_held = index >= 0 and drawn_apart.random() < 0.3 and not isinstance(block, InPlaceInput)
+        self.is_input_held &= self.is_bracketed or runner.case.manages_rest  # else no hook sees who reads it
         # Its copy-out waits; the device has work again behind it; it begins the tail of the forward.
         self.may_wait, self.ends_wait, self.begins_tail = (drawn_apart.random() < share for share in (0.4, 0.3, 0.15))
         self._runner: tuple[Runner] = (runner,)  # in a tuple: not a submodule

@@ -21,6 +21,7 @@ from megatron_patches._sites import (  # noqa: E402
     Site,
     count_layers,
     find_sites,
+    layers_of,
     merge_surveys,
     survey,
 )
@@ -327,6 +328,15 @@ def test_what_stays_is_near_the_end_of_its_chunk(num_behind: int, expected: set[
     layers = [_Layer(*DENSE), _Layer(*DENSE), *(_Layer(*MOE) for _ in range(num_behind))]
     sites = find_sites(torch.nn.Sequential(*layers), ("mlp_fc1",))
     assert last_of_each_name(sites, len(layers)) == expected
+
+
+def test_what_stays_of_a_model_that_predicts_more_tokens_is_of_the_layer_that_does() -> None:
+    ahead = _other(MultiTokenPredictionLayer, "enorm", "hnorm", "eh_proj", "final_layernorm")
+    ahead.transformer_layer = _Layer(*DENSE)
+    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*MOE), ahead)
+    with_moe = find_sites(chunk, ("router", "mlp_fc1", "mtp_proj"))
+    places = last_of_each_name(with_moe, sum(1 for _ in layers_of(chunk)))
+    assert {with_moe[ordinal].path for ordinal in places} == {"2.eh_proj", "2.transformer_layer.mlp.linear_fc1"}
 
 
 def test_chunks_whose_backward_comes_at_once() -> None:

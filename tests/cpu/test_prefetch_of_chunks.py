@@ -122,6 +122,15 @@ def test_behind_a_loss_the_layers_before_come_when_the_backward_is_at_the_last_o
     bench.finish()
 
 
+def test_without_a_tail_all_names_come_when_that_backward_has_begun() -> None:
+    bench, names = Bench("F0.0 F0.1 B0.0 B0.1"), "large qkv attn qkv attn"
+    first = bench.forward(FIRST, names)
+    bench.forward(SECOND, names)
+    first.on_group_commit_backward(first.chunk_groups.groups[-1])
+    assert bench.num_copied_in == 5 + 1  # all its own, and the last of the chunk behind it
+    bench.finish()
+
+
 def test_behind_a_loss_no_name_that_the_last_layer_lacks_is_late() -> None:
     bench = Bench("F0.0 B0.0")
     chunk = bench.forward(FIRST, "fc qkv fc qkv attn qkv attn", num_in_tail=0)
