@@ -145,14 +145,15 @@ def _check_reports(reports: Sequence[_Report], config: Any) -> None:
 def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> bool:
     """Rejects a host tier too small for any group of a step. Collective over the pipeline-parallel group.
 
-    Returns whether some rank of the group has moved something in that step.
-
     What a group saves is known once a step was computed; the optimizer has not used its gradients yet.
 
     Args:
         stats: of the step; None: this rank offloads nothing.
         limit_bytes: of the host tier, if there is one.
         pp: the pipeline-parallel process group.
+
+    Returns:
+        Whether some rank of the group has moved something in that step.
 
     Raises:
         ValueError: the same on every rank of the group, with both figures.

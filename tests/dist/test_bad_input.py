@@ -78,8 +78,12 @@ def test_a_full_disk_stops_the_step_and_no_more(tmp_path: Path) -> None:
 
 
 def test_a_request_that_moves_nothing_says_why_once() -> None:
-    (warnings,) = run_ranks(_check_warning)
+    (warnings,) = run_ranks(_warnings_of_two_steps, OffloadConfig().min_tensor_bytes)
     assert len(warnings) == 1 and "offload_min_tensor_bytes=1,048,576" in warnings[0]
+
+
+def test_a_stage_whose_groups_all_stay_says_nothing_where_another_moves_its_own() -> None:
+    assert run_ranks(_warnings_of_two_steps, 1, pipeline=Pipeline(2)) == [[], []]
 
 
 def test_offload_by_default_and_removal() -> None:
@@ -195,13 +199,14 @@ class _FullAfter:
         self._slab.write = self._write
 
 
-def _check_warning() -> list[str]:
+def _warnings_of_two_steps(min_tensor_bytes: int) -> list[str]:
+    """With one layer in a stage of two, so that the last stage keeps all."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron_patches").addHandler(handler)
-    with apply(OffloadConfig(directory="none"), modules=["core_attn"]):
-        chunks = make_chunks(make_config("dense"))
+    with apply(OffloadConfig(directory="none", min_tensor_bytes=min_tensor_bytes), modules=["core_attn"]):
+        chunks = make_chunks(make_config("dense", num_layers=2))
         for _ in range(2):
             run(chunks, 2)
     return records
