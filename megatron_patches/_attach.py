@@ -214,7 +214,7 @@ class Attachment:
         # Hooks run in the order of registration. On one submodule a stretch that ends there ends first, then comes
         # the submodule's own bracket, and a stretch that begins there begins last.
         modules = dict(chunk.named_modules())
-        last = {sites[ordinal] for ordinal in last_of_each_name(sites, sum(1 for _ in layers_of(chunk)))}
+        last = {sites[ordinal] for ordinal in last_of_each_name(chunk, sites)}
         brackets = [self.bracket(site, site in last) for site in sites]
         stretches = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self._stretches += (bracket for _, bracket in stretches)
@@ -292,14 +292,15 @@ def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
             return
 
 
-def last_of_each_name(sites: Sequence[Site], num_layers: int) -> frozenset[int]:
+def last_of_each_name(chunk: torch.nn.Module, sites: Sequence[Site]) -> frozenset[int]:
     """Ordinals, among the places of a chunk, of the last one of every name, where that is in the last two layers.
 
     A backward that comes at once needs these before a copy could be out and back. Two, because a layer may be an
     attention or an MLP alone.
     """
+    first_layer = sum(1 for _ in layers_of(chunk)) - 2
     last = {site.name: ordinal for ordinal, site in enumerate(sites)}
-    return frozenset(ordinal for ordinal in last.values() if sites[ordinal].layer >= num_layers - 2)
+    return frozenset(ordinal for ordinal in last.values() if sites[ordinal].layer >= first_layer)
 
 
 def last_checkpoint(num_layers: int, layers_per_checkpoint: int | None) -> frozenset[int]:

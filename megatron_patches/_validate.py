@@ -29,6 +29,7 @@ class _Report(NamedTuple):
     """What it offloads; none: nothing."""
 
     has_moved: bool = False
+    """Something, in its first step."""
 
 
 def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
@@ -172,13 +173,13 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
 
 
 def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | None:
-    """Why a step with groups has moved nothing, and what can be done; None if it has, or was not to.
+    """Why a step with groups has moved nothing, and what can be done; None where neither reason holds.
 
     Args:
         stats: of the step.
         config: of its engine.
     """
-    if not stats.num_groups or stats.copied_out_bytes or config.dry_run or config.resident_bytes is not None:
+    if not stats.num_groups or config.dry_run or config.resident_bytes is not None:
         return None
     if not stats.managed_bytes:
         return (

@@ -38,10 +38,7 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
     Raises:
         ConfigError: for flags that do not go together.
     """
-    implementation = transformer_impl(args, device)
-    if implementation != "local" and device.type != "cuda":
-        raise ConfigError(f"--transformer-impl {implementation} needs a GPU: leave it out, or say local")
-    _check_implementation(args, implementation)
+    _check_implementation(args, transformer_impl(args, device), device)
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     names = {field.name for field in dataclasses.fields(config_class)}
     values = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -63,8 +60,10 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
         raise ConfigError(str(error)) from error
 
 
-def _check_implementation(args: argparse.Namespace, implementation: str) -> None:
+def _check_implementation(args: argparse.Namespace, implementation: str, device: torch.device) -> None:
     if implementation != "local":
+        if device.type != "cuda":
+            raise ConfigError(f"--transformer-impl {implementation} needs a GPU: leave it out, or say local")
         return
     needs_te = ("sequence_parallel", "multi_latent_attention", "moe_grouped_gemm", "moe_permute_fusion",
                 "delay_wgrad_compute")  # fmt: skip

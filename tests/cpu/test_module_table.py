@@ -21,7 +21,6 @@ from megatron_patches._sites import (  # noqa: E402
     Site,
     count_layers,
     find_sites,
-    layers_of,
     merge_surveys,
     survey,
 )
@@ -318,25 +317,24 @@ def test_surveys_of_several_ranks_add_up() -> None:
 
 
 def test_last_group_of_each_name() -> None:
-    sites = find_sites(torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE)), ("qkv_linear", "core_attn"))
-    assert last_of_each_name(sites, 2) == {2, 3}
-    assert last_of_each_name([], 2) == frozenset()
+    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE))
+    assert last_of_each_name(chunk, find_sites(chunk, ("qkv_linear", "core_attn"))) == {2, 3}
+    assert last_of_each_name(chunk, []) == frozenset()
 
 
 @pytest.mark.parametrize(("num_behind", "expected"), [(0, {1}), (1, {1}), (2, set())])
 def test_what_stays_is_near_the_end_of_its_chunk(num_behind: int, expected: set[int]) -> None:
-    layers = [_Layer(*DENSE), _Layer(*DENSE), *(_Layer(*MOE) for _ in range(num_behind))]
-    sites = find_sites(torch.nn.Sequential(*layers), ("mlp_fc1",))
-    assert last_of_each_name(sites, len(layers)) == expected
+    chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE), *(_Layer(*MOE) for _ in range(num_behind)))
+    assert last_of_each_name(chunk, find_sites(chunk, ("mlp_fc1",))) == expected
 
 
 def test_what_stays_of_a_model_that_predicts_more_tokens_is_of_the_layer_that_does() -> None:
     ahead = _other(MultiTokenPredictionLayer, "enorm", "hnorm", "eh_proj", "final_layernorm")
     ahead.transformer_layer = _Layer(*DENSE)
     chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*MOE), ahead)
-    with_moe = find_sites(chunk, ("router", "mlp_fc1", "mtp_proj"))
-    places = last_of_each_name(with_moe, sum(1 for _ in layers_of(chunk)))
-    assert {with_moe[ordinal].path for ordinal in places} == {"2.eh_proj", "2.transformer_layer.mlp.linear_fc1"}
+    sites = find_sites(chunk, ("router", "mlp_fc1", "mtp_proj"))
+    places = {sites[ordinal].path for ordinal in last_of_each_name(chunk, sites)}
+    assert places == {"2.eh_proj", "2.transformer_layer.mlp.linear_fc1"}
 
 
 def test_chunks_whose_backward_comes_at_once() -> None:

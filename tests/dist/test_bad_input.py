@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch  # noqa: E402
 from megatron_patches import apply  # noqa: E402
 from offload_engine import CopyError, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.logged import messages  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -201,15 +201,12 @@ class _FullAfter:
 
 def _warnings_of_two_steps(min_tensor_bytes: int) -> list[str]:
     """With one layer in a stage of two, so that the last stage keeps all."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron_patches").addHandler(handler)
+    logged = messages()
     with apply(OffloadConfig(directory="none", min_tensor_bytes=min_tensor_bytes), modules=["core_attn"]):
         chunks = make_chunks(make_config("dense", num_layers=2))
         for _ in range(2):
             run(chunks, 2)
-    return records
+    return logged
 
 
 def _check_defaults_and_removal() -> None:

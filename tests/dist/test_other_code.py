@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +21,7 @@ from megatron_patches import Handle, apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from offload_engine._host_pool import HostPool  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.logged import messages  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
 
 Prepare = Callable[[torch.nn.Module], None]
@@ -181,14 +181,11 @@ def test_what_torchs_checkpoint_recomputes_is_left_to_it(caplog: pytest.LogCaptu
 
 def _check_checkpoint() -> list[str]:
     settings: Any = {"ffn_hidden_size": 32, "add_bias_linear": False, "activation_func": torch.nn.Identity()}
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megatron_patches").addHandler(handler)
+    logged = messages()
     found = Outcome(_checkpoint_each_mlp, ["core_attn", "mlp_fc1"], **settings)
     assert found.fingerprint == Outcome(_checkpoint_each_mlp, [], **settings).fingerprint
     assert found.stats.num_groups == 2 * NUM_LAYERS  # of core_attn, in two microbatches
-    return records
+    return logged
 
 
 def _share_all_layers(chunk: Any) -> None:
