@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 from megatron_patches._modules import MODULES  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
+from tests.dist.names import leaves  # noqa: E402
 from tests.dist.parity import Case, check_all, run_with, run_without  # noqa: E402
 
 DEEP = Pipeline(2, 2, expert=2)
@@ -35,7 +36,7 @@ def test_dense_and_expert_layers(shape: Pipeline) -> None:
     """With one layer in each virtual stage, some chunks hold dense layers only."""
     settings = {**_expert_parallel(shape), "moe_shared_expert_intermediate_size": 32}
     names = [*ATTENTION, *DENSE, *EXPERTS, *SHARED]
-    _run(shape, "mixed", [*([name] for name in names), names, _leaves(names)], settings)
+    _run(shape, "mixed", [*([name] for name in names), names, leaves(names)], settings)
 
 
 def test_one_storage_that_several_modules_save_moves_once() -> None:
@@ -59,26 +60,26 @@ def test_shared_experts_that_overlap(shape: Pipeline) -> None:
     overlap = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
     settings = {**_expert_parallel(shape), **overlap}
     names = ["shared_fc1", "shared_fc2", *EXPERTS]
-    _run(shape, "moe", [["shared_fc1"], ["shared_fc2"], names, _leaves(names)], settings)
+    _run(shape, "moe", [["shared_fc1"], ["shared_fc2"], names, leaves(names)], settings)
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_dispatchers(dispatcher: str) -> None:
     settings = {**_expert_parallel(DEEP), "moe_token_dispatcher_type": dispatcher}
-    _run(DEEP, "moe", [["dispatched_tokens"], EXPERTS, _leaves(EXPERTS)], settings)
+    _run(DEEP, "moe", [["dispatched_tokens"], EXPERTS, leaves(EXPERTS)], settings)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_grouped_experts(shape: Pipeline) -> None:
     settings = {**_expert_parallel(shape), "moe_grouped_gemm": True}
-    _run(shape, "moe", [*([name] for name in EXPERTS[1:]), EXPERTS, _leaves(EXPERTS)], settings)
+    _run(shape, "moe", [*([name] for name in EXPERTS[1:]), EXPERTS, leaves(EXPERTS)], settings)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_latent_attention(shape: Pipeline) -> None:
     names = [*ATTENTION, *LATENTS]
     settings = {**_expert_parallel(shape), **LATENT}
-    _run(shape, "mixed", [["qkv_linear"], *([name] for name in LATENTS), names, _leaves(names)], settings)
+    _run(shape, "mixed", [["qkv_linear"], *([name] for name in LATENTS), names, leaves(names)], settings)
     # without a latent the query has one projection
     plain = {**settings, "q_lora_rank": None, "qk_layernorm": False}
     _run(shape, "mixed", [["mla_down_proj", "mla_up_proj"]], plain)
@@ -88,7 +89,7 @@ def test_latent_attention(shape: Pipeline) -> None:
 def test_multi_token_prediction(shape: Pipeline) -> None:
     names = [*ATTENTION, *EXPERTS, "mlp_norm", *AHEAD]
     settings = {**_expert_parallel(shape), "mtp_num_layers": 2}
-    _run(shape, "moe", [["mtp_norm"], ["mtp_proj"], ["core_attn"], names, _leaves(names)], settings)
+    _run(shape, "moe", [["mtp_norm"], ["mtp_proj"], ["core_attn"], names, leaves(names)], settings)
 
 
 @pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2, expert=2)], ids=str)
@@ -96,7 +97,7 @@ def test_hybrid_models(shape: Pipeline) -> None:
     """Each layer is Mamba, attention, a dense MLP or experts, and nothing else."""
     names = [*MAMBA, *ATTENTION, *DENSE, *EXPERTS]
     settings = {**_expert_parallel(shape), **HYBRID}
-    _run(shape, "moe", [*([name] for name in (*MAMBA, *DENSE, *EXPERTS)), names, _leaves(names)], settings)
+    _run(shape, "moe", [*([name] for name in (*MAMBA, *DENSE, *EXPERTS)), names, leaves(names)], settings)
 
 
 @pytest.mark.skipif(
@@ -106,7 +107,7 @@ def test_hybrid_models_with_virtual_stages() -> None:
     """Some hold experts, and some Mamba layers."""
     names = [*MAMBA, *ATTENTION, *DENSE, *EXPERTS]
     settings = {**_expert_parallel(DEEP), **HYBRID, "num_layers": 8}
-    _run(DEEP, "moe", [["mamba_mixer"], ["mamba_in_proj", "router_fc1"], names, _leaves(names)], settings)
+    _run(DEEP, "moe", [["mamba_mixer"], ["mamba_in_proj", "router_fc1"], names, leaves(names)], settings)
 
 
 def _run(shape: Pipeline, kind: str, each: list[list[str]], settings: dict[str, Any]) -> None:
@@ -116,8 +117,3 @@ def _run(shape: Pipeline, kind: str, each: list[list[str]], settings: dict[str, 
 
 def _expert_parallel(shape: Pipeline) -> dict[str, Any]:
     return {"expert_model_parallel_size": shape.expert}
-
-
-def _leaves(names: list[str]) -> list[str]:
-    """Without the names that hold others: then those open groups of their own."""
-    return [row.name for row in MODULES if row.name in names and not row.parts]

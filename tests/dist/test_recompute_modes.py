@@ -17,11 +17,11 @@ from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron_patches import apply  # noqa: E402
 from megatron_patches._modules import MODULES, _can_have  # noqa: E402
 from megatron_patches._sites import BLOCKS  # noqa: E402
-from megatron_patches._validate import check_conflicts  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
+from tests.dist.names import is_refused, leaves  # noqa: E402
 from tests.dist.parity import Case, check_all, run_with, run_without  # noqa: E402
 from tests.dist.streams import adversarial_device  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
@@ -50,8 +50,7 @@ def test_selective(module: str, shape: Pipeline) -> None:
     settings = {**model, **recompute, "expert_model_parallel_size": shape.expert}
     names = _left_to_move(kind, settings)
     assert len(names) > 4
-    leaves = [row.name for row in MODULES if row.name in names and not row.parts]
-    _run(shape, [Case(kind, names, settings=settings), Case(kind, leaves, settings=settings)])
+    _run(shape, [Case(kind, names, settings=settings), Case(kind, leaves(names), settings=settings)])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -162,14 +161,6 @@ def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
         has = _can_have(config, row) and not row.name.startswith("mamba_")
         if row.name == "qk_norm":
             has = config.multi_latent_attention
-        if has and not _conflicts(config, row.name):
+        if has and not is_refused(config, row.name, frozenset(BLOCKS.values())):
             names.append(row.name)
     return names
-
-
-def _conflicts(config: Any, name: str) -> bool:
-    try:
-        check_conflicts(config, [name], frozenset(BLOCKS.values()))
-    except ValueError:
-        return True
-    return False

@@ -12,7 +12,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from tests.dist.tiny import of_this_rank
 
@@ -21,7 +21,11 @@ DEVICE = "cuda"
 
 
 def make_config(**overrides: Any) -> TransformerConfig:
-    """A configuration for the parallel state of this process; `num_moe_experts` experts in every layer, or none."""
+    """A configuration for the parallel state of this process; `num_moe_experts` experts in every layer, or none.
+
+    Args:
+        overrides: of the settings below.
+    """
     virtual = ps.get_virtual_pipeline_model_parallel_world_size()
     experts = dict(
         moe_router_topk=2,
@@ -58,7 +62,8 @@ def make_config(**overrides: Any) -> TransformerConfig:
         deterministic_mode=True,
         **(experts if overrides.get("num_moe_experts") else {}),
     )
-    return TransformerConfig(**{**settings, **overrides})
+    is_latent = overrides.get("multi_latent_attention")
+    return (MLATransformerConfig if is_latent else TransformerConfig)(**{**settings, **overrides})
 
 
 def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
@@ -70,22 +75,37 @@ def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
 
 
 def _make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
-    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
-    )
-    chunk = GPTModel(
-        config,
-        spec,
-        VOCABULARY,
-        SEQUENCE,
+    common: dict[str, Any] = dict(
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         vp_stage=stage,
     )
+    chunk = _hybrid(config, common) if config.is_hybrid_model else _gpt(config, common)
     chunk.model_type = ModelType.encoder_or_decoder
     return chunk.to(DEVICE, torch.bfloat16)
+
+
+def _gpt(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Module:
+    stage = {"vp_stage": common["vp_stage"]}
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True, **stage)
+    if config.mtp_num_layers:
+        common["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=True, **stage
+        )
+    return GPTModel(config, spec, **common)
+
+
+def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Module:
+    """Attention, a dense MLP and experts in turns. Without Mamba layers, which need a package of their own."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    pattern = ("*-*E" * config.num_layers)[: config.num_layers]
+    return HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
 
 
 def run(chunks: list[torch.nn.Module], num_microbatches: int) -> list[float]:

@@ -1,0 +1,160 @@
+"""Every module name of TransformerEngine's layers, alone, together, and beside what is recomputed: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import eq
+from typing import Any
+
+import pytest
+
+from megatron_patches._modules import MODULES
+from tests.gpu.parity import deterministic_algorithms, run_twice
+from tests.gpu.ranks import GpuRanks
+
+NUM_LAYERS = 4  # the last groups of a name stay, if they are in one of the last two
+NUM_MICROBATCHES = 2
+
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4}
+SHARED: dict[str, Any] = {**EXPERTS, "moe_shared_expert_intermediate_size": 256}
+MIXED: dict[str, Any] = {**SHARED, "moe_layer_freq": [0, 1] * (NUM_LAYERS // 2)}
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 64,
+    "rope_type": "rope",
+}
+FP8: dict[str, Any] = {"fp8": "hybrid"}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "norms of query and key": {"qk_layernorm": True},
+    "mixed": MIXED,
+    "one linear layer for each expert": {**EXPERTS, "moe_grouped_gemm": False},
+    "shared experts that overlap": {**SHARED, "moe_shared_expert_overlap": True},
+    "allgather": {**EXPERTS, "moe_token_dispatcher_type": "allgather"},
+    "latent attention": {**MIXED, **LATENT},
+    "latent attention with norms": {**LATENT, "qk_layernorm": True},
+    "latent attention, one query projection": {**LATENT, "q_lora_rank": None},
+    "multi-token prediction": {**EXPERTS, "mtp_num_layers": 2},
+    "hybrid": {**SHARED, "is_hybrid_model": True, "num_layers": 2 * NUM_LAYERS},
+    "FP8, current scaling": {**MIXED, **FP8, "fp8_recipe": "tensorwise"},
+    "FP8, delayed scaling": {**MIXED, **FP8, "fp8_recipe": "delayed"},
+    "FP8, block scaling": {**MIXED, **FP8, "fp8_recipe": "blockwise"},
+}
+
+SELECTIVE: dict[str, dict[str, Any]] = {
+    "core_attn": MIXED,
+    "layernorm": MIXED,
+    "mlp": MIXED,
+    "moe": MIXED,
+    "shared_experts": SHARED,
+    "moe_act": SHARED,
+    "mla_up_proj": {**MIXED, **LATENT},
+}
+
+FULL: dict[str, dict[str, Any]] = {
+    "uniform": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_method": "block", "recompute_num_layers": 2},
+}
+
+
+def test_no_name_is_left_out(ranks_of: Callable[[int], GpuRanks]) -> None:
+    """But those of Mamba layers."""
+    (names,) = ranks_of(1).run(_names_of_all, list(MODELS.values()))
+    assert names == {row.name for row in MODULES if not row.name.startswith("mamba_")}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_name_alone_and_all_together(model: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    ranks_of(1).run(_check_each_name, MODELS[model])
+
+
+@pytest.mark.parametrize("module", SELECTIVE)
+def test_selective_recomputation(module: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": [module]}
+    ranks_of(1).run(_check_together, {**SELECTIVE[module], **recompute})
+
+
+def test_all_selective_recomputation_at_once(ranks_of: Callable[[int], GpuRanks]) -> None:
+    modules = ["core_attn", "layernorm", "shared_experts", "moe_act"]
+    ranks_of(1).run(_check_together, {**SHARED, "recompute_granularity": "selective", "recompute_modules": modules})
+
+
+@pytest.mark.parametrize("fp8", [{}, FP8], ids=["bf16", "FP8"])
+@pytest.mark.parametrize("method", FULL)
+def test_full_recomputation(method: str, fp8: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
+    """In FP8 the layers are recomputed by TransformerEngine's function."""
+    ranks_of(1).run(_check_together, {**MIXED, **FULL[method], **fp8, "recompute_granularity": "full"})
+
+
+def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
+    return {name for settings in models for name in _names(settings)}
+
+
+def _names(settings: dict[str, Any]) -> list[str]:
+    """Names that such a model has and that do not conflict with its recomputation."""
+    from megatron_patches._sites import own_norms, survey
+    from tests.dist.names import is_refused
+
+    config, chunks = _make(settings)
+    sites, norms = survey(chunks).sites, own_norms(chunks)
+    if config.recompute_granularity == "full":
+        sites["layer_input"] = len(chunks)
+    return [name for name, count in sites.items() if count and not is_refused(config, name, norms)]
+
+
+def _check_each_name(settings: dict[str, Any]) -> None:
+    names = _names(settings)
+    _check(settings, [*([name] for name in names), *_together(names)])
+
+
+def _check_together(settings: dict[str, Any]) -> None:
+    names = _names(settings)
+    assert names
+    _check(settings, _together(names))
+
+
+def _together(names: list[str]) -> list[list[str]]:
+    from tests.dist.names import leaves
+
+    return [names] if leaves(names) in (names, []) else [names, leaves(names)]
+
+
+def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
+    from megatron_patches import apply
+    from offload_engine import OffloadConfig
+
+    wrong = {}
+    with deterministic_algorithms(warn_only=True):
+        expected = run_twice(lambda: _two_steps(settings), eq)
+        for names in each:
+            # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
+            with apply(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0)) as handle:
+                got = _two_steps({**settings, "offload_activation": True, "offload_modules": names})
+                stats = handle.stats
+            assert stats is not None and stats.num_storages_left == 0
+            assert (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups), names
+            differ = [name for a, b in zip(expected, got, strict=True) for name in a if a[name] != b[name]]
+            if differ:
+                wrong[tuple(names)] = differ[:3]
+    assert not wrong, f"steps differ from those without offload: {wrong}"
+
+
+def _two_steps(settings: dict[str, Any]) -> list[dict[str, str]]:
+    """Without an optimizer: the second plans with what the first has seen."""
+    from tests.dist.tiny import fingerprint
+    from tests.gpu.small_gpt import run
+
+    _, chunks = _make(settings)
+    return [fingerprint(chunks, run(chunks, NUM_MICROBATCHES)) for _ in range(2)]
+
+
+def _make(settings: dict[str, Any]) -> tuple[Any, list[Any]]:
+    from tests.gpu.small_gpt import make_chunks, make_config
+
+    config = make_config(**{"num_layers": NUM_LAYERS, **settings})
+    return config, make_chunks(config)
