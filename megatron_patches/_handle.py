@@ -67,13 +67,13 @@ class Handle:
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """Engine of the model that took the last training step; None before the first one."""
+        """Engine of the model that took the last training step; None before the first one, and once the model is gone."""
         attachment = self._latest() if self._latest is not None else None
         return attachment.engine if attachment is not None else None
 
     @property
     def stats(self) -> IterationStats | None:
-        """Counters of the running or last training step; None before the first one."""
+        """Counters of the running or last training step; None before the first one, and once the model is gone."""
         return self.engine.stats if self.engine is not None else None
 
     def remove(self) -> None:

@@ -130,12 +130,13 @@ def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
 
     wrong = {}
     with deterministic_algorithms(warn_only=True):
-        expected = run_twice(lambda: _two_steps(settings), eq)
+        expected = run_twice(lambda: _two_steps(_make(settings)[1]), eq)
         for names in each:
             # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
             with apply(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0)) as handle:
-                got = _two_steps({**settings, "offload_activation": True, "offload_modules": names})
-                stats = handle.stats
+                _, chunks = _make({**settings, "offload_activation": True, "offload_modules": names})
+                got = _two_steps(chunks)
+                stats = handle.stats  # gone with the chunks
             assert stats is not None and stats.num_storages_left == 0
             assert (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups), names
             differ = [name for a, b in zip(expected, got, strict=True) for name in a if a[name] != b[name]]
@@ -144,12 +145,11 @@ def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
     assert not wrong, f"steps differ from those without offload: {wrong}"
 
 
-def _two_steps(settings: dict[str, Any]) -> list[dict[str, str]]:
+def _two_steps(chunks: list[Any]) -> list[dict[str, str]]:
     """Without an optimizer: the second plans with what the first has seen."""
     from tests.dist.tiny import fingerprint
     from tests.gpu.small_gpt import run
 
-    _, chunks = _make(settings)
     return [fingerprint(chunks, run(chunks, NUM_MICROBATCHES)) for _ in range(2)]
 
 
