@@ -67,7 +67,7 @@ class Handle:
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """Engine of the model that took the last training step; None before the first one, and once the model is gone."""
+        """Engine of the model that took the last training step; None before the first, and once that is gone."""
         attachment = self._latest() if self._latest is not None else None
         return attachment.engine if attachment is not None else None
 
