@@ -100,11 +100,12 @@ def _gpt(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Module:
 
 
 def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Module:
-    """Attention, a dense MLP and experts in turns. Without Mamba layers, which need a package of their own."""
+    """Layers of one kind each, in turns; some of them Mamba layers where `mamba_num_heads` is set."""
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    pattern = ("*-*E" * config.num_layers)[: config.num_layers]
+    layers = "M*-E" if config.mamba_num_heads else "*-*E"
+    pattern = (layers * config.num_layers)[: config.num_layers]
     return HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
 
 

@@ -9,6 +9,7 @@ from operator import eq
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dist.launch import Pipeline
 from tests.gpu.parity import deterministic_algorithms, run_twice
@@ -17,6 +18,7 @@ from tests.gpu.ranks import GpuRanks
 DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+FLEX = {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32"}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,19 @@ def test_interleaved_pipelines(
     """The layout of the published results: data parallel 4, expert parallel 4, pipelines of 2 with 2 virtual stages."""
     shape = Pipeline(2, 2, expert=4 if "num_moe_experts" in settings else 1)
     ranks_of(8).run(_check_steps, names, settings, shape=shape)
+
+
+@pytest.mark.parametrize(
+    "overlap", [{}, OVERLAP, {**OVERLAP, "delay_wgrad_compute": True}], ids=["", "overlap", "delayed"]
+)
+def test_flex_dispatcher(overlap: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
+    """DeepEP's kernels, which reach into the other GPU."""
+    if find_spec("deep_ep") is None:
+        pytest.skip("needs deep_ep, which is not installed")
+    if (num_gpus := torch.cuda.device_count()) < 2:
+        pytest.skip(f"needs 2 GPUs of one machine, there are {num_gpus}")
+    settings = {"num_moe_experts": 4, **FLEX, **overlap}
+    ranks_of(2).run(_check_steps, EXPERTS, settings, shape=Pipeline(expert=2))
 
 
 def _check_steps(names: Sequence[str], settings: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from operator import eq
 from typing import Any
 
@@ -46,6 +47,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "FP8, block scaling": {**MIXED, **FP8, "fp8_recipe": "blockwise"},
 }
 
+MAMBA: dict[str, Any] = {**MODELS["hybrid"], "mamba_num_heads": 8}
+
 SELECTIVE: dict[str, dict[str, Any]] = {
     "core_attn": MIXED,
     "layernorm": MIXED,
@@ -63,7 +66,7 @@ FULL: dict[str, dict[str, Any]] = {
 
 
 def test_no_name_is_left_out(ranks_of: Callable[[int], GpuRanks]) -> None:
-    """But those of Mamba layers."""
+    """But those of Mamba layers, which have a test of their own."""
     (names,) = ranks_of(1).run(_names_of_all, list(MODELS.values()))
     assert names == {row.name for row in MODULES if not row.name.startswith("mamba_")}
 
@@ -89,6 +92,22 @@ def test_all_selective_recomputation_at_once(ranks_of: Callable[[int], GpuRanks]
 def test_full_recomputation(method: str, fp8: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
     """In FP8 the layers are recomputed by TransformerEngine's function."""
     ranks_of(1).run(_check_together, {**MIXED, **FULL[method], **fp8, "recompute_granularity": "full"})
+
+
+needs_mamba = pytest.mark.skipif(
+    not find_spec("mamba_ssm"),
+    reason="needs mamba_ssm and causal_conv1d, which are not installed: pip install 'mamba-ssm[causal-conv1d]'",
+)
+
+
+@needs_mamba
+def test_mamba_layers(ranks_of: Callable[[int], GpuRanks]) -> None:
+    ranks_of(1).run(_check_each_name, MAMBA)
+
+
+@needs_mamba
+def test_full_recomputation_of_mamba_layers(ranks_of: Callable[[int], GpuRanks]) -> None:
+    ranks_of(1).run(_check_together, {**MAMBA, **FULL["uniform"], "recompute_granularity": "full"})
 
 
 def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
