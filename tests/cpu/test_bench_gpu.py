@@ -689,6 +689,7 @@ def run_everything(directory: str) -> list[str]:
     flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro".split()
     flags.append("--single-thread")
     files = ["--json", f"{directory}/out.jsonl", "--memory-plot", f"{directory}/memory.png"]
+    files += ["--trade-plot", f"{directory}/trade.png"]
     engine = ["--engine", "min_tensor_bytes=0", "--engine", "directory=none"]
     shape = [f for name, value in dataclasses.asdict(TINY).items() for f in (f"--{name}", str(value))]
     parsed = settings.parse([*flags, *files, *engine, *shape, "--pp", "2"])
@@ -730,4 +731,5 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     of_first = [r["contender"] for r in records if r["kind"] == "turn" and r["rank"] == 0]
     assert of_first == ["ours", "none", "none", "ours"]
     assert [r["is_confirmed"] for r in records if r["kind"] == "summary"] == [True, True, False, False]
-    assert (tmp_path / "memory.png").exists()
+    for name in ("memory.png", "trade.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

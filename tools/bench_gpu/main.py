@@ -83,7 +83,7 @@ class Run:
         from rich.console import Console
 
         from .report import plot_memory, summarize, tables
-        from .throughput import throughput
+        from .throughput import plot_trade, throughput
 
         self._publish([self._description()])
         self._bar.set_description("the machine")
@@ -95,10 +95,13 @@ class Run:
         self._bar.close()
         if self._ranks.rank == 0:
             summaries = summarize(self._records)
-            self._write([*summaries, *throughput(summaries, self._records)])
+            found = throughput(summaries, self._records)
+            self._write([*summaries, *found])
             self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
             if self._settings.memory_plot and self._timelines:
                 plot_memory(self._timelines, self._settings.memory_plot)
+            if self._settings.trade_plot and found:
+                plot_trade(found, self._settings.trade_plot)
             if summaries:
                 Console(width=max(150, Console().width)).print(tables(self._title(), summaries, self._records))
         return 1 if self._failed else 0

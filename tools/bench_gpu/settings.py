@@ -139,6 +139,7 @@ class Settings:
     micro: bool
     json: Path | None
     memory_plot: Path | None
+    trade_plot: Path | None
     memory_history: Path | None
     profile: Path | None
     profile_contenders: tuple[str, ...]
@@ -178,6 +179,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         micro=not args.no_micro,
         json=args.json,
         memory_plot=args.memory_plot,
+        trade_plot=args.trade_plot,
         memory_history=args.memory_history,
         profile=args.profile,
         profile_contenders=words(args.profile_contender),
@@ -338,6 +340,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=_output_file, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument(
         "--memory-plot", type=_output_file, metavar="PNG", help="memory over one step of each contender, rank 0"
+    )
+    parser.add_argument(
+        "--trade-plot",
+        type=_output_file,
+        metavar="PNG",
+        help="tokens a second over peak reserved memory, a point for each contender",
     )
     parser.add_argument(
         "--memory-history",

@@ -1,14 +1,19 @@
-"""Tokens a second beside the memory that they take: what offload is worth against recomputation. Pure functions."""
+"""Tokens a second beside the memory that they take: what offload is worth against recomputation."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 Record = dict[str, Any]
 MIB = 1 << 20
+
+_MARKERS = {"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "recompute": "X"}
+_LEGEND_WIDTH = 44
 
 
 def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
@@ -54,3 +59,26 @@ def throughput_table(found: Sequence[Record]) -> Table:
         shown = ("" if ratio is None else f"{ratio:.4f}" for ratio in ratios)
         table.add_row(one["label"], f"{one['tokens_per_s']:,.0f}", f"{one['peak_reserved_bytes'] / MIB:,.0f}", *shown)
     return table
+
+
+def plot_trade(found: Sequence[Record], file: Path) -> None:
+    """Tokens a second over reserved memory, a point for each contender: the further up and to the left, the better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
+    colors = pyplot.get_cmap("tab10")
+    for index, one in enumerate(found):
+        label = textwrap.fill(one["label"].replace(",", ", "), _LEGEND_WIDTH)
+        marker = _MARKERS.get(one["contender"], ".")
+        gib = one["peak_reserved_bytes"] / (1 << 30)
+        axes.scatter(gib, one["tokens_per_s"], s=110, color=colors(index), marker=marker, label=label, zorder=2)
+    axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    axes.set_title("circles: this engine; squares: beside recomputation", loc="left", fontsize=9)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
