@@ -10,7 +10,7 @@ bytes it does not touch, and would grow with every merge.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Event = Any
@@ -61,10 +61,12 @@ class FreeExtents:
 
     Args:
         is_complete: tells whether an event has completed; completed events are dropped.
+        ahead: events by their id; bytes that wait for one of them are taken last.
     """
 
-    def __init__(self, is_complete: Callable[[Event], bool]) -> None:
+    def __init__(self, is_complete: Callable[[Event], bool], ahead: Mapping[int, Event]) -> None:
         self._is_complete = is_complete
+        self._ahead = ahead
         self._by_size: list[tuple[int, int, Extent]] = []  # (nbytes, order, extent): orders differ, so a total order
         self._by_start: dict[tuple[int, int], Extent] = {}
         self._by_end: dict[tuple[int, int], Extent] = {}
@@ -76,8 +78,12 @@ class FreeExtents:
     def __iter__(self) -> Iterator[Extent]:
         return (extent for _, _, extent in self._by_size)
 
-    def take(self, nbytes: int) -> Taken | None:
+    def take(self, nbytes: int, is_choosy: bool = False) -> Taken | None:
         """The front of the smallest extent that fits (of equal ones, the least recently returned), or None.
+
+        Args:
+            nbytes: of the range.
+            is_choosy: None rather than bytes that wait for an event that is ahead.
 
         Returns:
             The range, with those events of its bytes that have not completed yet.
@@ -85,6 +91,11 @@ class FreeExtents:
         index = bisect_left(self._by_size, (nbytes,))
         if index == len(self._by_size):
             return None
+        if self._ahead:
+            found = self._first_not_ahead(index, nbytes)
+            if found is None and is_choosy:
+                return None
+            index = index if found is None else found
         extent = self._by_size.pop(index)[2]
         slab, start = extent.slab, extent.start
         del self._by_start[slab, start]
@@ -129,6 +140,23 @@ class FreeExtents:
         """Every copy has finished, in whatever way: no byte has to wait for anything any more."""
         for extent in self:
             extent.guards.clear()
+
+    def _first_not_ahead(self, begin: int, nbytes: int) -> int | None:
+        """Index, from `begin` on, of the smallest extent whose first bytes wait for no event that is ahead."""
+        for index in range(begin, len(self._by_size)):
+            extent = self._by_size[index][2]
+            if not self._is_ahead(extent.guards, extent.start + nbytes):
+                return index
+        return None
+
+    def _is_ahead(self, guards: Sequence[Guard], end: int) -> bool:
+        for guard in guards:
+            if guard.start >= end:
+                return False
+            for event in guard.events:
+                if id(event) in self._ahead:
+                    return True
+        return False
 
     def _insert(self, extent: Extent) -> None:
         insort(self._by_size, (extent.nbytes, extent.order, extent))

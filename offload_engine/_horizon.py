@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from offload_engine._accounts import Accounts
 from offload_engine._saved import COPYING_IN, ON_HOST, RESIDENT, TensorGroup
 from offload_engine.config import OffloadConfig
@@ -18,8 +20,14 @@ class Horizon:
     def __init__(self, is_asked_for: bool = True) -> None:
         self.is_asked_for: bool = is_asked_for
 
-    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
-        """True if another group may come back, or stay before its release, ahead of its backward."""
+    def has_room(self, arriving_bytes: int, staying_bytes: int, is_in_forward: bool = False) -> bool:
+        """True if another group may come back, or stay before its release, ahead of its backward.
+
+        Args:
+            arriving_bytes: that it would copy in.
+            staying_bytes: that would not leave.
+            is_in_forward: a forward runs, which needs room, too.
+        """
         return True
 
     def admit_late(self, group: TensorGroup) -> bool:
@@ -60,7 +68,7 @@ class HorizonBytes(Horizon):
         self._staying: list[TensorGroup] = []  # issued, or recalled before their release, not reached yet
         self._passed: list[TensorGroup] = []
 
-    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
+    def has_room(self, arriving_bytes: int, staying_bytes: int, is_in_forward: bool = False) -> bool:
         """See `Horizon`."""
         nbytes = arriving_bytes + staying_bytes
         limit = 2 * self._largest_bytes if self._limit is None else self._limit
@@ -98,15 +106,26 @@ class HorizonBytes(Horizon):
 
 
 class ResidentHorizon(Horizon):
-    """As far as `Accounts.resident_limit_bytes` has room."""
+    """As far as `Accounts.resident_limit_bytes` has room.
+
+    During a forward no more than a share of it is for what comes back: that forward would have to wait for the copies
+    of what it saves as soon as all of the room is taken.
+    """
+
+    _SHARE_IN_FORWARD: Final = 0.25
 
     def __init__(self, accounts: Accounts) -> None:
         super().__init__()
         self._accounts = accounts
 
-    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
+    def has_room(self, arriving_bytes: int, staying_bytes: int, is_in_forward: bool = False) -> bool:
         """See `Horizon`."""
-        return arriving_bytes == 0 or self._accounts.has_resident_room(arriving_bytes)
+        if arriving_bytes == 0:
+            return True
+        limit, ahead = self._accounts.resident_limit_bytes, self._accounts.prefetched_bytes + arriving_bytes
+        if is_in_forward and limit is not None and ahead > self._SHARE_IN_FORWARD * limit:
+            return False
+        return self._accounts.has_resident_room(arriving_bytes)
 
 
 class HorizonGroups(Horizon):
@@ -120,7 +139,7 @@ class HorizonGroups(Horizon):
         self._num_ahead = num_ahead
         self._ahead: list[TensorGroup] = []  # issued, or not released, and not reached yet
 
-    def has_room(self, arriving_bytes: int, staying_bytes: int) -> bool:
+    def has_room(self, arriving_bytes: int, staying_bytes: int, is_in_forward: bool = False) -> bool:
         """See `Horizon`."""
         self._ahead = [group for group in self._ahead if _is_on_device(group)]
         return len(self._ahead) < self._num_ahead

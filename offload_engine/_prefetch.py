@@ -130,7 +130,7 @@ class Prefetcher:
         is_near = chunk.last_of_name[group.name] >= chunk.near_index or not on_host_bytes
         if not (is_near and chunk is self._backward_chunk or self._is_needed_first(chunk)):
             return False
-        if not self._horizon.has_room(on_host_bytes, leaving_bytes):
+        if not self._horizon.has_room(on_host_bytes, leaving_bytes, self._backward_chunk is None):
             return False
         chunk.next_index -= 1
         if leaving_bytes:

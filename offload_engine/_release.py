@@ -19,7 +19,8 @@ class ReleaseQueue:
 
     Where the backward of one chunk begins behind the forward of another, memory has its peak. What that forward copied
     out before its tail is released there: the wait costs nothing, for the tail took longer than the copies. Of the rest
-    half the limit may be left when the first group of that chunk is reached.
+    half the limit may be left when the first group of that chunk is reached. Where somebody has set the limit, it means
+    what it says: nobody waits there as long as it holds.
 
     Where resident bytes have a limit of their own (`Accounts.resident_limit_bytes`), that alone decides: nothing
     is released before it has to be, for what is still there when the backward begins need not come back.
@@ -65,7 +66,7 @@ class ReleaseQueue:
 
         Idempotent.
         """
-        if self._accounts.resident_limit_bytes is not None:
+        if self._has_own_limit:
             return
         while self._num_before_tail and self._queue[0].group.chunk != chunk:
             self._release_oldest()
@@ -76,7 +77,7 @@ class ReleaseQueue:
         Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
         copy may just have been issued, and compute would wait for all of it.
         """
-        if self._accounts.resident_limit_bytes is not None:
+        if self._has_own_limit:
             return
         while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].group.chunk != chunk:
             self._release_oldest()
@@ -124,6 +125,11 @@ class ReleaseQueue:
     def has_resident_room(self) -> bool:
         """True if another group, as large as the largest, fits within the limit of resident bytes."""
         return self._accounts.has_resident_room(self.largest_bytes)
+
+    @property
+    def _has_own_limit(self) -> bool:
+        """True where somebody has set how many bytes may be in flight, or resident."""
+        return self._max_inflight_bytes is not None or self._accounts.resident_limit_bytes is not None
 
     @property
     def _limit_bytes(self) -> int:

@@ -79,6 +79,7 @@ class ActivationStore(Retirement):
         self._current_stream = context.device.current_stream  # bound once, as the next: each tensor asks
         self._movable_storage = self.eligibility.movable_storage
         self._pool = pool
+        self._ahead = pool.ahead
         self._is_room_required = config.host_policy == "error"
         self._empties: dict[torch.dtype, torch.Tensor] = {}
         self._by_key: dict[int, SavedStorage] = {}
@@ -313,6 +314,7 @@ class ActivationStore(Retirement):
             self._restore(saved)
         if saved.residency is COPYING_IN:
             self.accounts.prefetched_bytes -= saved.nbytes
+            self._ahead.pop(id(saved.copied_in), None)
         if saved.buffer is not None:
             if saved.pending is not None:
                 self._settle_last(saved)
@@ -386,6 +388,7 @@ class ActivationStore(Retirement):
 
     def _issue_copy_in(self, storages: Sequence[SavedStorage]) -> None:
         copied_in = copy_in(storages, self._context)
+        self._ahead[id(copied_in)] = copied_in
         total = 0
         for saved in storages:
             saved.residency = COPYING_IN
@@ -420,6 +423,7 @@ class ActivationStore(Retirement):
             if saved.residency is COPYING_IN:
                 saved.residency = RESIDENT
                 self.accounts.prefetched_bytes -= saved.nbytes
+                self._ahead.pop(id(saved.copied_in), None)
 
     def _check_unmodified(self, saved: SavedStorage) -> None:
         if saved.is_modified():

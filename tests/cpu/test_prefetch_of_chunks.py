@@ -193,3 +193,21 @@ def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
     bench.backward(first)
     bench.backward(second)
     assert bench.finish() == misses
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_copies_are_ahead_until_compute_waits_for_them_or_nobody_needs_them(is_used: bool) -> None:
+    """Till then host bytes that they read are lent last."""
+    bench = Bench("F0.0 F0.1 B0.0 B0.1", horizon_bytes=3 * GROUP_BYTES)
+    first = bench.forward(FIRST, "qkv qkv qkv qkv")
+    bench.forward(SECOND, "qkv")
+    ahead = bench.engine.pool.ahead
+    assert len(ahead) == 3
+    if is_used:
+        first.tensor_pop(bench.handles[FIRST][-1])
+        assert len(ahead) == 2
+        bench.backward(first)
+        assert len(ahead) == 1, "that of the second chunk"
+    bench.handles.clear()
+    assert ahead == {}
+    bench.finish()

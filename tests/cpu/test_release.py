@@ -116,8 +116,21 @@ def test_under_a_budget_nothing_is_released_for_a_tail() -> None:
     bench.finish()
 
 
+def test_where_somebody_has_set_the_limit_it_alone_decides() -> None:
+    bench = Bench(horizon_bytes=0, max_inflight_bytes=4 * GROUP_BYTES)
+    first = bench.forward(FIRST)
+    second = bench.forward(SECOND, num_in_tail=0)
+    assert bench.resident_groups == 4
+    first.begin_backward()
+    bench.begin_backward(first)
+    assert bench.resident_groups == 4 + 1  # the one in use
+    second.end_forward()
+    bench.finish()
+
+
 def test_after_a_reset_there_is_no_tail() -> None:
-    bench = Bench(horizon_bytes=0, max_inflight_bytes=1 << 20)
+    bench = Bench(horizon_bytes=0)
+    bench.engine._mover.releases.largest_bytes = 1 << 20  # so that nothing is released before the backward
     bench.forward(FIRST, num_in_tail=0)
     bench.handles.clear()
     bench.engine.reset_iteration()
@@ -153,7 +166,8 @@ def test_what_is_not_released_for_the_next_backward_counts_as_ahead_of_it() -> N
 
 
 def test_a_limit_that_is_not_reached_makes_nobody_wait() -> None:
-    bench = Bench(horizon_bytes=0, max_inflight_bytes=2 * NUM_GROUPS * 2 * GROUP_BYTES)
+    bench = Bench(horizon_bytes=0)
+    bench.engine._mover.releases.largest_bytes = 2 * NUM_GROUPS * GROUP_BYTES
     first = bench.forward(FIRST)
     bench.forward(SECOND)
     bench.begin_backward(first)

@@ -1,0 +1,49 @@
+"""How long compute waits for copies in pipelines, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.virtual_time import LAYER, Job, run
+
+ATTENTION = ("qkv_linear", "core_attn")
+MOST = (*ATTENTION, "attn_proj", "mlp_fc1", "mlp_fc2")
+ALL = tuple(module.name for module in LAYER)
+DEEP = Job(MOST, pipeline=4, virtual=1, num_microbatches=16, layers=16)
+
+
+def over_dry_run(job: Job, **config: int) -> float:
+    return run(job, **config).milliseconds / run(job, dry_run=True).milliseconds
+
+
+def test_what_moves_is_what_a_gpu_has_shown() -> None:
+    """MiB on host at most, on two H200; and little more is pinned."""
+    for names, expected in {ATTENTION: [3465, 1925], MOST: [7018, 4070], ALL: [11050, 6310]}.items():
+        each = run(Job(names)).stats
+        assert [stats.peak_host_bytes >> 10 for stats in each] == expected
+        assert all(stats.host_bytes <= 1.1 * stats.peak_host_bytes for stats in each)
+
+
+def test_copies_out_do_not_wait_for_copies_in() -> None:
+    """Whose host bytes come back as soon as they are issued, while older ones are free."""
+    outcome = run(Job(ATTENTION))
+    assert outcome.stalled[0] == pytest.approx(0.0, abs=1e-6)
+    assert outcome.milliseconds < 1.01 * run(Job(ATTENTION), dry_run=True).milliseconds
+    assert over_dry_run(Job(ALL)) < 1.55
+
+
+@pytest.mark.parametrize("names", [ATTENTION, MOST, ALL], ids=len)
+def test_a_longer_horizon_makes_no_step_longer(names: tuple[str, ...]) -> None:
+    assert run(Job(names), horizon_bytes=2000).milliseconds <= run(Job(names)).milliseconds
+
+
+def test_with_a_limit_in_flight_compute_waits_for_nothing_else() -> None:
+    assert run(Job(ATTENTION), max_inflight_bytes=1300).stalled == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert over_dry_run(Job(MOST), max_inflight_bytes=1300) < 1.03
+    assert over_dry_run(Job(ALL), max_inflight_bytes=2000, horizon_bytes=1300) < 1.2
+
+
+def test_a_budget_has_room_for_forwards() -> None:
+    """What comes back during a forward leaves it three quarters."""
+    assert over_dry_run(Job(MOST), resident_bytes=4000) < 1.05
+    assert over_dry_run(DEEP, resident_bytes=3072) < 1.3
