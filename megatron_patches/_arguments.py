@@ -101,7 +101,8 @@ _SETTINGS = (
         "offload_max_inflight_bytes",
         _SIZE,
         None,
-        "How many bytes of copy-out may be under way before compute waits. Default: twice the largest group.",
+        "How many bytes of copy-out may be under way before compute waits. Where the link is behind, more makes steps "
+        "shorter and the peak higher. Default: twice the largest group, or less where a backward follows a forward.",
         _size,
     ),
     _Setting(

@@ -52,12 +52,13 @@ class OffloadConfig:
     resident_bytes: int | None = None
     """How many bytes of saved tensors groups may have on the device at once, the group that runs included: a budget.
     Compute waits for a copy-out only where it would be exceeded. What fits when the backward begins stays, and copy-ins
-    run as far ahead as there is room. None: everything leaves as soon as it can, for the lowest peak."""
+    run as far ahead as there is room, during a forward within a quarter of it. None: everything leaves as soon as it
+    can, for the lowest peak."""
 
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
-    None: twice the largest group seen so far. With once, compute waits for copies that are nearly done; with four
-    times, the peak of a pipeline grows and the step gains nothing (docs/benchmarks_details.md)."""
+    None: twice the largest group seen so far, and less where a forward is followed by the backward of another chunk.
+    Where the link is behind, more than that makes steps shorter and the peak higher (docs/benchmarks_details.md)."""
 
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
