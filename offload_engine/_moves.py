@@ -150,7 +150,6 @@ class Mover:
 
     def _enter_backward(self, chunk: ChunkGroups) -> None:
         if not self.prefetcher.is_in_backward(chunk):
-            self.releases.turn_around(chunk.key)
             self.prefetcher.enter_backward(chunk)
 
     def _has_room_to_wait(self, group: TensorGroup) -> bool:

@@ -18,9 +18,8 @@ class ReleaseQueue:
     back-pressure, and it never blocks a host that runs ahead of its device.
 
     Where the backward of one chunk begins behind the forward of another, memory has its peak. What that forward copied
-    out before its tail is released there: the wait costs nothing, for the tail took longer than the copies. Of the rest
-    half the limit may be left when the first group of that chunk is reached. Where somebody has set the limit, it means
-    what it says: nobody waits there as long as it holds.
+    out before its tail is released there: the wait costs little, for the tail took about as long as the copies. Where
+    somebody has set the limit, it means what it says: nobody waits there as long as it holds.
 
     Where resident bytes have a limit of their own (`Accounts.resident_limit_bytes`), that alone decides: nothing
     is released before it has to be, for what is still there when the backward begins need not come back.
@@ -66,20 +65,9 @@ class ReleaseQueue:
 
         Idempotent.
         """
-        if self._has_own_limit:
+        if self._max_inflight_bytes is not None or self._accounts.resident_limit_bytes is not None:
             return
         while self._num_before_tail and self._queue[0].group.chunk != chunk:
-            self._release_oldest()
-
-    def turn_around(self, chunk: ChunkKey) -> None:
-        """The backward of the first group of `chunk` begins: what it allocates shall find the bytes of older copies.
-
-        Its own groups are left, for they are needed now. So is the newest of the others where two fill the limit: its
-        copy may just have been issued, and compute would wait for all of it.
-        """
-        if self._has_own_limit:
-            return
-        while self._queue and 2 * self.inflight_bytes > self._limit_bytes and self._queue[0].group.chunk != chunk:
             self._release_oldest()
 
     def release_layer_before(self, kept: TensorGroup) -> None:
@@ -125,11 +113,6 @@ class ReleaseQueue:
     def has_resident_room(self) -> bool:
         """True if another group, as large as the largest, fits within the limit of resident bytes."""
         return self._accounts.has_resident_room(self.largest_bytes)
-
-    @property
-    def _has_own_limit(self) -> bool:
-        """True where somebody has set how many bytes may be in flight, or resident."""
-        return self._max_inflight_bytes is not None or self._accounts.resident_limit_bytes is not None
 
     @property
     def _limit_bytes(self) -> int:

@@ -57,7 +57,7 @@ class OffloadConfig:
 
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
-    None: twice the largest group seen so far, and less where a forward is followed by the backward of another chunk.
+    None: twice the largest group seen so far, and less where the backward of another chunk follows a forward.
     Where the link is behind, more than that makes steps shorter and the peak higher (docs/benchmarks_details.md)."""
 
     directory: str | None = None

@@ -118,7 +118,7 @@ class Module(NamedTuple):
     """Of its forward; the backward takes twice as long."""
     saved_mib: tuple[int, ...] = ()
     is_tail: bool = False
-    """In the last layer, what takes longer than the copies issued before begins with it."""
+    """In the last layer of several, what takes longer than the copies issued before begins with it."""
 
 
 # A dense layer of hidden size 4096 with a sequence of 8192 on an H200.
@@ -212,7 +212,7 @@ class _Rank:
         for layer in range(num_layers):
             is_last = layer == num_layers - 1
             for module in LAYER:
-                if module.is_tail and is_last:
+                if module.is_tail and is_last and num_layers > 1:
                     chunk.begin_tail()
                 calls.append((module, *self._call(chunk, module, layer, is_at_once and is_last)))
         if has_head:
