@@ -40,19 +40,22 @@ class Budget:
         self._is_in_forward = False
         self._staying.clear()
 
-    def may_stay(self, group: TensorGroup, leaving_bytes: int, reserve_bytes: int) -> bool:
+    def may_stay(self, group: TensorGroup, leaving_bytes: int, reserve_bytes: int, is_next: bool) -> bool:
         """True if `group`, just saved, need not leave now. It may have to later: see `pop_oldest`.
 
         Args:
             group: has committed.
             leaving_bytes: of what is resident, those with a copy-out issued.
             reserve_bytes: to be left free.
+            is_next: nothing comes between this forward and its backward. Else what stays would take the room of what
+                is on its way out and back for others, and not be needed first: so all stays, or nothing.
         """
         limit = self._accounts.resident_limit_bytes
         if limit is None or self._expected_bytes is None:
             return False
         to_come_bytes = max(0, self._expected_bytes - self._accounts.saved_bytes)
-        fits = self._accounts.resident_bytes - leaving_bytes + to_come_bytes + reserve_bytes <= limit
+        staying_bytes = self._accounts.resident_bytes - leaving_bytes if is_next else self._accounts.saved_bytes
+        fits = staying_bytes + to_come_bytes + reserve_bytes <= limit
         if not fits and not self._staying:  # else an older one leaves, which is needed later
             return False
         self._staying.append(group)

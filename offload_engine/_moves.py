@@ -61,7 +61,7 @@ class Mover:
                 self.releases.release_layer_before(group)
         else:
             self._note(group)
-            if not self._dry_run and not (has_limit and self._may_stay(group)):
+            if not self._dry_run and not (has_limit and self._may_stay(group, chunk)):
                 if group.may_wait and not has_limit and self._has_room_to_wait(group):
                     self._waiting.append((group, self.store.note_produced(group)))
                 else:
@@ -155,8 +155,9 @@ class Mover:
     def _has_room_to_wait(self, group: TensorGroup) -> bool:
         return self.releases.has_room_to_wait(sum(waiting.own_bytes for waiting, _ in self._waiting) + group.own_bytes)
 
-    def _may_stay(self, group: TensorGroup) -> bool:
-        return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes)
+    def _may_stay(self, group: TensorGroup, chunk: ChunkGroups) -> bool:
+        is_next = self.prefetcher.is_next(chunk)
+        return self.budget.may_stay(group, self.releases.inflight_bytes, self.releases.largest_bytes, is_next)
 
     def _make_room(self) -> None:
         """More was saved than the budget expected: what was to stay leaves after all."""

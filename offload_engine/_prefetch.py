@@ -87,6 +87,13 @@ class Prefetcher:
         """True if the backward of `chunk` was reached last, and no forward has begun since."""
         return chunk is self._backward_chunk
 
+    def is_next(self, chunk: ChunkGroups) -> bool:
+        """True if nothing comes between the forward of `chunk`, which runs, and its backward, as far as is known."""
+        if not self._actions:
+            return True
+        position = self._positions.get(Action("F", chunk.key), len(self._actions)) + 1
+        return position < len(self._actions) and self._actions[position] == Action("B", chunk.key)
+
     def enter_backward(self, chunk: ChunkGroups) -> None:
         """The backward of `chunk` begins: its groups come first from now on."""
         chunk.end_forward()
