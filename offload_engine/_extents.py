@@ -78,12 +78,8 @@ class FreeExtents:
     def __iter__(self) -> Iterator[Extent]:
         return (extent for _, _, extent in self._by_size)
 
-    def take(self, nbytes: int, is_choosy: bool = False) -> Taken | None:
+    def take(self, nbytes: int) -> Taken | None:
         """The front of the smallest extent that fits (of equal ones, the least recently returned), or None.
-
-        Args:
-            nbytes: of the range.
-            is_choosy: None rather than bytes that wait for an event that is ahead.
 
         Returns:
             The range, with those events of its bytes that have not completed yet.
@@ -92,10 +88,7 @@ class FreeExtents:
         if index == len(self._by_size):
             return None
         if self._ahead:
-            found = self._first_not_ahead(index, nbytes)
-            if found is None and is_choosy:
-                return None
-            index = index if found is None else found
+            index = self._first_not_ahead(index, nbytes)
         extent = self._by_size.pop(index)[2]
         slab, start = extent.slab, extent.start
         del self._by_start[slab, start]
@@ -141,13 +134,13 @@ class FreeExtents:
         for extent in self:
             extent.guards.clear()
 
-    def _first_not_ahead(self, begin: int, nbytes: int) -> int | None:
-        """Index, from `begin` on, of the smallest extent whose first bytes wait for no event that is ahead."""
+    def _first_not_ahead(self, begin: int, nbytes: int) -> int:
+        """Index, from `begin` on, of the smallest extent whose front waits for nothing ahead; else `begin`."""
         for index in range(begin, len(self._by_size)):
             extent = self._by_size[index][2]
             if not self._is_ahead(extent.guards, extent.start + nbytes):
                 return index
-        return None
+        return begin
 
     def _is_ahead(self, guards: Sequence[Guard], end: int) -> bool:
         for guard in guards:

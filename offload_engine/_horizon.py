@@ -108,8 +108,8 @@ class HorizonBytes(Horizon):
 class ResidentHorizon(Horizon):
     """As far as `Accounts.resident_limit_bytes` has room.
 
-    During a forward no more than a share of it is for what comes back: that forward would have to wait for the copies
-    of what it saves as soon as all of the room is taken.
+    During a forward no more than a share of it is for what comes back, and always one group: that forward would have to
+    wait for the copies of what it saves as soon as all of the room is taken.
     """
 
     _SHARE_IN_FORWARD: Final = 0.25
@@ -122,8 +122,8 @@ class ResidentHorizon(Horizon):
         """See `Horizon`."""
         if arriving_bytes == 0:
             return True
-        limit, ahead = self._accounts.resident_limit_bytes, self._accounts.prefetched_bytes + arriving_bytes
-        if is_in_forward and limit is not None and ahead > self._SHARE_IN_FORWARD * limit:
+        limit, ahead = self._accounts.resident_limit_bytes, self._accounts.prefetched_bytes
+        if is_in_forward and limit is not None and ahead and ahead + arriving_bytes > self._SHARE_IN_FORWARD * limit:
             return False
         return self._accounts.has_resident_room(arriving_bytes)
 

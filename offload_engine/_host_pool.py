@@ -71,7 +71,6 @@ class HostPool:
         device: where slabs come from.
         limit_bytes: the pool never holds more slab bytes than this; None: `DEFAULT_SHARE` of what is free.
         slab_bytes: smallest slab to ask for at first, where the limit allows it.
-        grows_for_ahead: rather obtain more bytes than lend any that wait for an event in `ahead`.
 
     Raises:
         ValueError: for a negative limit or a slab size that is not positive.
@@ -82,13 +81,7 @@ class HostPool:
             last. Whoever issues the copies keeps it.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        limit_bytes: int | None = None,
-        slab_bytes: int = 64 * MIB,
-        grows_for_ahead: bool = False,
-    ) -> None:
+    def __init__(self, device: Device, limit_bytes: int | None = None, slab_bytes: int = 64 * MIB) -> None:
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes must not be negative, got {limit_bytes:,}")
         if slab_bytes <= 0:
@@ -96,7 +89,6 @@ class HostPool:
         self._device = device
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes
-        self._grows_for_ahead = grows_for_ahead
         self.ahead: dict[int, Event] = {}
         self._free = FreeExtents(device.is_complete, self.ahead)
         self._slabs: dict[int, HostSlab] = {}
@@ -216,9 +208,8 @@ class HostPool:
         if not self.num_leases:
             self._consolidate()
         need = self._round_up(nbytes)
-        taken = self._free.take(need, self._grows_for_ahead)
-        if taken is None:
-            self._grow(need)
+        taken = self._free.take(need)
+        if taken is None and self._grow(need):
             taken = self._free.take(need)
         if taken is None:
             return None

@@ -49,9 +49,7 @@ class OffloadEngine:
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter
-        self.pool: HostPool = HostPool(
-            self.device, self.config.host_limit_bytes, grows_for_ahead=self.config.horizon_bytes is not None
-        )
+        self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes)
         self.current_chunk: ChunkOffloadHandler | None = None
         context = TransferContext(self.device)
         self._store = ActivationStore(context, self.pool, self.meter, self.config)

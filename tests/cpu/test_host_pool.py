@@ -212,18 +212,6 @@ def test_a_lease_waits_for_the_copies_of_its_bytes_and_no_others():
     assert pool.lend(16).ready_after == ()
 
 
-@pytest.mark.parametrize(("grows", "num_slabs"), [(False, 1), (True, 2)])
-def test_grows_rather_than_wait_for_what_is_ahead_where_that_was_asked_for(grows, num_slabs):
-    device, event = FakeDevice(), FakeEvent()
-    pool = HostPool(device, 64 * num_slabs, 64, grows_for_ahead=grows)
-    pool.give_back(pool.lend(64), [event])
-    pool.ahead[id(event)] = event
-    assert pool.lend(64).ready_after == (() if grows else (event,))
-    assert len(device.slabs) == num_slabs
-    if grows:
-        assert pool.lend(64).ready_after == (event,), "at the limit it waits"
-
-
 def test_returned_twice():
     pool, _ = make_pool()
     lease = pool.lend(10)

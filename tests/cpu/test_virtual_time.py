@@ -37,11 +37,6 @@ def test_a_backward_does_not_wait_for_copies_that_were_just_issued() -> None:
     assert over_dry_run(Job(ALL, virtual=4)) < 1.3
 
 
-@pytest.mark.parametrize("names", [ATTENTION, MOST, ALL], ids=len)
-def test_a_longer_horizon_makes_no_step_longer(names: tuple[str, ...]) -> None:
-    assert run(Job(names), horizon_bytes=2000).milliseconds <= run(Job(names)).milliseconds
-
-
 def test_with_a_limit_in_flight_compute_waits_for_nothing_else() -> None:
     assert run(Job(ATTENTION), max_inflight_bytes=1300).stalled == pytest.approx([0.0, 0.0], abs=1e-6)
     assert over_dry_run(Job(MOST), max_inflight_bytes=1300) < 1.03
