@@ -102,7 +102,7 @@ _SETTINGS = (
         _SIZE,
         None,
         "How many bytes of copy-out may be under way before compute waits. Where the link is behind, more makes steps "
-        "shorter and the peak higher. Default: twice the largest group, or less where a backward follows a forward.",
+        "shorter and the peak higher. Default: twice the largest group, or less.",
         _size,
     ),
     _Setting(
