@@ -57,7 +57,8 @@ class Taken:
 
 
 class FreeExtents:
-    """All free extents of a pool; `take` and `put` are O(log n) searches plus a short `memmove`.
+    """All free extents of a pool; `take` and `put` are O(log n) searches plus a short `memmove`;
+    where copies run ahead, `take` may look at every extent that is large enough.
 
     Args:
         is_complete: tells whether an event has completed; completed events are dropped.
@@ -147,7 +148,7 @@ class FreeExtents:
             if guard.start >= end:
                 return False
             for event in guard.events:
-                if id(event) in self._ahead:
+                if id(event) in self._ahead and not self._is_complete(event):
                     return True
         return False
 

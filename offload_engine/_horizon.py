@@ -26,7 +26,7 @@ class Horizon:
         Args:
             arriving_bytes: that it would copy in.
             staying_bytes: that would not leave.
-            is_in_forward: a forward runs, which needs room, too.
+            is_in_forward: no backward was reached since a forward began, which needs room, too.
         """
         return True
 

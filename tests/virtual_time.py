@@ -24,8 +24,11 @@ KIB = 1 << 10  # stands for a MiB
 HOST_SHARE = 0.6  # of a kernel's time the host takes to launch it
 
 
-class Event(NamedTuple):
-    at: float
+class Event:
+    """At what time it completes; no two are equal."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
 
 
 class Slab:
@@ -143,6 +146,10 @@ class Job:
     num_microbatches: int = 8
     layers: int = 8
 
+    def __post_init__(self) -> None:
+        if self.pipeline == 1 < self.virtual or self.layers % (self.pipeline * self.virtual):
+            raise ValueError(f"{self} has virtual stages without a pipeline, or chunks of several sizes")
+
 
 class Outcome(NamedTuple):
     """Of the second step."""
@@ -167,8 +174,10 @@ def run(job: Job, **config: Any) -> Outcome:
 
 def _step(job: Job, ranks: Sequence[_Rank]) -> list[IterationStats]:
     done: dict[tuple[str, int, int], float] = {}
-    waiting = [rank.step(done) for rank in ranks]
+    waiting, num_done = [rank.step(done) for rank in ranks], -1
     while waiting:
+        assert len(done) > num_done, "the ranks wait for each other"
+        num_done = len(done)
         waiting = [actions for actions in waiting if next(actions, None) is not None]
     return [rank.engine.end_iteration() for rank in ranks]
 

@@ -137,6 +137,9 @@ def test_bytes_that_wait_for_what_is_ahead_are_taken_last():
     extents.put(1, 12, 12, [far])  # one extent with the one before
     assert (extents.take(8).slab, extents.take(4).slab) == (1, 1), "their front waits for none"
     assert extents.take(8).slab == 0, "the smallest that fits, where all are ahead"
+    extents.put(2, 0, 6, [far])
+    far.done = True
+    assert extents.take(6).slab == 2, "what is over waits for nobody"
 
 
 def test_no_merge_across_slabs():

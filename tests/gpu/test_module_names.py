@@ -67,12 +67,15 @@ FULL: dict[str, dict[str, Any]] = {
 
 def test_no_name_is_left_out(ranks_of: Callable[[int], GpuRanks]) -> None:
     """But those of Mamba layers, which have a test of their own."""
-    (names,) = ranks_of(1).run(_names_of_all, list(MODELS.values()))
+    models = [settings for model, settings in MODELS.items() if model != "hybrid"]  # it has no name of its own
+    (names,) = ranks_of(1).run(_names_of_all, models)
     assert names == {row.name for row in MODULES if not row.name.startswith("mamba_")}
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_each_name_alone_and_all_together(model: str, ranks_of: Callable[[int], GpuRanks]) -> None:
+    if model == "hybrid" and not find_spec("megatron.core.models.hybrid"):
+        pytest.skip("needs HybridModel: runs with megatron-core 0.19")
     ranks_of(1).run(_check_each_name, MODELS[model])
 
 
@@ -156,7 +159,7 @@ def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
                 _, chunks = _make({**settings, "offload_activation": True, "offload_modules": names})
                 got = _two_steps(chunks)
                 stats = handle.stats  # gone with the chunks
-            assert stats is not None and stats.num_storages_left == 0
+            assert stats is not None and stats.num_groups > 0 == stats.num_storages_left
             assert (stats.copied_out_bytes > 0) == (stats.num_groups > stats.num_kept_groups), names
             differ = [name for a, b in zip(expected, got, strict=True) for name in a if a[name] != b[name]]
             if differ:

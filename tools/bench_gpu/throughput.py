@@ -12,7 +12,7 @@ from rich.table import Table
 Record = dict[str, Any]
 MIB = 1 << 20
 
-_MARKERS = {"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "recompute": "X"}
+_MARKERS = {"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "recompute": "X", "copies": "D"}
 _LEGEND_WIDTH = 44
 
 
@@ -69,7 +69,7 @@ def plot_trade(found: Sequence[Record], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
-    colors = pyplot.get_cmap("tab10")
+    colors = pyplot.get_cmap("tab20")
     for index, one in enumerate(found):
         label = textwrap.fill(one["label"].replace(",", ", "), _LEGEND_WIDTH)
         marker = _MARKERS.get(one["contender"], ".")
