@@ -165,14 +165,14 @@ def run(job: Job, **config: Any) -> Outcome:
     scaled = {name: value * KIB if name.endswith("bytes") else value for name, value in config.items()}
     ranks = [_Rank(job, rank, OffloadConfig(min_tensor_bytes=1, **scaled)) for rank in range(job.pipeline)]
     for _ in range(2):
-        stats = _step(job, ranks)
+        stats = _step(ranks)
     outcome = Outcome(max(rank.now for rank in ranks), [rank.device.stalled for rank in ranks], stats)
     for rank in ranks:
         rank.engine.close()
     return outcome
 
 
-def _step(job: Job, ranks: Sequence[_Rank]) -> list[IterationStats]:
+def _step(ranks: Sequence[_Rank]) -> list[IterationStats]:
     done: dict[tuple[str, int, int], float] = {}
     waiting, num_done = [rank.step(done) for rank in ranks], -1
     while waiting:

@@ -138,6 +138,7 @@ def test_bytes_that_wait_for_what_is_ahead_are_taken_last():
     assert (extents.take(8).slab, extents.take(4).slab) == (1, 1), "their front waits for none"
     assert extents.take(8).slab == 0, "the smallest that fits, where all are ahead"
     extents.put(2, 0, 6, [far])
+    extents.put(3, 0, 20)
     far.done = True
     assert extents.take(6).slab == 2, "what is over waits for nobody"
 

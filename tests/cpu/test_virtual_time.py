@@ -37,7 +37,7 @@ def test_a_backward_does_not_wait_for_copies_that_were_just_issued() -> None:
     assert over_dry_run(Job(ALL, virtual=4)) < 1.3
 
 
-def test_with_a_limit_in_flight_compute_waits_for_nothing_else() -> None:
+def test_a_limit_in_flight_is_all_that_the_backward_of_another_chunk_waits_for() -> None:
     assert run(Job(ATTENTION), max_inflight_bytes=1300).stalled == pytest.approx([0.0, 0.0], abs=1e-6)
     assert over_dry_run(Job(MOST), max_inflight_bytes=1300) < 1.03
     assert over_dry_run(Job(ALL), max_inflight_bytes=2000, horizon_bytes=1300) < 1.2

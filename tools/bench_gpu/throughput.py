@@ -72,7 +72,7 @@ def plot_trade(found: Sequence[Record], file: Path) -> None:
     colors = pyplot.get_cmap("tab20")
     for index, one in enumerate(found):
         label = textwrap.fill(one["label"].replace(",", ", "), _LEGEND_WIDTH)
-        marker = _MARKERS.get(one["contender"], ".")
+        marker = _MARKERS[one["contender"]]
         gib = one["peak_reserved_bytes"] / (1 << 30)
         axes.scatter(gib, one["tokens_per_s"], s=110, color=colors(index), marker=marker, label=label, zorder=2)
     axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
