@@ -540,21 +540,23 @@ class CountedCopies:
 
 
 def copies_turns() -> dict[str, Any]:
-    """In a process with megatron-core's parallel state: copies before ours, ours with two sets of modules, copies."""
+    """In a process with megatron-core's parallel state: copies before ours, ours three times, copies."""
     from tests.dist import tiny
 
     contenders.PlainCopies = CountedCopies
     chunks = tiny.make_chunks(tiny.make_config())
     training = model.Training(TINY, chunks, "cpu")
     bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 1), lambda what: None, FakeEvent)
-    entries = [settings.Entry("ours", modules) for modules in (OURS.modules, ("core_attn",))]
+    dry = settings.Entry("ours", OURS.modules, engine=(("dry_run", True),))
+    entries = [settings.Entry("ours", OURS.modules), settings.Entry("ours", ("core_attn",)), dry]
+    defaults = {"min_tensor_bytes": 0, "directory": "none"}
     plain = contenders.make_contender(settings.Entry("copies", OURS.modules), chunks, {})
     hooks = _num_hooks(chunks)
     with pytest.raises(RuntimeError, match="copies qkv_linear,core_attn: ours has moved nothing so far"):
         bench.turn(plain, 0)
     turns = []
     for entry in entries:
-        turns.append(bench.turn(contenders.Ours(entry, chunks, {"min_tensor_bytes": 0, "directory": "none"}), 0))
+        turns.append(bench.turn(contenders.make_contender(entry, chunks, defaults), 0))
         plain.follow(turns[-1], TINY.nmb)
     turns.append(bench.turn(plain, 0))
     assert _num_hooks(chunks) == hooks
@@ -562,16 +564,17 @@ def copies_turns() -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_copies_are_as_large_as_those_of_ours_with_the_same_modules() -> None:
+def test_copies_are_as_large_as_those_of_ours_with_the_same_modules_and_no_settings() -> None:
     pytest.importorskip("megatron.core")
     from tests.dist.launch import run_ranks
 
     (found,) = run_ranks(copies_turns)
-    own, _, plain = found["turns"]
+    own, _, dry, plain = found["turns"]
+    assert dry["copied_out_bytes"] == 0
     num_calls = TINY.layers * TINY.nmb
     assert plain["copied_out_bytes"] == plain["copied_in_bytes"] == own["copied_out_bytes"] // num_calls * num_calls > 0
     assert plain["num_copies_out"] == num_calls and plain["host_bytes_max"] == 0
-    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 3
+    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 4
 
 
 @pytest.mark.dist

@@ -28,9 +28,23 @@ def test_what_is_behind_a_plus_is_recomputed_by_ours_alone() -> None:
     ]
 
 
+def test_what_is_behind_an_at_sign_are_settings_of_ours_alone() -> None:
+    sets = ("--modules", "core_attn", "--modules", "core_attn+moe_act@resident_bytes=1024,dry_run=True")
+    found = settings.parse(["--setup", "b", *sets, "--contenders", "none,ours,incumbent,copies"])
+    assert [(entry.label, entry.engine) for entry in found.entries] == [
+        ("none", ()),
+        ("ours core_attn", ()),
+        ("incumbent core_attn", ()),
+        ("copies core_attn", ()),
+        ("ours core_attn+moe_act @resident_bytes=1024,dry_run=True", (("resident_bytes", 1024), ("dry_run", True))),
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--modules core_attn@dry_run=True --contenders none,incumbent", "only ours takes what is behind the @"),
+        ("--modules core_attn@dry_run", "'dry_run' is not NAME=VALUE"),
         ("--modules core_attn+moe_act --contenders none,incumbent", "only ours takes what is behind the plus"),
         ("--modules core_attn+attention", "one or more of core_attn, moe_act, layernorm"),
         ("--modules core_attn+", "one or more of core_attn"),

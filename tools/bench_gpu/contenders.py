@@ -257,8 +257,8 @@ class Copies(NoOffload):
         self._hooks: list[Any] = []
 
     def follow(self, turn: Mapping[str, Any], num_microbatches: int) -> None:
-        """If it is a turn of `ours` with the same modules: from now on move as much in a step."""
-        if (turn["contender"], turn["modules"]) == ("ours", list(self.entry.modules)):
+        """If it is a turn of `ours` with the same modules and no settings: from now on move as much in a step."""
+        if turn["label"] == Entry("ours", self.entry.modules).label:
             self._copy_bytes = turn["copied_out_bytes"] // (len(self._layers) * num_microbatches)
 
     def attach(self) -> None:
@@ -301,9 +301,9 @@ def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[.
 
 
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
-    """The contender of an entry of the command line."""
+    """The contender of an entry of the command line; `engine`: settings of ours, behind which come its own."""
     if entry.kind in ("ours", OURS_AND_RECOMPUTATION):
-        return Ours(entry, chunks, engine)
+        return Ours(entry, chunks, {**engine, **dict(entry.engine)})
     if entry.kind == "copies":
         return Copies(entry, chunks)
     if entry.kind == "recompute":

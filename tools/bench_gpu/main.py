@@ -109,7 +109,8 @@ class Run:
     def _check_engine(self) -> None:
         from offload_engine import OffloadConfig
 
-        OffloadConfig(**self._settings.engine)
+        for entry in self._settings.entries:
+            OffloadConfig(**self._settings.engine | dict(entry.engine))
 
     def _measure_machine(self) -> None:
         from . import host, link

@@ -107,6 +107,8 @@ class Entry:
     modules: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     """Selectively, beside the offload of others; of `OURS_AND_RECOMPUTATION` alone."""
+    engine: tuple[tuple[str, Any], ...] = ()
+    """Fields of `OffloadConfig` and their values for this contender, of ours alone."""
 
     @property
     def asked_as(self) -> str:
@@ -116,7 +118,8 @@ class Entry:
     @property
     def label(self) -> str:
         names = "+".join(",".join(some) for some in (self.modules, self.recomputed) if some)
-        return f"{self.asked_as} {names}".strip()
+        settings = ",".join(f"{name}={value}" for name, value in self.engine)
+        return f"{self.asked_as} {names}".strip() + (f" @{settings}" if settings else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +192,11 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entry, ...]:
     """The contenders of one round, in order: each kind that offloads once for every set of modules.
 
-    A set with what is recomputed behind a plus is for ours alone.
+    A set with what is recomputed behind a plus, or with settings of the engine behind an @, is for ours alone.
 
     Raises:
         ValueError: for an unknown kind, no kind at all, copies before ours, modules that the incumbent rejects, what
-            cannot be recomputed, or recomputation without ours.
+            cannot be recomputed, a setting that is not NAME=VALUE, or either of them without ours.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
@@ -202,29 +205,36 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
         raise ValueError("copies moves as much as ours did before: name ours in front of it")
     found: list[Entry] = []
     for text in module_sets if set(kinds) & set(_OFFLOAD) else [""]:
-        offloaded, plus, recomputed = text.partition("+")
-        if plus and "ours" not in kinds:
-            raise ValueError(f"--modules {text}: only ours takes what is behind the plus; name it among --contenders")
+        names, own, assigned = text.partition("@")
+        offloaded, plus, recomputed = names.partition("+")
+        engine = tuple(assignment(word) for word in words(assigned))
+        if (plus or own) and "ours" not in kinds:
+            behind = "the plus" if plus else "the @"
+            raise ValueError(f"--modules {text}: only ours takes what is behind {behind}; name it among --contenders")
         for kind in kinds:
-            if not plus or kind not in _OFFLOAD:
-                entry = Entry(kind, _modules_for(kind, words(offloaded)))
+            if kind == "ours" and plus:
+                entry = _beside_recomputation(words(offloaded), words(recomputed), engine)
             elif kind == "ours":
-                entry = _beside_recomputation(words(offloaded), words(recomputed))
-            else:
+                entry = Entry(kind, words(offloaded), engine=engine)
+            elif kind in _OFFLOAD and (plus or own):
                 continue
+            else:
+                entry = Entry(kind, _modules_for(kind, words(offloaded)))
             if entry not in found:
                 found.append(entry)
     return tuple(found)
 
 
-def _beside_recomputation(modules: Sequence[str], recomputed: Sequence[str]) -> Entry:
+def _beside_recomputation(
+    modules: Sequence[str], recomputed: Sequence[str], engine: tuple[tuple[str, Any], ...]
+) -> Entry:
     unknown = set(recomputed) - set(RECOMPUTABLE)
     if unknown or not (modules and recomputed):
         raise ValueError(
             f"behind the plus come one or more of {', '.join(RECOMPUTABLE)}, in front of it what is offloaded, got "
             f"{','.join(modules)}+{','.join(recomputed)}"
         )
-    return Entry(OURS_AND_RECOMPUTATION, tuple(modules), tuple(recomputed))
+    return Entry(OURS_AND_RECOMPUTATION, tuple(modules), tuple(recomputed), engine)
 
 
 def _modules_for(kind: str, modules: Sequence[str]) -> tuple[str, ...]:
@@ -292,9 +302,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modules",
         action="append",
-        metavar="A,B[+C,D]",
-        help="what to offload; repeated: ours and the incumbent run once for each set; behind a plus, for ours alone: "
-        f"what to recompute selectively ({', '.join(RECOMPUTABLE)})",
+        metavar="A,B[+C,D][@E=F]",
+        help="what to offload; repeated: ours and the incumbent run once for each set; for ours alone: behind a plus "
+        f"what to recompute selectively ({', '.join(RECOMPUTABLE)}), behind an @ settings, as in --engine",
     )
     parser.add_argument(
         "--contenders",
@@ -397,7 +407,7 @@ def assignment(text: str) -> tuple[str, Any]:
     """
     name, separator, value = text.partition("=")
     if not (name and separator and value):
-        raise ValueError(f"--engine {text!r} is not NAME=VALUE")
+        raise ValueError(f"{text!r} is not NAME=VALUE: a field of OffloadConfig and its value")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
