@@ -14,6 +14,7 @@ MIB = 1 << 20
 
 _MARKERS = {"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "recompute": "X", "copies": "D"}
 _LEGEND_WIDTH = 44
+_INCHES_OF_A_LINE = 0.155
 
 
 def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
@@ -68,15 +69,15 @@ def plot_trade(found: Sequence[Record], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
+    labels = [textwrap.fill(one["label"].replace(",", ", "), _LEGEND_WIDTH) for one in found]
+    num_lines = sum(label.count("\n") + 2 for label in labels)
+    figure, axes = pyplot.subplots(figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines)), layout="constrained")
     colors = pyplot.get_cmap("tab20")
-    for index, one in enumerate(found):
-        label = textwrap.fill(one["label"].replace(",", ", "), _LEGEND_WIDTH)
+    for index, (one, label) in enumerate(zip(found, labels, strict=True)):
         marker = _MARKERS[one["contender"]]
         gib = one["peak_reserved_bytes"] / (1 << 30)
         axes.scatter(gib, one["tokens_per_s"], s=110, color=colors(index), marker=marker, label=label, zorder=2)
     axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
-    axes.set(xlim=(0, None), ylim=(0, None))
     axes.set_title("circles: this engine; squares: beside recomputation", loc="left", fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
