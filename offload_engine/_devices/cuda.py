@@ -66,20 +66,18 @@ class CudaDevice:
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self._reader: MappedReader | None = None  # made by the first read
         self._numa_node = numa_node_of(self.torch_device)
-        self._streams: list[torch.cuda.Stream] = []
         self._slabs: weakref.WeakSet[PinnedSlab] = weakref.WeakSet()
         # Also at interpreter exit: memory must not be unmapped under a copy.
-        self._close = weakref.finalize(self, _shut_down, self._streams, self._slabs, self._runtime, os.getpid())
+        self._close = weakref.finalize(self, _shut_down, self._slabs, self._runtime, os.getpid())
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device}, memory node {self._numa_node})"
 
     def new_stream(self, name: str) -> Stream:
         # Default priority: the copy engine serves streams in the order of issue, whatever their priority.
-        stream = torch.cuda.Stream(self.torch_device)
-        self._streams.append(stream)
-        logger.debug("copy stream %s: %s", name, stream)
-        return stream.cuda_stream
+        stream = self._runtime.new_stream()
+        logger.debug("copy stream %s: %#x", name, stream)
+        return stream
 
     def is_copy_thread(self) -> bool:
         return False
@@ -144,16 +142,13 @@ def _with_index(device: torch.device | str | int | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
-def _shut_down(
-    streams: list[torch.cuda.Stream], slabs: weakref.WeakSet[PinnedSlab], runtime: CudaRuntime, pid: int
-) -> None:
+def _shut_down(slabs: weakref.WeakSet[PinnedSlab], runtime: CudaRuntime, pid: int) -> None:
     if pid != os.getpid():
         return  # a forked child: CUDA did not come along
     try:
-        for stream in streams:
-            stream.synchronize()
+        runtime.finish()
     except RuntimeError as error:  # the context is lost, and every copy with it
         logger.warning("copies were lost: %s", error)
     for slab in list(slabs):
         slab.close()
-    runtime.destroy_idle_events()
+    runtime.close()

@@ -17,6 +17,7 @@ from .base import CopyError
 from .regions import HostRegion, check_copy
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: no order with the default stream but what is asked for
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
@@ -25,6 +26,9 @@ _BATCH_SINCE = 13000  # in CUDA 12 the function of that name takes other argumen
 
 _HANDLE = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cudaStreamCreateWithFlags": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
+    "cudaStreamSynchronize": (_HANDLE,),
+    "cudaStreamDestroy": (_HANDLE,),
     "cudaEventCreateWithFlags": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
     "cudaEventRecord": (_HANDLE, _HANDLE),
     "cudaEventQuery": (_HANDLE,),
@@ -71,10 +75,29 @@ class CudaRuntime:
         self._record, self._wait, self._query, self._copy, self._last_error, self._copy_batch = calls
         self._has_batch: bool = has_batch_copy(self._library)
         self._idle: list[int] = []  # handles of events that nobody holds
+        self._streams: list[int] = []
+
+    def new_stream(self) -> int:
+        """A stream that nobody else has: torch hands out the same 32 again and again, also to NCCL."""
+        stream = self._create(self._library.cudaStreamCreateWithFlags, _NON_BLOCKING)
+        self._streams.append(stream)
+        return stream
+
+    def finish(self) -> None:
+        """Block the host until the work of all new streams is over."""
+        for stream in self._streams:
+            self._check(self._library.cudaStreamSynchronize(stream))
+
+    def close(self) -> None:
+        """Give streams, and events that nobody holds, back to CUDA; call `finish` first."""
+        while self._streams:
+            self._library.cudaStreamDestroy(self._streams.pop())
+        while self._idle:
+            self._library.cudaEventDestroy(self._idle.pop())
 
     def record(self, stream: int) -> CudaEvent:
         """As `Device.record_event`: a new event after all work issued to `stream` so far."""
-        event = CudaEvent(self._idle.pop() if self._idle else self._new_handle(), self._idle)
+        event = CudaEvent(self._idle.pop() if self._idle else self._new_event(), self._idle)
         if stream or self._is_current:
             self._check(self._record(event.handle, stream))
         else:
@@ -120,11 +143,6 @@ class CudaRuntime:
         sources = [_address(source) for source, _ in copies]
         self._copy_all(stream, targets, sources, [source.nbytes for source, _ in copies], _HOST_TO_DEVICE)
 
-    def destroy_idle_events(self) -> None:
-        """Give the handles of events that nobody holds back to CUDA."""
-        while self._idle:
-            self._library.cudaEventDestroy(self._idle.pop())
-
     def _copy_all(self, stream: int, targets: list[int], sources: list[int], sizes: list[int], kind: int) -> None:
         # One call takes the host less time than one for each copy. CUDA refuses it on the default stream.
         if len(sizes) > 1 and self._has_batch and stream:
@@ -138,10 +156,14 @@ class CudaRuntime:
         """The default stream has the handle 0 on every device, and means that of the current one."""
         return bool(torch._C._cuda_getDevice() == self._index)
 
-    def _new_handle(self) -> int:
+    def _new_event(self) -> int:
+        return self._create(self._library.cudaEventCreateWithFlags, _DISABLE_TIMING)
+
+    def _create(self, call: Any, flags: int) -> int:
+        """A new event or stream."""
         handle = _HANDLE()
-        with torch.cuda.device(self._device):  # an event belongs to the device that is current at its creation
-            self._check(self._library.cudaEventCreateWithFlags(ctypes.byref(handle), _DISABLE_TIMING))
+        with torch.cuda.device(self._device):  # it belongs to the device that is current at its creation
+            self._check(call(ctypes.byref(handle), flags))
         assert handle.value is not None
         return handle.value
 

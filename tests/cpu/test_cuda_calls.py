@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ FAKE = """
 #include <stddef.h>
 #include <stdint.h>
 uint64_t noted[6], copies[300];
-int result = 0, version = 13000, num_calls = 0;
+int result = 0, version = 13000, num_calls = 0, num_streams = 0;
 static int note(uint64_t call, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e)
 {
     uint64_t values[6] = {call, a, b, c, d, e};
@@ -50,6 +50,13 @@ int cudaMemcpyAsync(void *to, const void *from, size_t nbytes, int kind, void *s
 {
     return note(4, (uint64_t)to, (uint64_t)from, nbytes, (uint64_t)kind, (uint64_t)stream);
 }
+int cudaStreamCreateWithFlags(void **stream, unsigned flags)
+{
+    *stream = (void *)(0x1000 * (uint64_t)++num_streams);
+    return note(7, flags, 0, 0, 0, 0);
+}
+int cudaStreamSynchronize(void *stream) { return note(8, (uint64_t)stream, 0, 0, 0, 0); }
+int cudaStreamDestroy(void *stream) { num_streams--; return note(9, (uint64_t)stream, 0, 0, 0, 0); }
 int cudaEventCreateWithFlags(void **event, unsigned flags) { return 0; }
 int cudaEventSynchronize(void *event) { return 0; }
 int cudaEventDestroy(void *event) { return 0; }
@@ -312,6 +319,21 @@ def test_a_refused_copy_is_a_copy_error(count: int, runtime: ctypes.CDLL, monkey
             cuda.copy_out(STREAM, copies)
         with pytest.raises(CopyError, match="CUDA error 1: reason 1"):
             cuda.copy_in(STREAM, backwards(copies))
+
+
+def test_streams_are_its_own_until_it_closes(runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    cuda = CudaRuntime(torch.device("cuda", 0), runtime)
+    streams = [cuda.new_stream(), cuda.new_stream()]
+    assert last_call(runtime)[:2] == (7, 1), "they must not wait for the default stream"
+    assert streams == [0x1000, 0x2000]
+    cuda.finish()
+    assert last_call(runtime)[:2] == (8, streams[-1])
+    with having(runtime, "num_calls", 0):
+        cuda.close()
+        cuda.close()
+        assert number(runtime, "num_calls").value == 2
+    assert last_call(runtime)[:2] == (9, streams[0]) and number(runtime, "num_streams").value == 0
 
 
 def test_events_are_reused_and_asked_until_they_are_done(runtime: ctypes.CDLL) -> None:

@@ -124,6 +124,13 @@ def test_without_the_wait_the_delay_is_seen(device: CudaDevice) -> None:
     torch.cuda.synchronize()
 
 
+def test_nobody_else_gets_its_streams(device: CudaDevice) -> None:
+    """torch hands out the same 32 again and again, also to NCCL: a copy there would wait for work of others."""
+    streams = {device.new_stream("out"), device.new_stream("in")}
+    assert len(streams) == 2
+    assert not streams & {torch.cuda.Stream().cuda_stream for _ in range(64)}
+
+
 def test_the_copy_stream_is_current_only_inside_a_copy(device: CudaDevice) -> None:
     before = torch.cuda.current_stream()
     stream, region = device.new_stream("out"), HostRegion(device.new_slab(512), 0, 512)
