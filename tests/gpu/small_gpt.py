@@ -106,7 +106,12 @@ def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Modul
 
     layers = "M*-E" if config.mamba_num_heads else "*-*E"
     pattern = (layers * config.num_layers)[: config.num_layers]
-    return HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
+    model = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
+    # causal_conv1d sums these gradients with atomics, whatever PyTorch is told: two runs would differ without offload.
+    for name, parameter in model.named_parameters():
+        if ".conv1d_" in name:
+            parameter.requires_grad_(False)
+    return model
 
 
 def run(chunks: list[torch.nn.Module], num_microbatches: int) -> list[float]:
