@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def labels(*arguments: str) -> list[str]:
     return [entry.label for entry in settings.parse(arguments).entries]
 
 
-def test_what_is_behind_a_plus_is_recomputed_by_ours_alone() -> None:
+def test_what_is_behind_a_plus_is_recomputed_beside_offload() -> None:
     sets = ("--modules", "core_attn", "--modules", "core_attn,experts+moe_act,layernorm")
     assert labels("--setup", "b", *sets, "--contenders", "none,ours,incumbent,recompute") == [
         "none",
@@ -25,6 +26,17 @@ def test_what_is_behind_a_plus_is_recomputed_by_ours_alone() -> None:
         "incumbent core_attn",
         "recompute",
         "ours core_attn,experts+moe_act,layernorm",
+        "incumbent core_attn+moe_act,layernorm",
+    ]
+
+
+def test_goals_are_for_those_that_recompute_nothing() -> None:
+    found = settings.parse(["--modules", "core_attn", "--modules", "core_attn+mlp", "--contenders", "ours,incumbent"])
+    assert [entry.contender for entry in found.entries] == [
+        "ours",
+        "incumbent",
+        "ours+recompute",
+        "incumbent+recompute",
     ]
 
 
@@ -43,9 +55,13 @@ def test_what_is_behind_an_at_sign_are_settings_of_ours_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--modules core_attn@dry_run=True --contenders none,incumbent", "only ours takes what is behind the @"),
+        ("--modules core_attn@dry_run=True --contenders none,incumbent", "what is behind the @ is for ours: name it"),
         ("--modules core_attn@dry_run", "'dry_run' is not NAME=VALUE"),
-        ("--modules core_attn+moe_act --contenders none,incumbent", "only ours takes what is behind the plus"),
+        (
+            "--modules core_attn+moe_act@dry_run=True --contenders incumbent",
+            "what is behind the @ is for ours: name it",
+        ),
+        ("--modules experts+moe_act --contenders none,incumbent", "the incumbent offloads none of experts"),
         ("--modules core_attn+attention", "one or more of core_attn, moe_act, layernorm"),
         ("--modules core_attn+", "one or more of core_attn"),
         ("--modules +moe_act", "in front of it what is offloaded, got +moe_act"),
@@ -107,10 +123,36 @@ def test_what_a_model_has_not_is_an_error() -> None:
         recomputation.Recomputation([torch.nn.Linear(1, 1)], recomputation.selective(["moe_act"]))
 
 
+def incumbent_flags() -> list[list[Any]]:
+    """In a process with megatron-core's parallel state: before, in and behind a turn of the incumbent's."""
+    from tests.dist import tiny
+
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
+    chunks = tiny.make_chunks(tiny.make_config())
+    (entry,) = settings.make_entries(["incumbent"], ["core_attn+mlp"])
+    incumbent = contenders.make_contender(entry, chunks, {})
+    found = [_flags(chunks)]
+    for change in (incumbent.attach, incumbent.detach):
+        change()
+        found.append(_flags(chunks))
+    return found
+
+
+@pytest.mark.dist
+def test_the_incumbent_may_be_beside_recomputation() -> None:
+    pytest.importorskip("megatron.core")
+    from tests.dist.launch import run_ranks
+
+    ((before, during, behind),) = run_ranks(incumbent_flags)
+    assert during[-2:] == ["selective", ["mlp"]]
+    assert {(name, value) for _, name, value in during[:-2]} >= {("recompute_mlp", True)}
+    assert behind == before != during
+
+
 def test_a_trace_of_ours_may_be_beside_recomputation() -> None:
     found = settings.parse(["--modules", "core_attn+mlp", "--contenders", "ours", "--profile", "trace.json"])
     (entry,) = found.entries
-    assert entry.asked_as in found.profile_contenders
+    assert entry.kind in found.profile_contenders
 
 
 def turns() -> dict[str, Any]:

@@ -6,13 +6,15 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 - `copies`: no offload, and beside each layer plain copies of as many bytes as `ours` moved: the traffic alone.
 - `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
-  off, closes the engine and gives its pinned memory back; where its entry says so, beside selective recomputation.
+  off, closes the engine and gives its pinned memory back.
 - `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes,
   so `switch_incumbent()` sets both: `fine_grained_activation_offloading` and `offload_modules` of every configuration
   in the model, `TransformerLayer`'s flags by its own `_set_offload_modules()`, and those of attention and experts by
   name (`_CACHED`), with `linear_fc1.save_original_input`, which experts set together with theirs. The singleton
   `PipelineOffloadManager` is made anew for each turn, so that each begins with the warm-up step in which it records the
   chunks, and is dropped at the end, when torch's cache of pinned memory is emptied too.
+
+The last two also beside selective recomputation, where their entry says so.
 
 That a contender really moved bytes is counted where the copies are issued (`counting()`), not taken from its word:
 `Device.copy_out` and `copy_in` for ours, `ChunkOffloadHandler.offload` and `reload` for the incumbent. The same place
@@ -37,7 +39,7 @@ import torch
 
 from .copies import CopyCounter, HostCopies, Moved, PlainCopies, moved_of
 from .recomputation import FULL, Recomputation, selective
-from .settings import OURS_AND_RECOMPUTATION, Entry
+from .settings import Entry
 
 # Each release of the engine's asks the first before it changes anything, each copy-in one of the others.
 _BEFORE_CHANGES = ("is_complete", "allocate", "restore")
@@ -106,7 +108,7 @@ class Ours:
 
     def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
         self.entry = entry
-        self._recomputation = Recomputation(chunks, selective(entry.recomputed)) if entry.recomputed else None
+        self._recomputation = Recomputation(chunks, selective(entry.recomputed))
         self._settings = dict(settings)
         self._handle: Any = None
 
@@ -114,16 +116,14 @@ class Ours:
         import megatron_patches
         from offload_engine import OffloadConfig
 
-        if self._recomputation is not None:
-            self._recomputation.on()
+        self._recomputation.on()
         self._handle = megatron_patches.apply(OffloadConfig(**self._settings), modules=self.entry.modules)
 
     def detach(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        if self._recomputation is not None:
-            self._recomputation.off()
+        self._recomputation.off()
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
@@ -173,10 +173,12 @@ class Incumbent:
         self.entry = entry
         self.places: Counter[str] = Counter()
         self._chunks = list(chunks)
+        self._recomputation = Recomputation(chunks, selective(entry.recomputed))
 
     def attach(self) -> None:
         if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
+        self._recomputation.on()
         self.places = switch_incumbent(self._chunks, self.entry.modules)
         _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
 
@@ -184,6 +186,7 @@ class Incumbent:
         from megatron.core.extensions.transformer_engine import cpu_offload
 
         switch_incumbent(self._chunks, ())
+        self._recomputation.off()
         _manager_class().OFFLOAD_MGR = None
         if cpu_offload is not None:
             cpu_offload.CPUOffloadEnabled = False  # an exception inside a group leaves it on
@@ -302,7 +305,7 @@ def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[.
 
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
     """The contender of an entry of the command line; `engine`: settings of ours, behind which come its own."""
-    if entry.kind in ("ours", OURS_AND_RECOMPUTATION):
+    if entry.kind == "ours":
         return Ours(entry, chunks, {**engine, **dict(entry.engine)})
     if entry.kind == "copies":
         return Copies(entry, chunks)

@@ -162,7 +162,7 @@ class Run:
         label = contender.entry.label
         if self._settings.memory_plot:
             self._timelines.append(record_memory(label, self._gauge, self._bench.step))
-        profiled = [e for e in self._settings.entries if e.asked_as in self._settings.profile_contenders]
+        profiled = [e for e in self._settings.entries if e.kind in self._settings.profile_contenders]
         if self._settings.profile and contender.entry in profiled:
             file = file_of(self._settings.profile, contender.entry, is_only=len(profiled) == 1)
             profile_step(self._bench.step, file if self._ranks.rank == 0 else None)

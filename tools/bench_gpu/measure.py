@@ -187,7 +187,7 @@ class Bench:
         self._fingerprints.append((label, round_number, after))
         return {
             "kind": "turn",
-            "contender": contender.entry.kind,
+            "contender": contender.entry.contender,
             "label": label,
             "modules": list(contender.entry.modules),
             "round": round_number,

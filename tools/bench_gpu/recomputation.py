@@ -47,8 +47,8 @@ _CACHED: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 
 
 def selective(modules: Sequence[str]) -> dict[str, Any]:
-    """The fields of the configuration with which these modules are recomputed."""
-    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+    """The fields of the configuration with which these modules are recomputed; of none, no fields."""
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
 class Recomputation:

@@ -14,7 +14,6 @@ T = TypeVar("T")
 
 KINDS = ("none", "ours", "copies", "incumbent", "recompute")
 _OFFLOAD = ("ours", "copies", "incumbent")
-OURS_AND_RECOMPUTATION = "ours+recompute"
 BF16_BYTES = 2
 
 RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
@@ -106,20 +105,20 @@ class Entry:
     kind: str
     modules: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
-    """Selectively, beside the offload of others; of `OURS_AND_RECOMPUTATION` alone."""
+    """Selectively, beside the offload of others."""
     engine: tuple[tuple[str, Any], ...] = ()
     """Fields of `OffloadConfig` and their values for this contender, of ours alone."""
 
     @property
-    def asked_as(self) -> str:
-        """Its name among --contenders."""
-        return self.kind.partition("+")[0]
+    def contender(self) -> str:
+        """What records call it: goals are for a kind that recomputes nothing."""
+        return f"{self.kind}+recompute" if self.recomputed else self.kind
 
     @property
     def label(self) -> str:
         names = "+".join(",".join(some) for some in (self.modules, self.recomputed) if some)
         settings = ",".join(f"{name}={value}" for name, value in self.engine)
-        return f"{self.asked_as} {names}".strip() + (f" @{settings}" if settings else "")
+        return f"{self.kind} {names}".strip() + (f" @{settings}" if settings else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         overlap = _overlap(args, shape, entries)
     except ValueError as error:
         parser.error(str(error))
-    absent = [kind for kind in words(args.profile_contender) if kind not in {e.asked_as for e in entries}]
+    absent = [kind for kind in words(args.profile_contender) if kind not in {e.kind for e in entries}]
     if args.profile and absent:
         parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
     return Settings(
@@ -192,11 +191,12 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entry, ...]:
     """The contenders of one round, in order: each kind that offloads once for every set of modules.
 
-    A set with what is recomputed behind a plus, or with settings of the engine behind an @, is for ours alone.
+    A set with what is recomputed behind a plus is for ours and the incumbent, one with settings of the engine behind an
+    @ for ours alone.
 
     Raises:
         ValueError: for an unknown kind, no kind at all, copies before ours, modules that the incumbent rejects, what
-            cannot be recomputed, a setting that is not NAME=VALUE, or either of them without ours.
+            cannot be recomputed, a setting that is not NAME=VALUE, or a set that is for none of the kinds.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
@@ -205,42 +205,35 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
         raise ValueError("copies moves as much as ours did before: name ours in front of it")
     found: list[Entry] = []
     for text in module_sets if set(kinds) & set(_OFFLOAD) else [""]:
-        names, own, assigned = text.partition("@")
+        names, at, assigned = text.partition("@")
         offloaded, plus, recomputed = names.partition("+")
-        engine = tuple(assignment(word) for word in words(assigned))
-        if (plus or own) and "ours" not in kinds:
-            behind = "the plus" if plus else "the @"
-            raise ValueError(f"--modules {text}: only ours takes what is behind {behind}; name it among --contenders")
+        entry = Entry("ours", words(offloaded), words(recomputed), tuple(assignment(word) for word in words(assigned)))
+        if plus:
+            _check_recomputed(entry)
+        takers = ("ours",) if at else ("ours", "incumbent") if plus else _OFFLOAD
+        if (plus or at) and not set(kinds) & set(takers):
+            what = f"what is behind {'the @' if at else 'the plus'}"
+            raise ValueError(f"--modules {text}: {what} is for {' and '.join(takers)}: name it among --contenders")
         for kind in kinds:
-            if kind == "ours" and plus:
-                entry = _beside_recomputation(words(offloaded), words(recomputed), engine)
-            elif kind == "ours":
-                entry = Entry(kind, words(offloaded), engine=engine)
-            elif kind in _OFFLOAD and (plus or own):
-                continue
-            else:
-                entry = Entry(kind, _modules_for(kind, words(offloaded)))
-            if entry not in found:
-                found.append(entry)
-    return tuple(found)
+            if kind not in _OFFLOAD:
+                found.append(Entry(kind))
+            elif kind in takers:
+                found.append(_entry_of(kind, entry))
+    return tuple(dict.fromkeys(found))
 
 
-def _beside_recomputation(
-    modules: Sequence[str], recomputed: Sequence[str], engine: tuple[tuple[str, Any], ...]
-) -> Entry:
-    unknown = set(recomputed) - set(RECOMPUTABLE)
-    if unknown or not (modules and recomputed):
+def _check_recomputed(entry: Entry) -> None:
+    unknown = set(entry.recomputed) - set(RECOMPUTABLE)
+    if unknown or not (entry.modules and entry.recomputed):
         raise ValueError(
             f"behind the plus come one or more of {', '.join(RECOMPUTABLE)}, in front of it what is offloaded, got "
-            f"{','.join(modules)}+{','.join(recomputed)}"
+            f"{','.join(entry.modules)}+{','.join(entry.recomputed)}"
         )
-    return Entry(OURS_AND_RECOMPUTATION, tuple(modules), tuple(recomputed), engine)
 
 
-def _modules_for(kind: str, modules: Sequence[str]) -> tuple[str, ...]:
-    if kind not in _OFFLOAD:
-        return ()
-    return incumbent_modules(modules) if kind == "incumbent" else tuple(modules)
+def _entry_of(kind: str, ours: Entry) -> Entry:
+    modules = incumbent_modules(ours.modules) if kind == "incumbent" else ours.modules
+    return dataclasses.replace(ours, kind=kind, modules=tuple(modules))
 
 
 def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -> dict[str, bool]:
@@ -303,8 +296,8 @@ def _parser() -> argparse.ArgumentParser:
         "--modules",
         action="append",
         metavar="A,B[+C,D][@E=F]",
-        help="what to offload; repeated: ours and the incumbent run once for each set; for ours alone: behind a plus "
-        f"what to recompute selectively ({', '.join(RECOMPUTABLE)}), behind an @ settings, as in --engine",
+        help="what to offload; repeated: ours and the incumbent run once for each set; behind a plus what to recompute "
+        f"selectively ({', '.join(RECOMPUTABLE)}), behind an @ settings of ours, as in --engine",
     )
     parser.add_argument(
         "--contenders",

@@ -12,7 +12,15 @@ from rich.table import Table
 Record = dict[str, Any]
 MIB = 1 << 20
 
-_MARKERS = {"none": "*", "ours": "o", "ours+recompute": "s", "incumbent": "^", "recompute": "X", "copies": "D"}
+_MARKERS = {
+    "none": "*",
+    "ours": "o",
+    "ours+recompute": "s",
+    "incumbent": "^",
+    "incumbent+recompute": "v",
+    "recompute": "X",
+    "copies": "D",
+}
 _LEGEND_WIDTH = 44
 _INCHES_OF_A_LINE = 0.155
 
