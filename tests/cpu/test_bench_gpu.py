@@ -398,6 +398,13 @@ def test_a_difference_is_shown_beside_the_spread_of_no_offload() -> None:
     assert (found["none"]["num_differing"], found["ours qkv_linear"]["num_differing"]) == (3, 4)
 
 
+def test_pictures_call_contenders_by_words_of_their_own() -> None:
+    assert throughput.in_words("none") == "no offload"
+    assert throughput.in_words("incumbent core_attn") == "megatron-core's own offload: core_attn"
+    both = "ours core_attn,experts+moe_act @resident_bytes=1"
+    assert throughput.in_words(both) == "this engine: core_attn, experts; recomputing moe_act; resident_bytes=1"
+
+
 def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     shape = {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}
     records = [{"kind": "run", "shape": shape, "world_size": 4}, *run_records()]

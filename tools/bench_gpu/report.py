@@ -12,7 +12,7 @@ from rich.table import Table
 
 from .measure import MemoryTimeline
 from .settings import incumbent_modules
-from .throughput import throughput, throughput_table
+from .throughput import in_words, throughput, throughput_table
 
 MIB = 1 << 20
 Record = dict[str, Any]
@@ -387,8 +387,9 @@ def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
         allocated, reserved = (
             [nbytes / (1 << 30) for nbytes in series] for series in (timeline.allocated_bytes, timeline.reserved_bytes)
         )
-        (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{timeline.label}: allocated")
-        axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{timeline.label}: reserved")
+        label = in_words(timeline.label)
+        (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
+        axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
     axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)

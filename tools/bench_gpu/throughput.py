@@ -21,6 +21,12 @@ _MARKERS = {
     "recompute": "X",
     "copies": "D",
 }
+_IN_WORDS = {
+    "none": "no offload",
+    "ours": "this engine",
+    "incumbent": "megatron-core's own offload",
+    "recompute": "full recomputation",
+}
 _LEGEND_WIDTH = 44
 _INCHES_OF_A_LINE = 0.155
 
@@ -38,6 +44,14 @@ def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[R
         one["over_recompute"] = one["tokens_per_s"] / base["tokens_per_s"]
         one["reserved_over_recompute"] = one["peak_reserved_bytes"] / base["peak_reserved_bytes"]
     return found
+
+
+def in_words(label: str) -> str:
+    """An entry's label as a picture has it, for readers who have not seen the command line."""
+    kind, _, what = label.partition(" ")
+    name = _IN_WORDS.get(kind, kind)
+    shown = what.replace(" @", "; ").replace("+", "; recomputing ").replace(",", ", ")
+    return f"{name}: {shown}" if shown else name
 
 
 def tokens_of_step(run: Record) -> int:
@@ -77,7 +91,7 @@ def plot_trade(found: Sequence[Record], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    labels = [textwrap.fill(one["label"].replace(",", ", "), _LEGEND_WIDTH) for one in found]
+    labels = [textwrap.fill(in_words(one["label"]), _LEGEND_WIDTH) for one in found]
     num_lines = sum(label.count("\n") + 2 for label in labels)
     figure, axes = pyplot.subplots(figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines)), layout="constrained")
     colors = pyplot.get_cmap("tab20")
@@ -86,7 +100,7 @@ def plot_trade(found: Sequence[Record], file: Path) -> None:
         gib = one["peak_reserved_bytes"] / (1 << 30)
         axes.scatter(gib, one["tokens_per_s"], s=110, color=colors(index), marker=marker, label=label, zorder=2)
     axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
-    axes.set_title("circles: this engine; squares: beside recomputation", loc="left", fontsize=9)
+    axes.set_title("circles: this engine; squares: this engine beside recomputation", loc="left", fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
     figure.savefig(file, dpi=120)
