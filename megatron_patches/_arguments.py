@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
-from megatron_patches._modules import canonical_names, known_names
+from megatron_patches._modules import canonical_names, is_in_experts, known_names
 from megatron_patches._registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
@@ -166,6 +166,7 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     _check_others_are_off(config)
     own = getattr(config, "offload_modules", None) if getattr(config, "offload_activation", False) else None
     modules = canonical_names(own or defaults.modules or DEFAULT_MODULES)
+    _check_no_paged_stash(config, modules)
     return Settings(_engine_config(config, defaults.engine), modules)
 
 
@@ -224,7 +225,7 @@ def check_fields(config: Any) -> None:
     Raises:
         ValueError: for a switch that is no bool, an unknown module name, a size that is negative or no integer,
             `offload_modules` without `offload_activation`, an unknown policy, a budget beside what it bounds, or
-            megatron-core's own offloading switched on as well.
+            megatron-core's own offloading switched on as well, or its paged stash beside names in the experts.
     """
     for name in _SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
@@ -237,7 +238,7 @@ def check_fields(config: Any) -> None:
         )
     if config.offload_activation:
         _check_others_are_off(config)
-        canonical_names(config.offload_modules or (), config)
+        _check_no_paged_stash(config, canonical_names(config.offload_modules or (), config))
         _check_limit(config)
         _check_bounds(config)
     elif config.offload_modules and not config.fine_grained_activation_offloading:
@@ -277,6 +278,16 @@ def _check_others_are_off(config: Any) -> None:
                 f"offload_activation and megatron-core's own {other} would both move the same tensors: "
                 "switch one of them off"
             )
+
+
+def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
+    inside = [name for name in names if is_in_experts(name)]
+    # Its hooks are entered inside the experts: of what these save nothing would reach the groups.
+    if inside and getattr(config, "moe_paged_stash", False):
+        raise ValueError(
+            f"offload_modules has {', '.join(map(repr, inside))}, but megatron-core's own moe_paged_stash=True keeps "
+            "what the experts save: switch that off, or drop the names"
+        )
 
 
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:

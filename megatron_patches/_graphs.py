@@ -23,8 +23,11 @@ _CAPTURED = {
     "moe_preprocess": _ROUTER,
     "mamba": _MAMBA,
 }
-# megatron-core's own implementation captures a layer as a whole as soon as one of these is asked for.
-_WHOLE_LAYER_IF_LOCAL = ("attn", "mlp", "moe")
+
+
+def is_captured_by_te(config: Any) -> bool:
+    """TransformerEngine captures layers: it refuses those with hooks, and what a graph gives out is its own memory."""
+    return getattr(config, "cuda_graph_impl", None) == "transformer_engine"
 
 
 def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:
@@ -34,18 +37,34 @@ def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:
         NotImplementedError: naming both settings.
     """
     implementation = getattr(config, "cuda_graph_impl", None) or "none"
-    if implementation == "none":
-        return
     setting, scopes = _scopes(config)
-    if scopes == ["full_iteration_inference"]:
+    if implementation == "none" or _is_for_inference(config, implementation, scopes):
         return
+    if implementation == "local":
+        raise NotImplementedError(
+            f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl='local', which refuses layers "
+            "with hooks, by which they are offloaded. Set cuda_graph_impl='transformer_engine', or drop one of them"
+        )
+    if implementation == "full_iteration" or "full_iteration" in scopes or not scopes:
+        raise NotImplementedError(
+            f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl={implementation!r}, which "
+            f"captures all of every layer or step: a replayed graph calls no module. Name in {setting} what is to be "
+            "captured instead, with cuda_graph_impl='transformer_engine', or drop one of them"
+        )
     for name in names:
-        if implementation == "full_iteration" or not scopes or _is_captured(row_of(name), implementation, scopes):
-            what = f"{setting}=[{', '.join(scopes)}]" if scopes else "the whole of every layer, or of every step"
+        captured_in = [scope for scope in scopes if _is_captured(row_of(name), scope)]
+        if captured_in:
             raise NotImplementedError(
-                f"offload_modules has {name!r}, which cuda_graph_impl={implementation!r} with {what} captures: a "
-                f"replayed graph calls no module. Drop {name!r} from offload_modules, or leave it out of {setting}"
+                f"offload_modules has {name!r}, which {captured_in[0]!r} in {setting} captures: a replayed graph calls "
+                f"no module. Drop one of them"
             )
+
+
+def _is_for_inference(config: Any, implementation: str, scopes: Sequence[str]) -> bool:
+    """No training step replays what is captured. Since 0.19 a setting of its own says so, and the list is empty."""
+    inference = getattr(getattr(config, "inference_cuda_graph_scope", None), "name", None)
+    is_block = implementation == "local" and not scopes and inference == "block"
+    return is_block or list(scopes) == ["full_iteration_inference"]
 
 
 def _scopes(config: Any) -> tuple[str, list[str]]:
@@ -54,7 +73,6 @@ def _scopes(config: Any) -> tuple[str, list[str]]:
     return setting, [getattr(scope, "name", scope) for scope in getattr(config, setting, None) or ()]
 
 
-def _is_captured(row: ModuleRow, implementation: str, scopes: Sequence[str]) -> bool:
-    is_local = implementation == "local"
-    beginnings = [_LAYER if is_local and s in _WHOLE_LAYER_IF_LOCAL else _CAPTURED.get(s, _LAYER) for s in scopes]
-    return any(bracket.path.startswith(paths) for bracket in row.brackets for paths in beginnings)
+def _is_captured(row: ModuleRow, scope: str) -> bool:
+    paths = _CAPTURED.get(scope, _LAYER)
+    return any(bracket.path.startswith(paths) for bracket in row.brackets)

@@ -26,7 +26,9 @@ from megatron_patches._validate import (
     check_conflicts,
     check_host_limit,
     check_host_room,
+    check_inputs_stay_whole,
     check_model,
+    check_parts_are_called,
     check_weights_stay_whole,
     is_on_elsewhere,
     why_nothing_moved,
@@ -118,10 +120,10 @@ class Handle:
         """The bracket for the input of fully recomputed layers, if the running step has it."""
         return self._running.checkpoint_bracket if self._running is not None else None
 
-    def start_plan(self, model: torch.nn.Module) -> None:
+    def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """The forward of a model chunk of the running step begins, as a plan of nodes."""
         if self._running is not None:
-            self._running.nodes.start_plan()
+            self._running.nodes.start_plan(is_input_of_others)
             self._running.start_chunk(getattr(model, "vp_stage", None) or 0)
 
     def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
@@ -222,7 +224,9 @@ class Handle:
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         check_cuda_graphs(step.config, settings.modules)
         check_conflicts(step.config, settings.modules, own_norms(step.chunks))
+        check_parts_are_called(step.config, settings.modules, step.chunks)
         check_weights_stay_whole(step.config)
+        check_inputs_stay_whole(step.config)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
         return OffloadEngine(settings.engine, meter=self._meter)
 

@@ -2,7 +2,8 @@
 
 While somebody keeps a tensor its copy-out frees nothing, unless the engine is told that nobody reads it any more. That
 is known of megatron-core's own code only. Where a model has decoders or layers of its user's, or hooks of theirs, which
-may keep a tensor and read it later, nothing is told.
+may keep a tensor and read it later, nothing is told. Nor is it where CUDA graphs capture layers: what a graph gives out
+is memory that its next replay writes to.
 
 1. The input of a chunk's decoder: the schedule keeps what it received until the backward of that chunk, and reads only
    the gradient of it; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from megatron_patches._graphs import is_captured_by_te
 from megatron_patches._sites import is_megatron_cores
 from offload_engine import OffloadEngine
 
@@ -39,7 +41,7 @@ class HeldTensors:
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
         self._has_other_readers: bool | None = None  # in the running step; None: nobody has asked yet
-        self._is_others: bool = False  # a chunk, a decoder or a layer is not megatron-core's
+        self._is_others: bool = False  # a chunk, a decoder or a layer is not megatron-core's, or a graph's
         self._is_logged: bool = False
         self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks see such tensors
         self._is_input_read_later: bool = False
@@ -48,7 +50,10 @@ class HeldTensors:
         self._are_outputs_read: bool = False  # somebody collects the outputs of layers, the inputs of others
 
     def attach(self, chunk: torch.nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Hooks on one model chunk; nothing on one without layers."""
+        """Hooks on one model chunk; nothing on one without layers, or with layers that a CUDA graph captures."""
+        if is_captured_by_te(getattr(chunk, "config", None)):
+            self._is_others = True
+            return
         for layer in _layers_ahead(chunk):
             yield layer.register_forward_pre_hook(self._enter_layer)
             yield layer.register_forward_hook(self._leave_layer)
@@ -89,7 +94,7 @@ class HeldTensors:
             self._is_logged = True
             logger.info(
                 "inputs of layers stay on the device where the schedule keeps them, too: a decoder, a layer or a hook "
-                "of this model is not megatron-core's, and may read them later"
+                "of this model is not megatron-core's, or a CUDA graph captures its layers, and may read them later"
             )
 
     def begin_layer(self) -> None:
@@ -121,13 +126,7 @@ class HeldTensors:
         self._seen += (weakref.ref(module) for part in inside for module in part.modules())
 
     def _enter_chunk(self, chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_input_read_later = (
-            getattr(chunk, "mtp_process", False)
-            or getattr(getattr(chunk, "config", None), "config_logger_dir", "") != ""
-            # Whoever gives the embeddings, or asks for them, may read them.
-            or kwargs.get("output_processor") is not None
-            or kwargs.get("decoder_input", args[3] if len(args) > 3 else None) is not None
-        )
+        self._is_input_read_later = getattr(chunk, "mtp_process", False) or is_input_of_others(chunk, args, kwargs)
 
     def _enter_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.clear()
@@ -175,6 +174,21 @@ class HeldTensors:
         num_copies = Counter(map(_storage, recomputed_from))
         for storage, named in holders.items():
             self._engine.held_elsewhere(*named, num_copies=num_copies[storage])
+
+
+def is_input_of_others(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether whoever calls a chunk, or has its plan built, may read the decoder's input: who gives it or asks for it.
+
+    Args:
+        chunk: of a model.
+        args: of the call, as of `GPTModel.forward` and of a plan behind its model.
+        kwargs: of the call.
+    """
+    return (
+        getattr(getattr(chunk, "config", None), "config_logger_dir", "") != ""
+        or kwargs.get("output_processor") is not None
+        or kwargs.get("decoder_input", args[3] if len(args) > 3 else None) is not None
+    )
 
 
 def _has_others_hooks(module: torch.nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 
@@ -152,6 +153,9 @@ MODULES: tuple[ModuleRow, ...] = (
         aliases=("attn_linear",),
         saves="input of the output projection",
         brackets=_calls("self_attention.linear_proj", "self_attention.out_proj", "cross_attention.linear_proj"),
+        # Of GatedDeltaNet (out_proj) alone: plain attention in other layers still moves its own, and then the name is
+        # accepted. What is discarded is never copied.
+        discarded_by=("gdn_norm_out",),
         shares_with=("self_attn", "core_attn"),
         where="layers with self attention",
     ),
@@ -303,14 +307,17 @@ def row_of(name: str, config: Any = None) -> ModuleRow:
     """The row of a name or an alias.
 
     Raises:
-        ValueError: for a name that is not in the table, listing those that are, or that a model with this
-            configuration has.
+        ValueError: for a name that is not in the table, with the nearest of those that are, or that a model with this
+            configuration can have, and all of them.
     """
     for row in MODULES:
         if name == row.name or name in row.aliases:
             return row
-    known = "known are" if config is None else "this model has"
-    raise ValueError(f"unknown module name {name!r} in offload_modules; {known}: {', '.join(known_names(config))}")
+    known = known_names(config)
+    nearest = get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    whose = "known are" if config is None else "known for this configuration"
+    raise ValueError(f"unknown module name {name!r} in offload_modules{hint}; {whose}: {', '.join(known)}")
 
 
 def known_names(config: Any = None) -> list[str]:
@@ -335,6 +342,17 @@ def drop_parts(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Separates names into those to bracket and those that lie inside a bracket asked for as well."""
     inside = {part for name in names for part in row_of(name).parts}
     return tuple(n for n in names if n not in inside), tuple(n for n in names if n in inside)
+
+
+def whole_of(path: str) -> str | None:
+    """The name whose groups are the calls of the submodule at `path` of a model; None: there is none."""
+    calls = {bracket.path: row.name for row in MODULES for bracket in row.brackets if bracket.until is None}
+    return next((name for call, name in calls.items() if f".{path}".endswith(f".{call}")), None)
+
+
+def is_in_experts(name: str) -> bool:
+    """Whether a place of this name is the experts themselves, or lies in them."""
+    return any(f"{bracket.path}.".startswith(f"{EXPERTS}.") for bracket in row_of(name).brackets)
 
 
 def unshared_rows(names: Iterable[str]) -> tuple[ModuleRow, ...]:

@@ -7,8 +7,9 @@ Only one forward is under way at a time: every forward node belongs to the plan 
 Each node keeps its inputs until its own backward, as detached leaves, and reads only their gradients then. So the
 engine is told when they have been read for the last time:
 
-- the input of attention, and that of a dense MLP, when that node has run. The communication stream may have made it: it
-  adds up the experts' outputs, and receives what the stage before has sent;
+- the input of attention, and that of a dense MLP, when that node has run, but for the input of the chunk where its
+  caller may read it. The communication stream may have made it: it adds up the experts' outputs, and receives what the
+  stage before has sent;
 - what the residual connection around the experts adds (the input of the norm before them), when the computation goes on
   behind that connection: at the next layer, or at the next plan. Any sooner and computation would wait for the
   communication that it is there to hide.
@@ -27,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_patches._bracket import GroupBracket, HooksPause
-from megatron_patches._held import HeldTensors
+from megatron_patches._held import HeldTensors, is_input_of_others
 from megatron_patches._registry import Patch
 from offload_engine import OffloadEngine
 
@@ -39,8 +40,8 @@ _ATTENTION = ("attn", "pre_dispatch_computation")  # up to 0.18, and since
 class Runner(Protocol):
     """What the rows report to."""
 
-    def start_plan(self, model: torch.nn.Module) -> None:
-        """The forward of the model chunk `model` begins as a plan."""
+    def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
+        """The forward of the model chunk `model` begins as a plan; others than megatron-core may read its input."""
 
     def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Runs the forward of one node, on the stream of the node; returns its outputs."""
@@ -86,14 +87,16 @@ class PlanNodes:
         self._held: HeldTensors = held
         self._stretches: Sequence[GroupBracket] = stretches
         self._pause: HooksPause = pause
+        self._is_input_of_others: bool = False  # what the first node of the running forward that runs attention reads
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Of the layer whose experts' outputs were combined last; weak, because its backward may come before it is told.
         self._residual: Callable[[], torch.Tensor | None] = _none
 
-    def start_plan(self) -> None:
+    def start_plan(self, is_input_of_others: bool) -> None:
         """A new plan begins: the computation stream is behind all nodes of the one before."""
         from megatron.core.pipeline_parallel import utils
 
+        self._is_input_of_others = is_input_of_others
         with utils.torch.cuda.stream(utils.get_comm_stream()):  # without a GPU its torch is a stand-in
             self._communication = self._engine.device.current_stream()
         self._tell_residual()
@@ -104,7 +107,9 @@ class PlanNodes:
         if chunk is None:
             return forward(*inputs)
         is_attention = node.name in _ATTENTION
+        is_read_later = is_attention and self._is_input_of_others
         if is_attention:
+            self._is_input_of_others = False
             self._tell_residual()  # in front of it this stream waits for the node before it
             self._held.begin_layer()
         is_combine = node.name == "moe_combine"
@@ -116,7 +121,7 @@ class PlanNodes:
             outputs = forward(*inputs)
         if is_attention:
             self._held.end_layer()
-        if (is_computation or is_combine) and self._held.has_other_readers:
+        if is_read_later or ((is_computation or is_combine) and self._held.has_other_readers):
             return outputs
         if is_computation and not node.is_mtp:  # the inputs of several such layers are parts of one tensor
             # One copy: what the node before has given out.
@@ -154,7 +159,7 @@ def _none() -> None:
 def _starting_chunk(original: Callable[..., None], *, runner: Runner) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        runner.start_plan(model)
+        runner.start_plan(model, is_input_of_others(model, args, kwargs))
         original(self, model, *args, **kwargs)
 
     return init

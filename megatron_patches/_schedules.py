@@ -26,7 +26,6 @@ class Step(NamedTuple):
     pipeline: Any
     """The pipeline-parallel process group, or None."""
 
-    num_microbatches: int
     seq_length: int | None
     micro_batch_size: int | None
     order: Callable[[Any], list[Action]]
@@ -106,7 +105,6 @@ def _read_call(kwargs: dict[str, Any], order: Callable[[_Shape], list[Action]]) 
     return Step(
         wrapped=wrapped,
         pipeline=pipeline,
-        num_microbatches=num_microbatches,
         seq_length=kwargs["seq_length"],
         micro_batch_size=kwargs["micro_batch_size"],
         order=lambda config: order(_Shape(size, rank, len(wrapped), num_microbatches, config)),

@@ -144,6 +144,19 @@ def _own_class(module: torch.nn.Module) -> type:
     return own
 
 
+def calls_no_parts(module: torch.nn.Module) -> bool:
+    """Whether operations of TransformerEngine stand in for the submodules of this one.
+
+    Then megatron-core itself calls the hooks in front of the submodules, all at once and without the inputs, and those
+    behind them either not at all or without the outputs.
+    """
+    return (
+        hasattr(module, "_make_fused_impl")  # TEFusedMLP; megatron-core asks by this attribute, too
+        or hasattr(module, "_make_fused_grouped_swiglu_ops")  # FusedSharedExpertMLP
+        or getattr(module, "_with_fused_impl", False)  # TEGroupedMLP, where it is told to
+    )
+
+
 def sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
     """Sites relative to the layer, each with the number of its expert (-1: not one of several)."""
     for bracket in row.brackets:

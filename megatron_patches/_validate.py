@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._modules import ModuleRow, row_of
-from megatron_patches._sites import BLOCKS, Survey, merge_surveys, survey
+from megatron_patches._modules import ModuleRow, drop_parts, row_of, whole_of
+from megatron_patches._sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
 from offload_engine import IterationStats, OffloadConfig
 
 _UNEVEN_STAGES = (
@@ -52,7 +52,26 @@ def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) ->
             or _shared_experts_conflict(config, name)
         )
         if conflict:
-            raise ValueError(f"offload_modules has {name!r}, but {conflict}")
+            raise ValueError(f"offload_modules has {name!r}, but {conflict}{_other_names([name])}")
+
+
+def check_parts_are_called(config: Any, names: Sequence[str], chunks: Sequence[torch.nn.Module]) -> None:
+    """Rejects names with a place inside a module whose submodules TransformerEngine's operations stand in for.
+
+    Args:
+        config: of the model.
+        names: of the table.
+        chunks: this rank's model chunks.
+
+    Raises:
+        ValueError: naming both settings, and what can be offloaded instead.
+    """
+    for chunk in chunks:
+        modules = dict(chunk.named_modules())
+        for site in find_sites(chunk, drop_parts(names)[0]):
+            owner = site.path.rpartition(".")[0]
+            if calls_no_parts(modules[owner]):
+                raise ValueError(_fused_message(config, site.name, owner, type(modules[owner]).__name__))
 
 
 def check_weights_stay_whole(config: Any) -> None:
@@ -70,6 +89,23 @@ def check_weights_stay_whole(config: Any) -> None:
                 "calls methods of the saved parameter, which autograd does not keep under saved tensors hooks. Set it "
                 "to 1, or switch the offload off."
             )
+
+
+def check_inputs_stay_whole(config: Any) -> None:
+    """Rejects full recomputation that keeps a part of each layer's input, in a pipeline.
+
+    It cuts the very tensor that the stage before has sent, and restores the one that autograd gives back to it: under
+    saved tensors hooks that is another one. Within a stage nobody looks at the tensor again.
+
+    Raises:
+        NotImplementedError: naming the setting.
+    """
+    is_full = config.recompute_granularity == "full"
+    if is_full and getattr(config, "distribute_saved_activations", False) and config.pipeline_model_parallel_size > 1:
+        raise NotImplementedError(
+            "offload_activation cannot be used with distribute_saved_activations=True in a pipeline: the input of a "
+            "stage would stay cut in backward. Switch distribute_saved_activations off, or the offload."
+        )
 
 
 def check_host_limit(
@@ -164,8 +200,8 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
         tier = "the host tier" if limit_bytes is None else f"offload_host_limit_bytes={limit_bytes:,}"
         problem = (
             f"{tier} has no room for any of {stats.num_host_limit_groups} groups of the first step, of "
-            f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Make more room, or "
-            "switch offload_activation off"
+            f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Raise "
+            "offload_host_limit_bytes or free host memory, or switch offload_activation off"
         )
     reports = _gather(_Report(problem=problem, has_moved=stats is not None and stats.copied_out_bytes > 0), pp)
     _raise_problems(reports)
@@ -183,8 +219,9 @@ def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | Non
         return None
     if not stats.managed_bytes:
         return (
-            f"nothing that its modules save is as large as offload_min_tensor_bytes={config.min_tensor_bytes:,}. Lower "
-            "that, if the activations of this model are to leave"
+            f"nothing that its modules save is as large as offload_min_tensor_bytes={config.min_tensor_bytes:,}, or "
+            "other saved tensors hooks inside them have taken it. Lower that, if the activations of this model are to "
+            "leave, or switch off what has those hooks"
         )
     if stats.num_kept_groups == stats.num_groups:
         return (
@@ -216,7 +253,24 @@ def _missing_message(missing: Sequence[str], model: Survey) -> str:
     why = "; ".join(f"{name!r} {_why_missing(row_of(name), model)}" for name in missing)
     return (
         f"offload_modules matches nothing in this model: {why}. This model has {', '.join(has) or 'no known module'} "
-        f"(layers made of {', '.join(sorted(model.classes)) or 'nothing'})"
+        f"(layers made of {', '.join(sorted(model.classes)) or 'nothing'}){_other_names(missing)}"
+    )
+
+
+def _other_names(names: Sequence[str]) -> str:
+    """The user may have asked by one of them."""
+    aliases = [f"{alias!r} stands for {name!r}" for name in names for alias in row_of(name).aliases]
+    return f" ({'; '.join(aliases)})" if aliases else ""
+
+
+def _fused_message(config: Any, name: str, path: str, class_name: str) -> str:
+    whole = whole_of(path)
+    instead = f"offload {whole!r}, " if whole and not _shared_experts_conflict(config, whole) else ""
+    setting = "use_grouped_gemm_for_shared_expert" if whole == "shared_experts" else "use_transformer_engine_op_fuser"
+    return (
+        f"offload_modules has {name!r}, but {setting}=True runs {path} ({class_name}) as one operation of "
+        f"TransformerEngine, which calls none of its submodules: {instead}drop the name, or switch that off"
+        f"{_other_names([name])}"
     )
 
 
@@ -253,13 +307,27 @@ def _selective_conflict(config: Any, row: ModuleRow, norms: frozenset[str]) -> s
     for module in config.recompute_modules or ():
         if module in row.recomputed_by:
             return f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of them"
-        # Nothing is discarded of a norm that is fused into the linear layer behind it.
-        if module in row.discarded_by and (module != "layernorm" or norm in norms):
+        if module in row.discarded_by and _discards_all(config, module, norm in norms):
             return (
                 f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
                 "to move. Drop one of them"
             )
     return None
+
+
+def _discards_all(config: Any, module: str, has_own_norm: bool) -> bool:
+    """Whether a value of `recompute_modules` leaves nothing to move of the rows that name it as `discarded_by`."""
+    if module == "layernorm":  # nothing is discarded of a norm that is fused into the linear layer behind it
+        return has_own_norm
+    return module != "gdn_norm_out" or not _has_plain_attention(config)
+
+
+def _has_plain_attention(config: Any) -> bool:
+    """Whether some layer has attention other than GatedDeltaNet, as far as the configuration says."""
+    frequency = getattr(config, "linear_attention_freq", None)
+    if getattr(config, "is_hybrid_model", False) or frequency is None:  # the layers are listed elsewhere
+        return True
+    return frequency <= config.num_layers if isinstance(frequency, int) else not all(frequency)
 
 
 def _norm_conflict(config: Any, row: ModuleRow) -> str | None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_patches import Handle, PatchError, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
 from megatron_patches import _handle as handle_module  # noqa: E402
-from megatron_patches._arguments import Settings, resolve, split_flags  # noqa: E402
+from megatron_patches._arguments import Settings, check_fields, resolve, split_flags  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 
 FIELDS = {
@@ -95,7 +95,10 @@ def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
     ("settings", "message"),
     [
         ({"offload_modules": ["core_attn"]}, "without offload_activation"),
-        ({"offload_activation": True, "offload_modules": ["core_atn"]}, "unknown module name 'core_atn'.*core_attn"),
+        (
+            {"offload_activation": True, "offload_modules": ["core_atn"]},
+            "unknown module name 'core_atn'.*did you mean 'core_attn'",
+        ),
         ({"offload_activation": True, "offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
         ({"offload_activation": True, "offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
         ({"offload_activation": True, "offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
@@ -127,11 +130,11 @@ def test_bad_settings_are_rejected(config_class: type, settings: dict[str, Any],
         make(config_class, **settings)
 
 
-def test_an_unknown_name_lists_what_such_a_model_has(applied: Handle) -> None:
+def test_an_unknown_name_lists_what_such_a_model_can_have(applied: Handle) -> None:
     def names_listed(**settings: Any) -> list[str]:
         with pytest.raises(ValueError, match="unknown module name 'x'") as error:
             make(offload_activation=True, offload_modules=["x"], **settings)
-        return str(error.value).partition("this model has: ")[2].split(", ")
+        return str(error.value).partition("known for this configuration: ")[2].split(", ")
 
     experts = {"num_moe_experts": 2, "add_bias_linear": False}
     dense, sparse, mixed = names_listed(), names_listed(**experts), names_listed(**experts, moe_layer_freq=[0, 1])
@@ -148,6 +151,17 @@ def test_megatrons_own_offload_keeps_its_modules(applied: Handle) -> None:
     assert resolve(config, NO_DEFAULTS) is None
     with pytest.raises(ValueError, match="would both move"):
         resolve(config, Settings(OffloadConfig(), ("core_attn",)))
+
+
+def test_what_megatrons_paged_stash_takes_is_refused(applied: Handle) -> None:
+    stash = make(offload_activation=True)
+    stash.moe_paged_stash = True  # from 0.19 on
+    assert resolve(stash, NO_DEFAULTS) is not None
+    with pytest.raises(ValueError, match="'dispatched_tokens', 'experts', 'moe_act', but.*moe_paged_stash=True"):
+        resolve(stash, Settings(OffloadConfig(), ("router", "dispatched_tokens", "experts", "moe_act")))
+    stash.offload_modules = ["core_attn", "expert_fc1"]
+    with pytest.raises(ValueError, match="'router_fc1', but.*moe_paged_stash=True"):
+        check_fields(stash)
 
 
 def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:

@@ -114,7 +114,7 @@ def test_parts_of_a_requested_name_are_left_out() -> None:
 
 
 def test_recompute_modules_and_parts_exist() -> None:
-    known = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"}
+    known = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
     for row in MODULES:
         assert {*row.recomputed_by, *row.discarded_by} <= known
         assert {*row.parts} <= {other.name for other in MODULES}
@@ -309,6 +309,7 @@ def test_an_identity_is_no_site_and_is_said_to_be_fused() -> None:
     assert "ask for 'mlp_fc1'" in message
     assert "'router_fc1' needs experts with linear_fc1" in message
     assert "This model has self_attn, qkv_linear, mlp_fc1 (" in message
+    assert "'expert_fc1' stands for 'router_fc1'" in message
 
 
 def test_surveys_of_several_ranks_add_up() -> None:

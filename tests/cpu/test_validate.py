@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import enum
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._graphs import _is_captured, check_cuda_graphs  # noqa: E402
-from megatron_patches._modules import MODULES, Bracket, ModuleRow  # noqa: E402
-from megatron_patches._sites import BLOCKS  # noqa: E402
+from megatron_patches._modules import MODULES  # noqa: E402
+from megatron_patches._sites import BLOCKS, calls_no_parts  # noqa: E402
 from megatron_patches._validate import (  # noqa: E402
     check_conflicts,
     check_host_limit,
+    check_inputs_stay_whole,
     check_weights_stay_whole,
     hidden_bytes,
     why_nothing_moved,
@@ -51,6 +51,22 @@ def test_weights_that_are_gathered_in_backward_are_refused(name: str) -> None:
         check_weights_stay_whole(config(**setting))
     with pytest.raises(NotImplementedError, match=f"{name}=2"):
         check_weights_stay_whole(config(**{name: 2}))
+
+
+def test_inputs_that_full_recomputation_cuts_are_refused_in_a_pipeline() -> None:
+    full = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    for change in ({"pipeline_model_parallel_size": 1}, {"recompute_granularity": "selective"}):
+        check_inputs_stay_whole(config(**{**full, **change}))
+    check_inputs_stay_whole(config(recompute_granularity="full"))
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True"):
+        check_inputs_stay_whole(config(**full))
+
+
+def test_megatron_cores_fused_modules_are_known_by_what_they_have() -> None:
+    transformer_engine = pytest.importorskip("megatron.core.extensions.transformer_engine")
+    shared_experts = pytest.importorskip("megatron.core.transformer.moe.shared_experts")
+    fused = [getattr(transformer_engine, "TEFusedMLP", None), getattr(shared_experts, "FusedSharedExpertMLP", None)]
+    assert all(calls_no_parts(cls.__new__(cls)) for cls in fused if cls is not None)
 
 
 def test_nothing_conflicts_without_recomputation() -> None:
@@ -91,6 +107,25 @@ def test_of_a_norm_inside_the_linear_layer_nothing_is_discarded(name: str, norm:
     check_conflicts(chosen, [name], NORMS - {norm})
     with pytest.raises(ValueError, match=f"'{name}'.*'layernorm'"):
         check_conflicts(chosen, [name], frozenset({norm}))
+
+
+@pytest.mark.parametrize(
+    ("frequency", "is_refused"),
+    [(1, False), (8, False), (9, True), ([1] * 7 + [0], False), ([1] * 8, True), (None, False)],
+)
+def test_what_gated_delta_nets_discard_is_refused_without_plain_attention(frequency: Any, is_refused: bool) -> None:
+    chosen = config(
+        recompute_granularity="selective", recompute_modules=["gdn_norm_out"], linear_attention_freq=frequency
+    )
+    expected = pytest.raises(ValueError, match="'attn_proj'.*'gdn_norm_out'") if is_refused else nullcontext()
+    with expected:
+        check_conflicts(chosen, ["self_attn", "attn_proj"], NORMS)
+
+
+def test_a_conflict_tells_the_alias_it_may_have_been_asked_by() -> None:
+    chosen = config(recompute_granularity="selective", recompute_modules=["moe"])
+    with pytest.raises(ValueError, match="'router_fc1', but.*'expert_fc1' stands for 'router_fc1'"):
+        check_conflicts(chosen, ["router_fc1"], NORMS)
 
 
 @pytest.mark.parametrize("name", ["layer_input", "attn_norm", "mlp_norm"])
@@ -143,70 +178,11 @@ def test_host_limit_below_one_activation() -> None:
         check_host_limit(config(), 8191, 16, 2)
 
 
-class Scope(enum.Enum):
-    """As megatron-core keeps what it captures."""
-
-    attn = 1
-    mlp = 2
-    moe = 3
-    moe_router = 4
-    moe_preprocess = 5
-    mamba = 6
-
-
-@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
-@pytest.mark.parametrize(
-    ("scope", "captured", "free"),
-    [
-        ("attn", ["attn_norm", "layer_input", "qkv_linear", "core_attn", "mla_up_proj"], ["mlp_norm", "router_fc1"]),
-        ("mlp", ["mlp_norm", "mlp_fc1", "mlp_act"], ["core_attn", "moe_act", "router"]),
-        ("moe", ["router", "experts", "dispatched_tokens", "shared_fc1"], ["core_attn", "mlp_fc1"]),
-        ("moe_router", ["router", "mlp_norm", "shared_experts", "dispatched_tokens"], ["router_fc1", "moe_act"]),
-        ("moe_preprocess", ["router", "mlp_norm", "shared_fc1", "dispatched_tokens"], ["experts", "mlp_fc2"]),
-        ("mamba", ["mamba_mixer", "mamba_in_proj"], ["core_attn", "router_fc2", "mtp_proj"]),
-    ],
-)
-def test_captured_modules_are_refused_and_no_others(
-    setting: str, scope: str, captured: list[str], free: list[str]
-) -> None:
-    graphs = config(**{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope]]})
-    check_cuda_graphs(graphs, free)
-    for name in captured:
-        with pytest.raises(NotImplementedError, match=rf"'{name}'.*'transformer_engine' with {setting}=\[{scope}\]"):
-            check_cuda_graphs(graphs, [*free, name])
-
-
-@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
-def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
-    """No name of the table stands for it alone."""
-    row = ModuleRow(name="of the test", saves="", brackets=(Bracket(path),))
-    assert _is_captured(row, "transformer_engine", ["attn"])
-    assert not _is_captured(row, "transformer_engine", ["mlp", "moe"])
-
-
-def test_the_local_implementation_captures_whole_layers() -> None:
-    with pytest.raises(NotImplementedError, match="'router_fc1'"):
-        check_cuda_graphs(config(cuda_graph_impl="local", cuda_graph_scope=[Scope.attn]), ["router_fc1"])
-    check_cuda_graphs(config(cuda_graph_impl="local", cuda_graph_scope=[Scope.moe_router]), ["router_fc1", "core_attn"])
-
-
-@pytest.mark.parametrize("setting", [{"cuda_graph_impl": "full_iteration"}, {"cuda_graph_impl": "local"}])
-def test_without_a_scope_everything_is_captured(setting: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"'mtp_proj'.*'{setting['cuda_graph_impl']}'"):
-        check_cuda_graphs(config(**setting, cuda_graph_modules=[]), ["mtp_proj"])
-
-
-def test_graphs_that_no_training_step_replays_are_let_be() -> None:
-    check_cuda_graphs(config(), ["core_attn"])
-    check_cuda_graphs(config(cuda_graph_impl="none", cuda_graph_scope=[Scope.attn]), ["core_attn"])
-    inference = config(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
-    check_cuda_graphs(inference, ["core_attn"])
-
-
 @pytest.mark.parametrize(
     ("stats", "settings", "reason"),
     [
         (IterationStats(num_groups=4), {}, "offload_min_tensor_bytes=1,048,576"),
+        (IterationStats(num_groups=4), {}, "other saved tensors hooks"),
         (IterationStats(num_groups=4, num_kept_groups=4), {}, "offload_min_tensor_bytes"),
         (IterationStats(num_groups=4, num_kept_groups=4, managed_bytes=1 << 20), {}, "at once"),
         (IterationStats(num_groups=4, num_kept_groups=3, managed_bytes=1 << 20), {}, None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -138,17 +140,19 @@ def _check_no_reader() -> None:
     assert Outcome(prepare, ["layer_input"]).stats.num_emptied_storages == 2
 
 
-def test_under_the_overlap_other_code_may_read_it_too() -> None:
+@pytest.mark.parametrize("is_given", [False, True], ids=["kept by a hook", "given by the caller"])
+def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
     pytest.importorskip("torch", minversion="2.6", reason="megatron-core's overlap needs it")
-    run_ranks(_check_overlap, pipeline=Pipeline(expert=2))
+    run_ranks(_check_overlap, is_given, pipeline=Pipeline(expert=2))
 
 
-def _check_overlap() -> None:
+def _check_overlap(is_given: bool) -> None:
     settings = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "dtype": torch.bfloat16}
     seen: list[float] = []
 
     def reading(batches: Iterator[torch.Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
-        output, loss = forward_step(batches, model, *args, **kwargs)
+        with _embeddings_given() if is_given else nullcontext():
+            output, loss = forward_step(batches, model, *args, **kwargs)
 
         def with_look(output: torch.Tensor) -> Any:
             seen.append(_kept.pop(0).detach().float().sum().item())
@@ -160,8 +164,25 @@ def _check_overlap() -> None:
     for names in (["layer_input"], []):
         seen.clear()
         _kept.clear()
-        outcomes.append((Outcome(_keep_behind_the_embedding, names, "moe", reading, **settings).fingerprint, seen[:]))
+        prepare = _do_nothing if is_given else _keep_behind_the_embedding
+        outcomes.append((Outcome(prepare, names, "moe", reading, **settings).fingerprint, seen[:]))
     assert outcomes[0] == outcomes[1]
+
+
+def _do_nothing(chunk: Any) -> None: ...
+
+
+@contextmanager
+def _embeddings_given() -> Iterator[None]:
+    """Plans are built as by a script that makes the embeddings, and keeps them."""
+    build = GPTModel.build_schedule_plan
+
+    def build_with(model: Any, tokens: torch.Tensor, positions: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
+        _kept.append(model.embedding(tokens, positions))
+        return build(model, tokens, positions, mask, decoder_input=_kept[-1], **kwargs)
+
+    with mock.patch.object(GPTModel, "build_schedule_plan", build_with):
+        yield
 
 
 # -- hooks and modules of others ---------------------------------------------------------------------------------------
@@ -322,7 +343,10 @@ def _fail_twice() -> list[str]:
     is_on = torch.distributed.get_rank() == 0
     settings: Any = {"offload_activation": True, "offload_modules": ["core_attn"]} if is_on else {}
     found = []
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")), mock.patch.object(HostPool, "lend", return_value=None):
+    with (
+        apply(OffloadConfig(min_tensor_bytes=1, directory="none")),
+        mock.patch.object(HostPool, "lend", return_value=None),
+    ):
         chunks = make_chunks(make_config(**settings))
         for _ in range(2):
             with pytest.raises(ValueError, match="pipeline rank 0: the host tier has no room for any of"):

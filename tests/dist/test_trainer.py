@@ -215,7 +215,7 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
         ("--offload-dir . --offload-resident-bytes 0", "--offload-resident-bytes, --offload-dir without --offload-activation"),
         (
             "--offload-activation --offload-modules no_such_module",
-            "'no_such_module' in offload_modules; this model has: ",
+            "'no_such_module' in offload_modules; known for this configuration: ",
         ),
         ("--offload-activation --num-experts 4", "add --disable-bias-linear"),
         ("--metrics-json no_such_directory/metrics.json", "there is no directory no_such_directory"),

@@ -1,0 +1,131 @@
+"""What CUDA graphs capture is refused with both settings named, and all else is offloaded."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_patches._graphs import _is_captured, check_cuda_graphs  # noqa: E402
+from megatron_patches._modules import MODULES, Bracket, ModuleRow  # noqa: E402
+
+
+class Scope(enum.Enum):
+    """As megatron-core keeps what it captures."""
+
+    attn = 1
+    mlp = 2
+    moe = 3
+    moe_router = 4
+    moe_preprocess = 5
+    mamba = 6
+    full_iteration = 7
+
+
+class Inference(enum.Enum):
+    """As megatron-core keeps what it captures for inference, since 0.19."""
+
+    none = 1
+    layer = 2
+    block = 3
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+@pytest.mark.parametrize(
+    ("scope", "captured", "free"),
+    [
+        ("attn", ["attn_norm", "layer_input", "qkv_linear", "core_attn", "mla_up_proj"], ["mlp_norm", "router_fc1"]),
+        ("mlp", ["mlp_norm", "mlp_fc1", "mlp_act"], ["core_attn", "moe_act", "router"]),
+        ("moe", ["router", "experts", "dispatched_tokens", "shared_fc1"], ["core_attn", "mlp_fc1"]),
+        ("moe_router", ["router", "mlp_norm", "shared_experts", "dispatched_tokens"], ["router_fc1", "moe_act"]),
+        ("moe_preprocess", ["router", "mlp_norm", "shared_fc1", "dispatched_tokens"], ["experts", "mlp_fc2"]),
+        ("mamba", ["mamba_mixer", "mamba_in_proj"], ["core_attn", "router_fc2", "mtp_proj"]),
+    ],
+)
+def test_captured_modules_are_refused_and_no_others(
+    setting: str, scope: str, captured: list[str], free: list[str]
+) -> None:
+    graphs = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope]]})
+    check_cuda_graphs(graphs, free)
+    for name in captured:
+        with pytest.raises(NotImplementedError, match=rf"'{name}', which '{scope}' in {setting} captures"):
+            check_cuda_graphs(graphs, [*free, name])
+
+
+@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
+def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
+    """No name of the table stands for it alone."""
+    row = ModuleRow(name="of the test", saves="", brackets=(Bracket(path),))
+    assert _is_captured(row, "attn")
+    assert not _is_captured(row, "mlp") and not _is_captured(row, "moe")
+
+
+@pytest.mark.parametrize("scope", [None, *Scope])
+def test_the_local_implementation_is_refused(scope: Scope | None) -> None:
+    graphs = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=[scope] if scope else [])
+    with pytest.raises(NotImplementedError, match="'router_fc1' beside cuda_graph_impl='local'"):
+        check_cuda_graphs(graphs, ["router_fc1"])
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [Scope.full_iteration]},
+    ],
+)
+def test_where_all_is_captured_no_name_is_free(graphs: dict[str, Any]) -> None:
+    for row in MODULES:
+        with pytest.raises(NotImplementedError, match=f"'{row.name}' beside cuda_graph_impl="):
+            check_cuda_graphs(SimpleNamespace(**graphs), [row.name])
+
+
+def test_graphs_that_no_training_step_replays_are_let_be() -> None:
+    check_cuda_graphs(SimpleNamespace(), ["core_attn"])
+    check_cuda_graphs(SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=[Scope.attn]), ["core_attn"])
+    old = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=["full_iteration_inference"])
+    check_cuda_graphs(old, ["core_attn"])
+    new = SimpleNamespace(cuda_graph_impl="local", cuda_graph_modules=[], inference_cuda_graph_scope=Inference.block)
+    check_cuda_graphs(new, ["core_attn"])
+    new.inference_cuda_graph_scope = Inference.layer  # its graphs are replayed in training, too
+    with pytest.raises(NotImplementedError, match="local"):
+        check_cuda_graphs(new, ["core_attn"])
+
+
+def hooks_of_layers() -> list[Any]:
+    """In a process with megatron-core's parallel state: after a step with offload, before a capture."""
+    from megatron.core.transformer.module import GraphableMegatronModule
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    from megatron_patches import apply
+    from offload_engine import OffloadConfig
+    from tests.dist.tiny import make_chunks, make_config, run
+
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
+        chunks = make_chunks(make_config("moe"))
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        for module in modules:
+            if isinstance(module, GraphableMegatronModule):
+                module.config.cuda_graph_impl = "transformer_engine"
+                module.config.cuda_graph_modules = module.config.cuda_graph_scope = ["moe_router"]
+                module.cuda_graphs = []
+        run(chunks, 2)
+        stats = handle.stats
+        assert stats is not None and stats.copied_in_bytes > 0
+        layers = [module for module in modules if isinstance(module, TransformerLayer)]
+        hooks = [(*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()) for layer in layers]
+        return [repr(of_layer) for of_layer in hooks if of_layer]
+
+
+@pytest.mark.dist
+def test_layers_that_are_captured_get_no_hooks() -> None:
+    """TransformerEngine refuses to capture modules with hooks."""
+    from tests.dist.launch import run_ranks
+
+    (hooks,) = run_ranks(hooks_of_layers)
+    assert hooks == []
