@@ -1,4 +1,4 @@
-"""Trains a small model on English text without a mark in it, activations offloaded. Run it with --help."""
+"""Trains a small model on English text without a mark in it, activations offloaded."""
 
 import argparse
 from contextlib import nullcontext

@@ -1,10 +1,10 @@
-"""Trains a checkpointed Llama of transformers on English text, without and with offload: checkpointed_model.py [STEPS]
+"""Trains a checkpointed Llama of transformers on English text, without and with offload.
 
 The weights are random, and small enough for a CPU. With offload_wrapper() the inputs of the checkpointed layers, which
 is all that checkpointing keeps, live on the host between forward and backward.
 """
 
-import sys
+import argparse
 from pydoc_data import topics  # documentation that every CPython carries
 
 import torch
@@ -41,7 +41,9 @@ def train(model: LlamaForCausalLM, num_steps: int, meter: ResidencyMeter) -> lis
 
 
 if __name__ == "__main__":
-    steps, before, after = int(sys.argv[1]) if sys.argv[1:] else 10, ResidencyMeter(), ResidencyMeter()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", type=int, nargs="?", default=10)
+    steps, before, after = parser.parse_args().steps, ResidencyMeter(), ResidencyMeter()
     plain = train(make_model(), steps, before)
     # A real model needs no more than `model = offload_wrapper(model)`. The inputs of this one are below 1 MiB, which is
     # the smallest that leaves by default, and a meter is there for the figures below.

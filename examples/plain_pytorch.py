@@ -1,6 +1,6 @@
-"""Trains transformer layers on English text in plain PyTorch, without and with offload: plain_pytorch.py [STEPS]"""
+"""Trains transformer layers on English text in plain PyTorch, without and with offload."""
 
-import sys
+import argparse
 from contextlib import nullcontext
 from pydoc_data import topics  # documentation that every CPython carries
 
@@ -52,7 +52,9 @@ def train(num_steps: int, engine: OffloadEngine | None, meter: ResidencyMeter) -
 
 
 if __name__ == "__main__":
-    steps, before, after = int(sys.argv[1]) if sys.argv[1:] else 10, ResidencyMeter(), ResidencyMeter()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", type=int, nargs="?", default=10)
+    steps, before, after = parser.parse_args().steps, ResidencyMeter(), ResidencyMeter()
     small = OffloadConfig(min_tensor_bytes=64 << 10)  # the tensors of this model are below the default of 1 MiB
     plain, offloaded = train(steps, None, before), train(steps, OffloadEngine(small, meter=after), after)
     print(f"loss {plain[0]:.4f} -> {plain[-1]:.4f}; with offload equal to the last bit: {plain == offloaded}")

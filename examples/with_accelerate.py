@@ -1,4 +1,4 @@
-"""Trains a small Llama on English text with accelerate, activations offloaded. Run it with --help.
+"""Trains a small Llama on English text with accelerate, activations offloaded.
 
 `accelerate launch examples/with_accelerate.py` trains on several GPUs, under DDP or FSDP.
 """

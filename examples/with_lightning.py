@@ -1,4 +1,4 @@
-"""Trains transformer layers on English text with Lightning's Trainer, activations offloaded. Run it with --help."""
+"""Trains transformer layers on English text with Lightning's Trainer, activations offloaded."""
 
 import argparse
 from pydoc_data import topics  # documentation that every CPython carries

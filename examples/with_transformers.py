@@ -1,4 +1,4 @@
-"""Trains a small Qwen2 on English text with transformers' Trainer, activations offloaded. Run it with --help."""
+"""Trains a small Qwen2 on English text with transformers' Trainer, activations offloaded."""
 
 import argparse
 import tempfile

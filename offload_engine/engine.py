@@ -41,11 +41,17 @@ class OffloadEngine:
 
     Raises:
         ValueError: if the configuration does not fit the device.
+        TypeError: if `device` is one of torch's.
     """
 
     def __init__(
         self, config: OffloadConfig | None = None, device: Device | None = None, meter: ResidencyMeter | None = None
     ) -> None:
+        if isinstance(device, (str, int, torch.device)):
+            raise TypeError(
+                f"device={device!r} is a device of torch's. Leave it out: the engine takes the current CUDA device "
+                "(torch.cuda.set_device), or the CPU where there is none"
+            )
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter

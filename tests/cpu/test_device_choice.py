@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offload_engine import OffloadConfig
+from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._devices import CpuDevice
 from offload_engine.frontends._device import _compute_devices, device_for
 
@@ -43,3 +44,9 @@ def test_what_waits_on_the_cpu_for_being_gathered_is_computed_elsewhere() -> Non
     for kind, device in (("cuda", torch.device("cuda")), ("cpu", torch.device("cpu"))):
         weight.device_mesh = SimpleNamespace(device_type=kind)  # type: ignore[attr-defined]  # as a DTensor has it
         assert list(_compute_devices(weight)) == [device]
+
+
+@pytest.mark.parametrize("device", ["cuda", 0, torch.device("cpu")], ids=str)
+def test_a_device_of_torchs_is_no_device_of_the_engine(device: Any) -> None:
+    with pytest.raises(TypeError, match="device of torch's. Leave it out"):
+        OffloadEngine(PLAIN, device)

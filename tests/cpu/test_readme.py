@@ -48,9 +48,9 @@ FOREIGN = {
     # SMP
     "offload_activations", "sm_activation_offloading",
     # megatron-core
-    "NVTE_CPU_OFFLOAD_V1", "activation_offload_fraction", "delay_offload_until_cuda_graph",
+    "NVTE_CPU_OFFLOAD_V1", "activation_offload_fraction", "cuda_graph_impl", "delay_offload_until_cuda_graph",
     "delta_offload_bytes_across_pp_ranks", "fine_grained_activation_offloading",
-    "fine_grained_offloading_max_inflight_offloads", "min_offloaded_tensor_size",
+    "fine_grained_offloading_max_inflight_offloads", "min_offloaded_tensor_size", "use_transformer_engine_op_fuser",
 }  # fmt: skip
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
