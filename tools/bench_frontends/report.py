@@ -222,7 +222,7 @@ def plot_trade(records: Sequence[Record], file: Path) -> None:
             label=CONTENDERS[record["label"]],
             zorder=2,
         )
-    axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step", xlim=(0, None), ylim=(0, None))
+    axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step")
     axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
