@@ -67,8 +67,12 @@ def copy_out(
     for storage in storages:
         assert storage.region is not None and storage.buffer is not None
         copies.append((storage.buffer, storage.region))
-    device.copy_out(stream, copies)
-    return device.record_event(stream)
+    try:
+        device.copy_out(stream, copies)
+        return device.record_event(stream)
+    except BaseException:
+        _finish(stream, device)
+        raise
 
 
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
@@ -84,12 +88,17 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         copies.append((storage.region, buffer))
     for compute in _streams_of(storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
-    device.copy_in(stream, copies)
+    try:
+        device.copy_in(stream, copies)
+        copied_in = device.record_event(stream)
+    except BaseException:
+        _finish(stream, device)
+        raise
     for i, storage in enumerate(storages):
         if storage.emptied is not None:  # restored: the tensors over it are whatever they were
             storage.form = None
         storage.buffer, storage.emptied, storage.home = copies[i][1], None, None
-    return device.record_event(stream)
+    return copied_in
 
 
 def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
@@ -160,6 +169,12 @@ def note_last_read(storage: SavedStorage, context: TransferContext) -> None:
     reader = context.device.current_stream()
     if reader != storage.stream or storage.home is not None:
         storage.last_read = context.device.record_event(reader)
+
+
+def _finish(stream: Stream, device: Device) -> None:
+    """Something went wrong, or somebody interrupted, before an event told of a copy: nobody else would wait for it."""
+    with suppress(CopyError):
+        device.synchronize(device.record_event(stream))
 
 
 def _follow_readers(storage: SavedStorage, device: Device) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -766,6 +767,37 @@ def test_after_a_failed_copy_the_next_step_is_as_ever(
     loss.backward()
     assert torch.equal(loss, expected) and not activations.engine.has_saved
     expected.backward()
+
+
+@pytest.mark.parametrize("kind", ["out", "in"])
+def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(
+    kind: str, device: AdversarialDevice, activations: ManagedActivations
+) -> None:
+    """No event tells of that copy, and the graph goes with the step."""
+    stream = getattr(activations.engine._store._context, f"copy_{kind}_stream")
+    record, interrupts = device.record_event, iter([KeyboardInterrupt])
+
+    def record_event(of: Any) -> Any:
+        for interrupt in interrupts if of == stream else ():
+            raise interrupt
+        return record(of)
+
+    model = make_model()
+
+    def step(region: AbstractContextManager[Any]) -> Results:
+        model.zero_grad()
+        torch.manual_seed(0)
+        with region:
+            loss = loss_of(model)
+        loss.backward()
+        return results(model, loss)
+
+    expected = [result.clone() for result in step(nullcontext())]
+    with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
+        step(activations)
+    gc.collect()
+    assert all(map(torch.equal, step(activations), expected))
+    assert not activations.engine.has_saved and not device.hazards
 
 
 def test_a_config_and_an_engine_are_one_too_many(activations: ManagedActivations) -> None:
