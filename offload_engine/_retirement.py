@@ -54,6 +54,9 @@ class Retirement(ABC):
                         self._dropped.append(saved)
                     else:
                         self._retire(saved)
+            except KeyboardInterrupt:  # a destructor swallows it: the next step tries again
+                self._dropped.append(saved)
+                raise
             finally:
                 self._lock.release()
         else:
@@ -72,6 +75,10 @@ class Retirement(ABC):
                 while self._dropped:
                     saved = self._dropped.popleft()
                     if saved.num_handles == 0:  # else the step packed the storage once more
-                        self._retire(saved)
+                        try:
+                            self._retire(saved)
+                        except KeyboardInterrupt:
+                            self._dropped.append(saved)
+                            raise
             finally:
                 self._lock.release()

@@ -312,12 +312,12 @@ class ActivationStore(Retirement):
             return
         if saved.emptied is not None and saved.is_still_held():
             self._restore(saved)
+        if saved.buffer is not None and saved.pending is not None:
+            self._settle_last(saved)  # first: an interrupt may end the wait, and then all of this comes once more
         if saved.residency is COPYING_IN:
             self.accounts.prefetched_bytes -= saved.nbytes
             self._ahead.pop(id(saved.copied_in), None)
         if saved.buffer is not None:
-            if saved.pending is not None:
-                self._settle_last(saved)
             self.accounts.drop(saved)
             drop_buffer(saved, self._context)
         if saved.lease is not None:

@@ -266,8 +266,12 @@ class OffloadEngine:
     def reset_iteration(self) -> None:
         """Recover after an exception: wait for copies in flight, then drop every saved activation. Idempotent.
 
+        No-op after `close()`, which has done it.
+
         Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward.
         """
+        if self._is_closed:  # the device takes no more work, not even the events of a reset
+            return
         self._mover.reset_iteration()
         self._store.abandon_all()
         self.pool.forget_events()  # no copy is left; a failed one would never complete, and stop the next step
@@ -293,9 +297,9 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Drop everything and give the host memory back; the engine takes no more iterations. Idempotent."""
-        if self._is_closed:  # the device takes no more work, not even the events of a reset
+        if self._is_closed:
             return
-        self._is_closed = True
         self.reset_iteration()
         self.pool.close()
         self.device.close()
+        self._is_closed = True  # last: after an interrupt the next call goes on

@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 
+from offload_engine._eligibility import with_storage
 from offload_engine._saved import StayingTensor, without_graph
 from offload_engine.meter import ResidencyMeter
 
@@ -23,7 +24,7 @@ class SavedTensorTracker:
 
     def __init__(self, meter: ResidencyMeter, weights: Iterable[torch.Tensor] = ()) -> None:
         self._meter = meter
-        self._weights: frozenset[int] = frozenset(w.untyped_storage().data_ptr() for w in weights)
+        self._weights: frozenset[int] = frozenset(w.untyped_storage().data_ptr() for w in with_storage(weights))
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> SavedTensorTracker:

@@ -203,12 +203,16 @@ class LayerGroups:
             self._abandon()  # KeyboardInterrupt and the like call no forward hook
         chunk = self.session.start_forward()
         if chunk is not None:
-            if self._last_chunk is not None:
-                self._last_chunk.offload_kept_groups()
-            self._last_chunk = None
-            self._untrace()
+            last, self._last_chunk = self._last_chunk, None
+            try:
+                if last is not None:
+                    last.offload_kept_groups()
+                self._untrace()
+                self._hooks.__enter__()
+            except BaseException:
+                self.session.abandon_forward()
+                raise
             self._forward = _Forward(chunk)
-            self._hooks.__enter__()
 
     def _leave_body(self, has_raised: bool = False) -> None:
         if self._is_in_context or self._own_forward is None or is_in_backward():

@@ -108,8 +108,9 @@ class ManagedActivations:
                 "this manage_activations() is entered already: leave it first, or leave the inner `with` out, because "
                 "the outer one covers it. A second model takes a manage_activations() of its own."
             )
-        self._hooks = self._groups.hooks()
-        self._hooks.__enter__()
+        hooks = self._groups.hooks()
+        hooks.__enter__()  # refused where saved tensors hooks are disabled: then nothing is entered
+        self._hooks = hooks
         self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks take charge of its inputs
         return self
 

@@ -63,6 +63,7 @@ def test_tracked_and_modified_in_place() -> None:
 
 def test_a_step_leaves_nothing_to_the_collector() -> None:
     """A storage in a cycle would keep its events, and a CUDA event is recorded again only once nobody holds it."""
+    gc.collect()  # what other tests have left
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
     with engine.iteration():
         chunk = engine.start_chunk()
@@ -214,4 +215,38 @@ def test_an_interrupt_leaves_no_step_under_way() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert num_interrupts > 10
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_in_a_destructor_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python swallows it there, in the middle of a wait for a copy."""
+    device = AdversarialDevice()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
+    wait, interrupts = device.wait_event, iter([KeyboardInterrupt])
+
+    def interrupted(*args: Any) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        wait(*args)
+
+    def forward() -> torch.Tensor:
+        chunk = engine.start_chunk()
+        y = torch.randn(64, requires_grad=True) * 1
+        for _ in range(4):
+            y = group_start(y, chunk, "group")
+            with chunk.saved_tensors_hooks():
+                y = torch.sin(y)
+            y = group_commit(y, chunk)
+        return y.sum()
+
+    engine.begin_iteration()
+    total = forward()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "wait_event", interrupted)
+        del total
+    assert next(interrupts, None) is None, "there was nothing to wait for"
+    forward().backward()
+    stats = engine.end_iteration()
+    assert stats.num_storages_left == 0 == engine.pool.num_leases and not device.hazards
     engine.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -581,6 +582,23 @@ def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEng
     del y, chunk
     assert engine.pool.num_leases == 0
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
+
+
+def test_an_error_behind_a_close_is_the_one_that_comes_out(engine: OffloadEngine) -> None:
+    with pytest.raises(ValueError, match="of the caller"), engine.iteration():
+        engine.close()
+        raise ValueError("of the caller")
+
+
+def test_after_an_interrupted_close_the_next_one_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, closed = make_engine(), mock.Mock()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.device, "synchronize", mock.Mock(side_effect=KeyboardInterrupt))
+        engine.close()
+    monkeypatch.setattr(engine.device, "close", closed)
+    engine.close()
+    engine.close()
+    closed.assert_called_once()
 
 
 def test_double_buffering_is_refused(engine: OffloadEngine) -> None:

@@ -517,6 +517,28 @@ def test_removed_after_an_interrupt(enable: Enable) -> None:
     assert equal(step(model), step(Net()))
 
 
+def test_where_hooks_are_refused_the_next_forward_is_as_ever(enable: Enable) -> None:
+    handle = enable(model := Net())
+    with pytest.raises(RuntimeError, match="not here"), torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        model(data())
+    assert equal(step(model), step(Net())) and handle.stats.copied_in_bytes > 0
+
+
+def test_after_a_forward_without_room_on_the_host_offload_goes_on() -> None:
+    """The second forward has the last layer of the first leave, for which there is none."""
+    few = OffloadConfig(min_tensor_bytes=BYTES, directory="none", host_limit_bytes=14 * BYTES, host_policy="error")
+    model = Net()
+    handle = enable_activation_offloading(model, "none", config=few)
+    step(model)
+    total = model(data())
+    with pytest.raises(OffloadError, match="host memory"):
+        model(data())
+    del total
+    before = handle.stats
+    assert equal(step(model), step(Net())) and handle.stats is not before and handle.stats.copied_in_bytes > 0
+    handle.remove()
+
+
 @pytest.mark.parametrize("is_handling", [False, True])
 @pytest.mark.parametrize("what", ["layers", "body"])
 def test_what_returns_nothing_has_not_raised(what: str, is_handling: bool, enable: Enable) -> None:

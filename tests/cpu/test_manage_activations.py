@@ -800,6 +800,15 @@ def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(
     assert not activations.engine.has_saved and not device.hazards
 
 
+def test_where_hooks_are_refused_nothing_is_entered(activations: ManagedActivations) -> None:
+    refused = torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    with pytest.raises(RuntimeError, match="not here"), refused, activations:
+        pass
+    with activations:
+        loss = loss_of(make_model())
+    loss.backward()
+
+
 def test_a_config_and_an_engine_are_one_too_many(activations: ManagedActivations) -> None:
     with pytest.raises(ValueError, match="a config or an engine"):
         manage_activations(config=OffloadConfig(), engine=activations.engine)
