@@ -52,6 +52,14 @@ def test_tracked(operation: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert meter.current_bytes == 0
 
 
+def test_weights_without_a_storage_are_no_reason_to_fail() -> None:
+    meter, x = ResidencyMeter(), torch.randn(64, requires_grad=True)
+    with SavedTensorTracker(meter, [torch.eye(3).to_sparse(), x]):
+        y = (x * x).sin()
+    assert meter.current_bytes == 4 * 64
+    del y
+
+
 def test_tracked_and_modified_in_place() -> None:
     x, y = torch.randn(64, requires_grad=True), torch.ones(64)
     with SavedTensorTracker(ResidencyMeter()):

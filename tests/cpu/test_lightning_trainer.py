@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -174,6 +176,23 @@ def test_a_training_step_of_the_instance_stays_its_own(tmp_path: Path) -> None:
     callback = Recording()
     make_trainer(PACKAGES[0], tmp_path, [callback]).fit(module, batches(), batches())
     assert module.training_step is own and min(callback.moved) > 0
+
+
+def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Path) -> None:
+    copies: list[Any] = []
+
+    class Copying(OffloadCallback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            trainer, pl_module.trainer = pl_module.trainer, None  # as for an average of weights; it cannot be copied
+            copies.append(copy.deepcopy(pl_module))
+            pl_module.trainer = trainer
+
+    make_trainer(PACKAGES[0], tmp_path, [Copying(CONFIG)]).fit(make_module(PACKAGES[0]), batches(), batches())
+    last = copies[-1]
+    for weight in last.parameters():
+        torch.nn.init.zeros_(weight)
+    last.trainer = mock.Mock(global_step=0)
+    assert last.training_step(torch.ones(BATCH, WIDTH), 0).item() == 0
 
 
 def test_a_training_that_raises_gives_the_model_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -197,6 +198,7 @@ def _check_remove() -> None:
     with pytest.raises(ValueError, match="offloaded already"):
         offload_schedule(schedule, CONFIG)
     _call(schedule, schedule.step, 0)
+    assert all(map(torch.equal, copy.deepcopy(stage.submod).parameters(), stage.submod.parameters()))
     copied = offload.stats.copied_out_bytes
     offload.remove()
     offload.remove()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 try:
@@ -53,16 +55,9 @@ class OffloadCallback(Callback):
 
     def _bracket_training_step(self, pl_module: LightningModule) -> None:
         """`training_step` may call the layers of the module without calling the module."""
-        training_step = pl_module.training_step
         # Mostly nothing, `training_step` is a method of its class.
         self._replaced = {name: own for name, own in vars(pl_module).items() if name == "training_step"}
-
-        @functools.wraps(training_step)
-        def bracketed(*args: Any, **kwargs: Any) -> Any:
-            with self._offload.forward():
-                return training_step(*args, **kwargs)
-
-        pl_module.training_step = bracketed
+        pl_module.training_step = _TrainingStep(pl_module.training_step, self._offload)
 
     def _detach(self, pl_module: LightningModule) -> None:
         self._offload.detach()
@@ -70,3 +65,19 @@ class OffloadCallback(Callback):
             del pl_module.training_step
             vars(pl_module).update(self._replaced)
             self._replaced = None
+
+
+class _TrainingStep:
+    """A `training_step` with offload; on a copy of its module, or one loaded from a file, that module's own without."""
+
+    def __init__(self, training_step: Callable[..., Any], offload: TrainingOffload) -> None:
+        functools.update_wrapper(self, training_step)  # Lightning looks at its signature
+        self._training_step = training_step
+        self._offload: TrainingOffload | None = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._offload.forward() if self._offload is not None else nullcontext():
+            return self._training_step(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_offload": None}

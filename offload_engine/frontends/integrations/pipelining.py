@@ -20,6 +20,7 @@ from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._device import device_for
 from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
+from offload_engine.frontends._layer_groups import GroupHook
 from offload_engine.frontends._session import Session
 from offload_engine.frontends._weights import weights_of
 from offload_engine.meter import ResidencyMeter
@@ -108,7 +109,9 @@ class ScheduleOffload:
         self._schedule.step = self._around_step(self._schedule.step)  # type: ignore[method-assign]
         for stage in self._stages:
             stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
-            self._inputs_hooks.append(stage.submod.register_forward_pre_hook(self._keep_inputs, with_kwargs=True))
+            self._inputs_hooks.append(
+                stage.submod.register_forward_pre_hook(GroupHook(self._keep_inputs), with_kwargs=True)
+            )
 
     def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
