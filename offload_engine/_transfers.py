@@ -93,6 +93,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         copied_in = device.record_event(stream)
     except BaseException:
         _finish(stream, device)
+        copies.clear()  # held until here: compiled code drops what it does not name any more
         raise
     for i, storage in enumerate(storages):
         if storage.emptied is not None:  # restored: the tensors over it are whatever they were
