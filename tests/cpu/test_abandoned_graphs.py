@@ -69,21 +69,24 @@ def test_tracked_and_modified_in_place() -> None:
         total.backward()
 
 
+def four_groups(engine: OffloadEngine) -> torch.Tensor:
+    chunk = engine.start_chunk()
+    y = torch.randn(64, requires_grad=True) * 1
+    for _ in range(4):
+        y = group_start(y, chunk, "group")
+        with chunk.saved_tensors_hooks():
+            y = torch.sin(y)
+        y = group_commit(y, chunk)
+    return y.sum()
+
+
 def test_a_step_leaves_nothing_to_the_collector() -> None:
     """A storage in a cycle would keep its events, and a CUDA event is recorded again only once nobody holds it."""
     gc.collect()  # what other tests have left
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
     with engine.iteration():
-        chunk = engine.start_chunk()
-        y = torch.randn(64, requires_grad=True) * 1
-        for _ in range(4):
-            y = group_start(y, chunk, "group")
-            with chunk.saved_tensors_hooks():
-                y = torch.sin(y)
-            y = group_commit(y, chunk)
-        y.sum().backward()
+        four_groups(engine).backward()
         assert engine.stats.copied_in_bytes > 0
-        del y, chunk
     left = [o for o in gc.get_objects() if type(o) in (SavedStorage, TensorGroup)]
     assert not left
     engine.close()
@@ -238,23 +241,13 @@ def test_an_interrupt_in_a_destructor_is_no_leak(monkeypatch: pytest.MonkeyPatch
             raise interrupt
         wait(*args)
 
-    def forward() -> torch.Tensor:
-        chunk = engine.start_chunk()
-        y = torch.randn(64, requires_grad=True) * 1
-        for _ in range(4):
-            y = group_start(y, chunk, "group")
-            with chunk.saved_tensors_hooks():
-                y = torch.sin(y)
-            y = group_commit(y, chunk)
-        return y.sum()
-
     engine.begin_iteration()
-    total = forward()
+    total = four_groups(engine)
     with monkeypatch.context() as patch:
         patch.setattr(device, "wait_event", interrupted)
         del total
     assert next(interrupts, None) is None, "there was nothing to wait for"
-    forward().backward()
+    four_groups(engine).backward()
     stats = engine.end_iteration()
     assert stats.num_storages_left == 0 == engine.pool.num_leases and not device.hazards
     engine.close()
