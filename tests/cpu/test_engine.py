@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -581,6 +582,34 @@ def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEng
         y.sum().backward()
     del y, chunk
     assert engine.pool.num_leases == 0
+    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
+
+
+@pytest.mark.parametrize("kind", ["out", "in"])
+def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: OffloadEngine) -> None:
+    """No event tells of that copy, and the graph goes before the reset."""
+    device = engine.device
+    assert isinstance(device, AdversarialDevice)
+    stream = getattr(engine._store._context, f"copy_{kind}_stream")
+    record, interrupts = device.record_event, iter([KeyboardInterrupt])
+
+    def record_event(of: object) -> object:
+        for interrupt in interrupts if of == stream else ():
+            raise interrupt
+        return record(of)
+
+    def forward_and_backward() -> None:
+        chunk, y = engine.start_chunk(), leaf()
+        for _ in range(6):
+            y = in_group(chunk, torch.sin, y)
+        y.sum().backward()
+
+    engine.begin_iteration()
+    with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
+        forward_and_backward()
+    gc.collect()
+    engine.reset_iteration()
+    assert not device.hazards
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
 
