@@ -56,7 +56,7 @@ def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:
         if captured_in:
             raise NotImplementedError(
                 f"offload_modules has {name!r}, which {captured_in[0]!r} in {setting} captures: a replayed graph calls "
-                f"no module. Drop one of them"
+                "no module. Drop one of them"
             )
 
 
