@@ -16,9 +16,32 @@ IN_PLACE = (
     "edit. Install without --editable, or into another folder (pip install --target)."
 )
 CORE = Path("offload_engine")
-# Not on the path of a group, or what the interpreter must see: a base class that is found at run time.
-INTERPRETED = {"__init__.py", "_smp.py", "_te_base.py"}
-ALSO_COMPILED = ("meter.py", "tracker.py", "_devices/cuda_runtime.py", "_devices/regions.py")
+# What runs for each saved tensor and each group. A module that is missing here stays interpreted, with every test green
+# and the host time of a group doubled: so their number is stated too, and held by a test of the compiled core.
+COMPILED_FOLDERS = ("_host", "_policy", "_saved")
+ALSO_COMPILED = (
+    "_compat/build.py",
+    "_devices/cuda_runtime.py",
+    "_devices/regions.py",
+    "meter.py",
+    "stats.py",
+    "tracker.py",
+)
+NUM_COMPILED = 22
+
+
+def compiled_sources() -> list[Path]:
+    """The files that become machine code.
+
+    Raises:
+        SystemExit: if there are more or fewer than `NUM_COMPILED`.
+    """
+    folders = [path for name in COMPILED_FOLDERS for path in (CORE / name).glob("*.py") if path.stem != "__init__"]
+    paths = sorted([*folders, *(CORE / name for name in ALSO_COMPILED)])
+    if len(paths) != NUM_COMPILED:
+        found = ", ".join(map(str, paths))
+        raise SystemExit(f"setup.py: {len(paths)} modules to compile, expected {NUM_COMPILED}: {found}")
+    return paths
 
 
 def compiled_modules() -> list[Extension]:
@@ -29,11 +52,9 @@ def compiled_modules() -> list[Extension]:
         raise SystemExit(
             f"{COMPILE}=1 without build isolation needs mypyc: pip install 'mypy[mypyc]' ({error})"
         ) from error
-    names = [*(path.name for path in CORE.glob("_*.py") if path.name not in INTERPRETED), *ALSO_COMPILED]
+    paths = compiled_sources()
     arguments = ["--config-file=", "--follow-imports=skip", "--ignore-missing-imports", "--no-warn-unused-ignores"]
-    modules: list[Extension] = mypycify(
-        [*arguments, *(str(CORE / name) for name in sorted(names))], opt_level="2", group_name="offload_engine"
-    )
+    modules: list[Extension] = mypycify([*arguments, *map(str, paths)], opt_level="2", group_name="offload_engine")
     return [*modules, Extension("offload_engine._devices._cuda_calls", [str(CORE / "_devices" / "_cuda_calls.c")])]
 
 

@@ -4,10 +4,10 @@
 """
 
 from megatron_patches._arguments import add_offload_arguments, offload_config_from_args
-from megatron_patches._cpu import apply_cpu_support
 from megatron_patches._handle import Handle, apply
-from megatron_patches._modules import known_names
-from megatron_patches._registry import PatchError
+from megatron_patches._model.modules import known_names
+from megatron_patches._rows.cpu import apply_cpu_support
+from megatron_patches._rows.registry import PatchError
 
 __all__ = [
     "Handle",

@@ -14,7 +14,7 @@ import torch
 
 from megatron_patches import add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
 from megatron_patches._arguments import DEFAULT_MODULES, split_flags
-from megatron_patches._modules import MODULES, Bracket, canonical_names
+from megatron_patches._model.modules import MODULES, Bracket, canonical_names
 
 logger = logging.getLogger("megatron_patches")
 

@@ -12,8 +12,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
-from megatron_patches._modules import canonical_names, is_in_experts, known_names
-from megatron_patches._registry import Patch
+from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
+from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 

@@ -11,18 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_patches._arguments import Settings, config_rows, resolve
-from megatron_patches._attach import Attachment
-from megatron_patches._bracket import GroupBracket
-from megatron_patches._fused_wgrad import fused_wgrad_rows
-from megatron_patches._graphs import check_cuda_graphs
-from megatron_patches._modules import canonical_names, drop_parts
-from megatron_patches._moe import moe_rows
-from megatron_patches._overlap import overlap_rows
-from megatron_patches._recompute import recompute_rows
-from megatron_patches._registry import Applied, apply_patches
-from megatron_patches._schedules import Step, overlaps_expert_comm, schedule_rows
-from megatron_patches._sites import own_norms
-from megatron_patches._validate import (
+from megatron_patches._hooks.attach import Attachment
+from megatron_patches._hooks.bracket import GroupBracket
+from megatron_patches._model.graphs import check_cuda_graphs
+from megatron_patches._model.modules import canonical_names, drop_parts
+from megatron_patches._model.sites import overlaps_expert_comm, own_norms
+from megatron_patches._model.validate import (
     check_conflicts,
     check_host_limit,
     check_host_room,
@@ -33,6 +27,12 @@ from megatron_patches._validate import (
     is_on_elsewhere,
     why_nothing_moved,
 )
+from megatron_patches._rows.fused_wgrad import fused_wgrad_rows
+from megatron_patches._rows.moe import moe_rows
+from megatron_patches._rows.overlap import overlap_rows
+from megatron_patches._rows.recompute import recompute_rows
+from megatron_patches._rows.registry import Applied, apply_patches
+from megatron_patches._rows.schedules import Step, schedule_rows
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
 

@@ -1,7 +1,6 @@
 """Activation offload for training: saved tensors live in host memory between forward and backward."""
 
-from offload_engine._build import IS_COMPILED
-from offload_engine._stats import IterationStats
+from offload_engine._compat.build import IS_COMPILED
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
@@ -13,6 +12,7 @@ from offload_engine.frontends.wrapper import WrapperHandle, offload_wrapper
 from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey
+from offload_engine.stats import IterationStats
 from offload_engine.tracker import SavedTensorTracker
 
 __all__ = [

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from offload_engine._prefetch import ChunkGroups
-from offload_engine._quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
-from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup, without_graph
-from offload_engine._te_base import HandlerBase
+from offload_engine._compat.te_base import HandlerBase
+from offload_engine._policy.prefetch import ChunkGroups
+from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
+from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.errors import OffloadError
 from offload_engine.schedule import ChunkKey
 
 if TYPE_CHECKING:
-    from offload_engine._moves import Mover
+    from offload_engine._policy.moves import Mover
 
 
 # The context manager for these has no way to ask whose hooks are the innermost.

@@ -11,19 +11,19 @@ import torch
 
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, HostRead, Stream
-from offload_engine._horizon import make_horizon
-from offload_engine._host_pool import HostPool
-from offload_engine._moves import Mover
-from offload_engine._prefetch import Prefetcher
-from offload_engine._release import ReleaseQueue
-from offload_engine._stats import IterationStats
-from offload_engine._store import ActivationStore
-from offload_engine._transfers import TransferContext
+from offload_engine._host.pool import HostPool
+from offload_engine._policy.horizon import make_horizon
+from offload_engine._policy.moves import Mover
+from offload_engine._policy.prefetch import Prefetcher
+from offload_engine._policy.release import ReleaseQueue
+from offload_engine._saved.store import ActivationStore
+from offload_engine._saved.transfers import TransferContext
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey
+from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 

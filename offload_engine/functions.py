@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload_engine._saved import TensorGroup
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 
 

@@ -7,8 +7,8 @@ from types import TracebackType
 
 import torch
 
-from offload_engine._eligibility import with_storage
-from offload_engine._saved import StayingTensor, without_graph
+from offload_engine._saved.eligibility import with_storage
+from offload_engine._saved.handles import StayingTensor, without_graph
 from offload_engine.meter import ResidencyMeter
 
 

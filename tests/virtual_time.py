@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._attach import backward_at_once
+from megatron_patches._hooks.attach import backward_at_once
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, IterationStats, OffloadConfig, OffloadEngine
 from offload_engine._devices.regions import new_buffer
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
+FOLDERS = (".", "_host", "_policy", "_saved")  # where waits are; a test holds that no other folder has any
 # Targeted tests first: they are the fastest, and the name of the test that fails says the most.
 _TARGETS = ("copy_order", "held_elsewhere", "engine", "host_pool", "random_pipelines")
 TESTS = tuple(f"tests/cpu/test_{name}.py" for name in _TARGETS)
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def find_mutations(root: Path) -> list[Mutation]:
     """Every wait of the engine, and every hand-over of an event that somebody waits for later, in order of source."""
     mutations: list[Mutation] = []
-    for path in sorted((root / PACKAGE).glob("*.py")):
+    for path in sorted(path for folder in FOLDERS for path in (root / PACKAGE / folder).glob("*.py")):
         source = path.read_text()
         found = [m for node in ast.walk(ast.parse(source)) for m in _mutations_of(node, source, path.relative_to(root))]
         needed = (mutation for mutation in found if _NOT_FOR_ORDER not in mutation.code)
@@ -208,7 +209,7 @@ def _table(chosen: list[tuple[int, Mutation]], outcomes: dict[int, Outcome]) -> 
     for index, mutation in chosen:
         outcome = outcomes.get(index, Outcome("-", "", 0.0))
         style = {"caught": "green", "-": ""}.get(outcome.verdict, "bold red")
-        where = f"{mutation.path.name}:{mutation.line}"
+        where = f"{mutation.path.relative_to(PACKAGE)}:{mutation.line}"
         row = (str(index), where, f"{mutation.title}\n{mutation.code}", outcome.verdict, outcome.detail)
         table.add_row(*map(escape, row), f"{outcome.seconds:.0f}", style=style)
     return table

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .base import CopyError, Device, HostRegion, HostSlab
-from .cpu import CpuDevice, resolve_directory
-from .file_slab import check_directory
+from offload_engine._devices.base import CopyError, Device, HostRegion, HostSlab
+from offload_engine._devices.cpu import CpuDevice, resolve_directory
+from offload_engine._devices.file_slab import check_directory
 
 if TYPE_CHECKING:
     from ..config import OffloadConfig
@@ -33,7 +33,7 @@ def make_device(config: OffloadConfig) -> Device:
         OSError: if `config.directory` is missing, not a directory, or not writable.
     """
     if torch.cuda.is_available():
-        from .cuda import CudaDevice
+        from offload_engine._devices.cuda import CudaDevice
 
         return CudaDevice(directory=config.directory)
     return make_cpu_device(config)

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from .regions import Form as Form
-from .regions import HostRegion as HostRegion
+from offload_engine._devices.regions import Form as Form
+from offload_engine._devices.regions import HostRegion as HostRegion
+from offload_engine._devices.regions import HostSlab as HostSlab
 
 Stream = Any
 Event = Any
@@ -23,15 +24,6 @@ Event = Any
 
 class CopyError(RuntimeError):
     """A copy between the device and the host tier failed (disk full, I/O error)."""
-
-
-class HostSlab(Protocol):
-    """A contiguous range of host-tier bytes (pinned memory, plain memory or part of a file)."""
-
-    nbytes: int
-
-    def close(self) -> None:
-        """Give the bytes back to the system. Idempotent; no copy may be in flight."""
 
 
 class HostRead(Protocol):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .base import CopyError
+from offload_engine._devices.base import CopyError
 
 
 class CopyableSlab(Protocol):

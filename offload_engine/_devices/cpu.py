@@ -15,12 +15,12 @@ from typing import cast
 
 import torch
 
-from .base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream
-from .copy_worker import CopyableSlab, CopyEvent, CopyStream, CopyThread, ProcessGuard
-from .file_slab import FileSlab, check_directory, free_bytes
-from .host_memory import available_host_bytes
-from .memory_slab import MemorySlab
-from .regions import check_copy, check_slab_size, new_buffer, whole
+from offload_engine._devices.base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream
+from offload_engine._devices.copy_worker import CopyableSlab, CopyEvent, CopyStream, CopyThread, ProcessGuard
+from offload_engine._devices.file_slab import FileSlab, check_directory, free_bytes
+from offload_engine._devices.host_memory import available_host_bytes
+from offload_engine._devices.memory_slab import MemorySlab
+from offload_engine._devices.regions import check_copy, check_slab_size, new_buffer, whole
 
 COMPUTE = "compute"
 """The one compute stream: whatever thread calls."""

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from .base import CopyError, Event, Form, HostRead, HostSlab, Stream
-from .cuda_runtime import CudaRuntime
-from .host_memory import available_host_bytes
-from .host_read import MappedReader
-from .pinned import PinnedSlab, numa_node_of
-from .regions import check_slab_size, new_buffer, whole
+from offload_engine._devices.base import CopyError, Event, Form, HostRead, HostSlab, Stream
+from offload_engine._devices.cuda_runtime import CudaRuntime
+from offload_engine._devices.host_memory import available_host_bytes
+from offload_engine._devices.host_read import MappedReader
+from offload_engine._devices.pinned import PinnedSlab, numa_node_of
+from offload_engine._devices.regions import check_slab_size, new_buffer, whole
 
 logger = logging.getLogger(__name__)
 

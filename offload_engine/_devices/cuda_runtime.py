@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .base import CopyError
-from .regions import HostRegion, check_copy
+from offload_engine._devices.base import CopyError
+from offload_engine._devices.regions import HostRegion, check_copy
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: no order with the default stream but what is asked for
@@ -186,7 +186,7 @@ def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
     events = (library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery)
     functions = (*events, library.cudaMemcpyAsync, library.cudaGetLastError)
     try:
-        from ._cuda_calls import Calls
+        from offload_engine._devices._cuda_calls import Calls
     except ImportError:  # installed as pure Python
         return *functions, partial(_copy_batch, library)
     batch = getattr(library, "cudaMemcpyBatchAsync", 0)

@@ -13,9 +13,9 @@ from functools import partial
 
 import torch
 
-from .base import Event, HostRead, PlainRead
-from .cuda_runtime import CudaRuntime
-from .pinned import PinnedSlab
+from offload_engine._devices.base import Event, HostRead, PlainRead
+from offload_engine._devices.cuda_runtime import CudaRuntime
+from offload_engine._devices.pinned import PinnedSlab
 
 SLOT_BYTES = 8192
 _NUM_SLOTS = 512

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from .host_memory import check_memory
+from offload_engine._devices.host_memory import check_memory
 
 
 class MemorySlab:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .host_memory import check_memory
+from offload_engine._devices.host_memory import check_memory
 
 logger = logging.getLogger(__name__)
 

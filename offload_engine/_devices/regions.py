@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from .base import HostSlab
-
-
 Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, stride in elements, and dtype of a tensor over the whole of its storage."""
+
+
+class HostSlab(Protocol):
+    """A contiguous range of host-tier bytes (pinned memory, plain memory or part of a file)."""
+
+    nbytes: int
+
+    def close(self) -> None:
+        """Give the bytes back to the system. Idempotent; no copy may be in flight."""
 
 
 class HostRegion:

@@ -11,16 +11,16 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from offload_engine._stats import IterationStats
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
-from offload_engine.frontends._compiling import refuse_when_compiled
-from offload_engine.frontends._device import device_for
-from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
-from offload_engine.frontends._session import Session
-from offload_engine.frontends._weights import weights_of
+from offload_engine.frontends._common.compiling import refuse_when_compiled
+from offload_engine.frontends._common.device import device_for
+from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
+from offload_engine.frontends._common.session import Session
+from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force, checkpoint_of_all_inputs
+from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 

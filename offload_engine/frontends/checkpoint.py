@@ -12,14 +12,15 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from offload_engine._saved import PackedTensor, StayingTensor, TensorGroup
-from offload_engine._stats import IterationStats
+from offload_engine._saved.handles import PackedTensor, StayingTensor
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
-from offload_engine.frontends._groups import SavedInGroup
-from offload_engine.frontends._session import Session, is_in_backward
+from offload_engine.frontends._common.groups import SavedInGroup
+from offload_engine.frontends._common.session import Session, is_in_backward
+from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 

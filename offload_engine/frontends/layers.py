@@ -8,19 +8,19 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from offload_engine._stats import IterationStats
 from offload_engine.config import HORIZONS, OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
-from offload_engine.frontends._device import device_for
-from offload_engine.frontends._find_layers import Layer, body_of, check_strategy, find_layers
-from offload_engine.frontends._groups import GROUP_BYTES
-from offload_engine.frontends._layer_budget import LayerBudget
-from offload_engine.frontends._layer_checkpoint import LayerCheckpoints
-from offload_engine.frontends._layer_groups import GroupHook, LayerGroups
-from offload_engine.frontends._session import Session
-from offload_engine.frontends._weights import weights_of
+from offload_engine.frontends._common.device import device_for
+from offload_engine.frontends._common.groups import GROUP_BYTES
+from offload_engine.frontends._common.session import Session
+from offload_engine.frontends._common.weights import weights_of
+from offload_engine.frontends._layers.find_layers import Layer, body_of, check_strategy, find_layers
+from offload_engine.frontends._layers.layer_budget import LayerBudget
+from offload_engine.frontends._layers.layer_checkpoint import LayerCheckpoints
+from offload_engine.frontends._layers.layer_groups import GroupHook, LayerGroups
 from offload_engine.meter import ResidencyMeter
+from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from offload_engine._stats import IterationStats
 from offload_engine.config import HORIZONS, OffloadConfig
 from offload_engine.engine import OffloadEngine
-from offload_engine.frontends._device import device_for
-from offload_engine.frontends._weights import weights_of
+from offload_engine.frontends._common.device import device_for
+from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
+from offload_engine.stats import IterationStats
 
 DEFAULT_HORIZON = 2
 PYTORCH = "checkpoint_fn"

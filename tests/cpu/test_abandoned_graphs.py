@@ -21,13 +21,13 @@ from offload_engine import (
     OffloadEngine,
     ResidencyMeter,
     SavedTensorTracker,
-    _store,
     group_commit,
     group_start,
 )
 from offload_engine._devices import CpuDevice
 from offload_engine._devices.memory_slab import MemorySlab
-from offload_engine._saved import SavedStorage, TensorGroup
+from offload_engine._saved import store
+from offload_engine._saved.storage import SavedStorage, TensorGroup
 from tests.adversarial import AdversarialDevice
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,7 +152,7 @@ def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.Monkey
         pytest.skip("the compiled core asks nobody between finding a storage and its handle: needs the pure Python one")
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 30), AdversarialDevice())
     owner, name = {
-        "pack": (_store, "PackedTensor"),
+        "pack": (store, "PackedTensor"),
         "copy-out": (engine.device, "copy_out"),
         "release": (engine.device, "wait_event"),
         "copy-in": (engine.device, "allocate"),

@@ -15,8 +15,8 @@ import torch  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from megatron_patches._attach import Attachment  # noqa: E402
-from megatron_patches._sites import Site  # noqa: E402
+from megatron_patches._hooks.attach import Attachment  # noqa: E402
+from megatron_patches._model.sites import Site  # noqa: E402
 from offload_engine import ChunkKey, OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.schedule import no_pipelining  # noqa: E402
 

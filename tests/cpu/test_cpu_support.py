@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_patches import apply_cpu_support
-from megatron_patches._cpu import CudaWithoutGpu, TorchWithoutGpu, cpu_rows
-from megatron_patches._registry import PatchError
+from megatron_patches._rows.cpu import CudaWithoutGpu, TorchWithoutGpu, cpu_rows
+from megatron_patches._rows.registry import PatchError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._devices import CpuDevice
-from offload_engine.frontends._device import _compute_devices, device_for
+from offload_engine.frontends._common.device import _compute_devices, device_for
 
 PLAIN = OffloadConfig(directory="none")
 

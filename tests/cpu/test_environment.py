@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from fnmatch import fnmatch
 from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from offload_engine import IS_COMPILED, _te_base
+from offload_engine import IS_COMPILED
+from offload_engine._compat import te_base
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif("OFFLOAD_TESTS_EXPECT_TE" not in os.environ, reason="this run did not promise TransformerEngine")
 def test_transformer_engine_is_the_base() -> None:
-    assert _te_base.USES_TRANSFORMER_ENGINE
-    assert _te_base.HandlerBase.__module__.startswith("transformer_engine.")
+    assert te_base.USES_TRANSFORMER_ENGINE
+    assert te_base.HandlerBase.__module__.startswith("transformer_engine.")
 
 
 def test_without_transformer_engine_our_own_class_is_the_base() -> None:
     try:
         metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
-        assert not _te_base.USES_TRANSFORMER_ENGINE
-        assert _te_base.HandlerBase.__module__ == "offload_engine._te_base"
+        assert not te_base.USES_TRANSFORMER_ENGINE
+        assert te_base.HandlerBase.__module__ == "offload_engine._compat.te_base"
     else:
         pytest.skip("TransformerEngine is installed")
 
@@ -31,6 +36,20 @@ def test_without_transformer_engine_our_own_class_is_the_base() -> None:
 def test_the_core_is_compiled_where_the_run_promised_it() -> None:
     """A compiled module hides the source beside it: a run on the checkout must not test what was built of it once."""
     assert IS_COMPILED == ("OFFLOAD_TESTS_EXPECT_COMPILED" in os.environ)
+
+
+@pytest.mark.skipif("OFFLOAD_TESTS_EXPECT_COMPILED" not in os.environ, reason="this run did not promise compiled code")
+def test_every_module_of_the_core_is_compiled() -> None:
+    """A module that setup.py has lost would run as before, only slower."""
+    spec = importlib.util.spec_from_file_location("_settings_of_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    settings = importlib.util.module_from_spec(spec)
+    with mock.patch("setuptools.setup"):
+        spec.loader.exec_module(settings)
+    sources = [ROOT / path for path in settings.compiled_sources()]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
+    interpreted = [name for name in modules if importlib.import_module(name).__file__.endswith(".py")]
+    assert not interpreted
 
 
 def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:

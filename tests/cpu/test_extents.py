@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_engine._extents import FreeExtents
+from offload_engine._host.extents import FreeExtents
 
 SLABS = 3
 SLAB_BYTES = 24

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._graphs import _is_captured, check_cuda_graphs  # noqa: E402
-from megatron_patches._modules import MODULES, Bracket, ModuleRow  # noqa: E402
+from megatron_patches._model.graphs import _is_captured, check_cuda_graphs  # noqa: E402
+from megatron_patches._model.modules import MODULES, Bracket, ModuleRow  # noqa: E402
 
 
 class Scope(enum.Enum):

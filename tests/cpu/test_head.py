@@ -14,8 +14,8 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from megatron_patches._attach import Attachment  # noqa: E402
-from megatron_patches._sites import Site  # noqa: E402
+from megatron_patches._hooks.attach import Attachment  # noqa: E402
+from megatron_patches._model.sites import Site  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.schedule import Action, no_pipelining, parse_actions  # noqa: E402
 from tests.adversarial import AdversarialDevice  # noqa: E402

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine._devices.base import CopyError
-from offload_engine._host_pool import MIB, HostLease, HostPool
+from offload_engine._host.pool import MIB, HostLease, HostPool
 
 ALIGNMENT = 4
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offload_engine import ChunkKey, group_commit
-from offload_engine._saved import SavedStorage, TensorGroup
+from offload_engine._saved.storage import SavedStorage, TensorGroup
 
 
 class Chunk:

@@ -15,17 +15,17 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches.__main__ import module_table  # noqa: E402
-from megatron_patches._attach import backward_at_once, last_of_each_name  # noqa: E402
-from megatron_patches._modules import MODULES, canonical_names, drop_parts, known_names, row_of  # noqa: E402
-from megatron_patches._sites import (  # noqa: E402
+from megatron_patches._hooks.attach import backward_at_once, last_of_each_name  # noqa: E402
+from megatron_patches._model.modules import MODULES, canonical_names, drop_parts, known_names, row_of  # noqa: E402
+from megatron_patches._model.sites import (  # noqa: E402
     Site,
     count_layers,
     find_sites,
     merge_surveys,
     survey,
 )
-from megatron_patches._unshared import unshared_modules  # noqa: E402
-from megatron_patches._validate import _missing_message  # noqa: E402
+from megatron_patches._model.unshared import unshared_modules  # noqa: E402
+from megatron_patches._model.validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 

@@ -14,9 +14,9 @@ import numpy  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.transformer.moe import experts, token_dispatcher  # noqa: E402
 
-from megatron_patches._host_reads import HostReads, select  # noqa: E402
-from megatron_patches._moe import moe_rows, multihot  # noqa: E402
-from megatron_patches._registry import apply_patches  # noqa: E402
+from megatron_patches._rows.host_reads import HostReads, select  # noqa: E402
+from megatron_patches._rows.moe import moe_rows, multihot  # noqa: E402
+from megatron_patches._rows.registry import apply_patches  # noqa: E402
 
 
 class DeviceTensor(torch.Tensor):

@@ -22,7 +22,7 @@ import torch
 from megatron_patches import Handle, add_offload_arguments, known_names
 from megatron_patches._arguments import Settings, config_rows
 from megatron_patches._handle import _rows as patch_rows
-from megatron_patches._modules import MODULES, ModuleRow
+from megatron_patches._model.modules import MODULES, ModuleRow
 from megatron_patches._versions import SUPPORTED
 from offload_engine import OffloadConfig
 
@@ -227,7 +227,7 @@ def test_every_file_has_a_row() -> None:
 
 
 def test_rules_of_order() -> None:
-    stated = re.findall(r"^ (\d)\. (.+?)\. ", (ROOT / "offload_engine/_transfers.py").read_text(), re.MULTILINE)
+    stated = re.findall(r"^ (\d)\. (.+?)\. ", (ROOT / "offload_engine/_saved/transfers.py").read_text(), re.MULTILINE)
     assert stated == re.findall(r"^(\d)\. (.+?): ", section(README, "How it works"), re.MULTILINE)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._recompute import recompute_rows  # noqa: E402
-from megatron_patches._registry import Patch, apply_patches  # noqa: E402
+from megatron_patches._rows.recompute import recompute_rows  # noqa: E402
+from megatron_patches._rows.registry import Patch, apply_patches  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 
 ROWS = [row for row in recompute_rows(SimpleNamespace()) if row.target.endswith((":checkpoint", ":te_checkpoint"))]

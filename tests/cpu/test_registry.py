@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patches._registry import Applied, Patch, PatchError, apply_patches
+from megatron_patches._rows.registry import Applied, Patch, PatchError, apply_patches
 from megatron_patches._versions import SUPPORTED, check_supported, installed_version, is_in_range
 
 VERSION = "0.17.0"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from offload_engine import CopyError, OffloadConfig, OffloadEngine
-from offload_engine._eligibility import with_storage
-from offload_engine.frontends._groups import AutomaticGroups
-from offload_engine.frontends._session import Session
-from offload_engine.frontends._weights import may_move
+from offload_engine._saved.eligibility import with_storage
+from offload_engine.frontends._common.groups import AutomaticGroups
+from offload_engine.frontends._common.session import Session
+from offload_engine.frontends._common.weights import may_move
 from tests.adversarial import AdversarialDevice
 
 WIDTH, ROWS, DEPTH = 16, 8, 6

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine
-from offload_engine._te_base import USES_TRANSFORMER_ENGINE, HandlerBase
+from offload_engine._compat.te_base import USES_TRANSFORMER_ENGINE, HandlerBase
 from tests.adversarial import AdversarialDevice
 
 NUM_LAYERS = 5

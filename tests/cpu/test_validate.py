@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._modules import MODULES  # noqa: E402
-from megatron_patches._sites import BLOCKS, calls_no_parts  # noqa: E402
-from megatron_patches._validate import (  # noqa: E402
+from megatron_patches._model.modules import MODULES  # noqa: E402
+from megatron_patches._model.sites import BLOCKS, calls_no_parts  # noqa: E402
+from megatron_patches._model.validate import (  # noqa: E402
     check_conflicts,
     check_host_limit,
     check_inputs_stay_whole,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_patches._modules import MODULES
-from megatron_patches._validate import check_conflicts
+from megatron_patches._model.modules import MODULES
+from megatron_patches._model.validate import check_conflicts
 
 
 def leaves(names: Iterable[str]) -> list[str]:

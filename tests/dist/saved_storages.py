@@ -10,11 +10,11 @@ from unittest import mock
 import torch
 
 from megatron_patches import apply
-from megatron_patches._bracket import HooksPause
-from megatron_patches._modules import MODULES
+from megatron_patches._hooks.bracket import HooksPause
+from megatron_patches._model.modules import MODULES
 from offload_engine import OffloadConfig
-from offload_engine._saved import TensorGroup
-from offload_engine._store import ActivationStore
+from offload_engine._saved.storage import TensorGroup
+from offload_engine._saved.store import ActivationStore
 
 innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 

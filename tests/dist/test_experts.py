@@ -15,8 +15,9 @@ pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
 
-from megatron_patches import _experts, apply  # noqa: E402
-from megatron_patches._attach import Attachment  # noqa: E402
+from megatron_patches import apply  # noqa: E402
+from megatron_patches._model import experts  # noqa: E402
+from megatron_patches._hooks.attach import Attachment  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import GroupedLinear, GroupedProduct  # noqa: E402
@@ -42,7 +43,7 @@ def test_weights_go_through_no_hooks(name: str, is_quantized: bool, settings: di
 
 def _check_saved(name: str, is_quantized: bool, settings: dict[str, Any]) -> None:
     is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
-    with apply(ALL, modules=[name]), mock.patch.object(_experts, "_will_quantize", lambda linear: is_quantized):
+    with apply(ALL, modules=[name]), mock.patch.object(experts, "_will_quantize", lambda linear: is_quantized):
         chunks = _make_chunks(settings)
         with _saved_tensors() as saved:
             run(chunks, 2)
@@ -168,7 +169,7 @@ def test_of_other_classes_nothing_is_known() -> None:
 def _find_linears() -> None:
     plain = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
     others = Others(2, 4, 4, init_method=torch.nn.init.ones_)
-    found = [*_experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
+    found = [*experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
     assert found == [plain]
 
 
@@ -182,7 +183,7 @@ def test_what_casts_may_save_more(case: str) -> None:
         linear.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
     args = () if case == "no tensor" else (tokens, [2, 2])
     with torch.autocast("cpu", torch.bfloat16) if case == "autocast" else contextlib.nullcontext():
-        assert _experts.saves_only_weights_behind(linear, args) == (case == "plain")
+        assert experts.saves_only_weights_behind(linear, args) == (case == "plain")
 
 
 @pytest.mark.parametrize("is_context_quantized", [False, True])
@@ -191,15 +192,15 @@ def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_contex
     linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
     args = (torch.ones(4, 4), [2, 2])
     with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_context_quantized):
-        assert te and _experts.saves_only_weights_behind(linear, args) == (not is_context_quantized)
+        assert te and experts.saves_only_weights_behind(linear, args) == (not is_context_quantized)
         linear.will_execute_quantized = lambda is_quantized: not is_quantized  # type: ignore[assignment]
-        assert _experts.saves_only_weights_behind(linear, args) == is_context_quantized
+        assert experts.saves_only_weights_behind(linear, args) == is_context_quantized
 
 
 def test_where_it_cannot_be_asked_all_goes_through_hooks() -> None:
     linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
     with mock.patch.dict(sys.modules, {"transformer_engine": mock.Mock(), "megatron.core.fp8_utils": None}):
-        assert not _experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2]))
+        assert not experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2]))
 
 
 @pytest.mark.parametrize("is_debugged", [False, True])
@@ -213,7 +214,7 @@ def test_what_is_debugged_goes_through_hooks(is_debugged: bool) -> None:
         "megatron.core.fp8_utils": fp8,
     }
     with mock.patch.dict(sys.modules, modules), mock.patch("megatron.core.fp8_utils", fp8):
-        assert _experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2])) == (not is_debugged)
+        assert experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2])) == (not is_debugged)
 
 
 def _make_chunks(settings: dict[str, Any]) -> list[torch.nn.Module]:

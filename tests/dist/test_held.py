@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
-from megatron_patches._schedules import unwrap  # noqa: E402
+from megatron_patches._rows.schedules import unwrap  # noqa: E402
 from offload_engine import IterationStats, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
@@ -186,6 +186,6 @@ def _stats(handle: Handle) -> IterationStats:
 
 
 def _at_once(case: Case, num_microbatches: int) -> frozenset[Any]:
-    from megatron_patches._attach import backward_at_once
+    from megatron_patches._hooks.attach import backward_at_once
 
     return backward_at_once(actions(case, num_microbatches))

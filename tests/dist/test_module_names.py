@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._modules import MODULES  # noqa: E402
+from megatron_patches._model.modules import MODULES  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import HYBRID, LATENT  # noqa: E402
 from tests.dist.names import leaves  # noqa: E402

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
-from offload_engine._host_pool import HostPool  # noqa: E402
+from offload_engine._host.pool import HostPool  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.logged import messages  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402

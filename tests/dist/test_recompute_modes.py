@@ -15,8 +15,8 @@ import torch  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from megatron_patches._modules import MODULES, _can_have  # noqa: E402
-from megatron_patches._sites import BLOCKS  # noqa: E402
+from megatron_patches._model.modules import MODULES, _can_have  # noqa: E402
+from megatron_patches._model.sites import BLOCKS  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402

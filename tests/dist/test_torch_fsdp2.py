@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from megatron_patches._unshared import unshared_modules  # noqa: E402
+from megatron_patches._model.unshared import unshared_modules  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402

@@ -25,10 +25,10 @@ def test_all_does_in_fp8(ranks_of: Callable[[int], GpuRanks]) -> None:
 def _count(settings: dict[str, Any]) -> tuple[int, int, bool]:
     """Groups, tensors packed in them, and whether the layers are as they were. Not with the compiled core."""
     from megatron_patches import apply
-    from megatron_patches._experts import linears_of_experts
+    from megatron_patches._model.experts import linears_of_experts
     from offload_engine import OffloadConfig
-    from offload_engine._saved import TensorGroup
-    from offload_engine._store import ActivationStore
+    from offload_engine._saved.storage import TensorGroup
+    from offload_engine._saved.store import ActivationStore
     from tests.gpu.small_gpt import make_chunks, make_config, run
 
     pack, num_calls = ActivationStore.pack, 0

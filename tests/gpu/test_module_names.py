@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patches._modules import MODULES
+from megatron_patches._model.modules import MODULES
 from tests.gpu.parity import deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 
@@ -119,7 +119,7 @@ def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
 
 def _names(settings: dict[str, Any]) -> list[str]:
     """Names that such a model has and that do not conflict with its recomputation."""
-    from megatron_patches._sites import own_norms, survey
+    from megatron_patches._model.sites import own_norms, survey
     from tests.dist.names import is_refused
 
     config, chunks = _make(settings)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from offload_engine.config import OffloadConfig
-from offload_engine.frontends._find_layers import strategy_of
+from offload_engine.frontends._layers.find_layers import strategy_of
 from offload_engine.frontends.layers import LayerOffload, enable_activation_offloading
 
 FindLayers = Callable[[nn.Module], Sequence[nn.Module]]

@@ -15,16 +15,16 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
-from offload_engine._stats import IterationStats
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
-from offload_engine.frontends._device import device_for
-from offload_engine.frontends._groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
-from offload_engine.frontends._layer_groups import GroupHook
-from offload_engine.frontends._session import Session
-from offload_engine.frontends._weights import weights_of
+from offload_engine.frontends._common.device import device_for
+from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
+from offload_engine.frontends._common.session import Session
+from offload_engine.frontends._common.weights import weights_of
+from offload_engine.frontends._layers.layer_groups import GroupHook
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
+from offload_engine.stats import IterationStats
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 

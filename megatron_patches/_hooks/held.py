@@ -1,0 +1,227 @@
+"""Tensors that megatron-core keeps until backward beside autograd, and when it has read them for the last time.
+
+While somebody keeps a tensor its copy-out frees nothing, unless the engine is told that nobody reads it any more. That
+is known of megatron-core's own code only. Where a model has decoders or layers of its user's, or hooks of theirs, which
+may keep a tensor and read it later, nothing is told. Nor is it where CUDA graphs capture layers: what a graph gives out
+is memory that its next replay writes to.
+
+1. The input of a chunk's decoder: the schedule keeps what it received until the backward of that chunk, and reads only
+   the gradient of it; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
+   layer reads it last.
+2. What `CheckpointWithoutOutput` recomputes from: it saves detached leaves, and autograd keeps those together with the
+   node that accumulates their gradient. The layer around it reads the tensor last, in a residual connection. That layer
+   may be one inside a layer that predicts a token more, whose own input and norms are never recomputed that way; under
+   the all-to-all overlap it is a node that runs its attention.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_patches._model.graphs import is_captured_by_te
+from megatron_patches._model.sites import is_megatron_cores
+from offload_engine import OffloadEngine
+
+logger = logging.getLogger(__name__)
+
+# Whose hooks on modules keep nothing that they see: ours, those of data parallelism, and those of TransformerEngine.
+_KNOWN = ("megatron.core.", "megatron_patches.", "torch.", "transformer_engine.")
+
+
+class HeldTensors:
+    """Tells an engine which tensors of the running forward are held elsewhere, as soon as nobody reads them."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine: OffloadEngine = engine
+        self._has_other_readers: bool | None = None  # in the running step; None: nobody has asked yet
+        self._is_others: bool = False  # a chunk, a decoder or a layer is not megatron-core's, or a graph's
+        self._is_logged: bool = False
+        self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks see such tensors
+        self._is_input_read_later: bool = False
+        self._input: list[torch.Tensor] = []  # the tensors that are the running decoder's input
+        self._recomputed_from: list[torch.Tensor] | None = None  # by the running layer; None: they are not wanted
+        self._are_outputs_read: bool = False  # somebody collects the outputs of layers, the inputs of others
+
+    def attach(self, chunk: torch.nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """Hooks on one model chunk; nothing on one without layers, or with layers that a CUDA graph captures."""
+        if is_captured_by_te(getattr(chunk, "config", None)):
+            self._is_others = True
+            return
+        for layer in _layers_ahead(chunk):
+            yield layer.register_forward_pre_hook(self._enter_layer)
+            yield layer.register_forward_hook(self._leave_layer)
+        decoder = getattr(chunk, "decoder", None)
+        layers = getattr(decoder, "layers", None)
+        if not layers:
+            return
+        assert isinstance(decoder, torch.nn.Module)
+        self._note_modules(chunk)
+        yield chunk.register_forward_pre_hook(self._enter_chunk, with_kwargs=True)
+        yield decoder.register_forward_pre_hook(self._enter_decoder, with_kwargs=True)
+        for index, layer in enumerate(layers):
+            yield layer.register_forward_pre_hook(self._enter_layer)
+            if index == 0:
+                yield layer.register_forward_hook(self._leave_first_layer, with_kwargs=True)
+            else:
+                yield layer.register_forward_hook(self._leave_layer)
+        yield decoder.register_forward_hook(self._leave_decoder)
+
+    def begin_step(self) -> None:
+        """Hooks come and go between steps: `has_other_readers` is found out anew."""
+        self._has_other_readers = None
+
+    @property
+    def has_other_readers(self) -> bool:
+        """Code that is not megatron-core's sees what would be told: it may read it later.
+
+        Found out when it is first asked for in a step: then the device has work, at the begin it would wait.
+        """
+        if self._has_other_readers is None:
+            modules = [module for seen in self._seen if (module := seen()) is not None]
+            self._has_other_readers = self._is_others or _has_global_hooks() or any(map(_has_others_hooks, modules))
+            self._log_once()
+        return self._has_other_readers
+
+    def _log_once(self) -> None:
+        if self._has_other_readers and not self._is_logged:
+            self._is_logged = True
+            logger.info(
+                "inputs of layers stay on the device where the schedule keeps them, too: a decoder, a layer or a hook "
+                "of this model is not megatron-core's, or a CUDA graph captures its layers, and may read them later"
+            )
+
+    def begin_layer(self) -> None:
+        """From now on what `CheckpointWithoutOutput` saves is read last by the layer that begins."""
+        is_told = self._engine.is_active and not (self._are_outputs_read or self._is_others)
+        self._recomputed_from = [] if is_told else None
+
+    def end_layer(self) -> None:
+        """The layer has read it."""
+        recomputed_from, self._recomputed_from = self._recomputed_from, None
+        if recomputed_from:
+            self._tell([], recomputed_from)
+
+    def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
+        """`CheckpointWithoutOutput` has saved detached copies of `tensors`."""
+        if self._recomputed_from is not None:
+            leaves = (t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad)
+            self._recomputed_from += (t for t in leaves if not isinstance(t, torch.nn.Parameter))
+
+    def clear(self) -> None:
+        """Forgets the running forward, which raised."""
+        self._input, self._recomputed_from = [], None
+
+    def _note_modules(self, chunk: torch.nn.Module) -> None:
+        blocks = [block for name in ("decoder", "mtp") if (block := getattr(chunk, name, None)) is not None]
+        layers = [layer for block in blocks for layer in getattr(block, "layers", ())]
+        self._is_others |= not is_megatron_cores(chunk, *blocks, *layers)
+        inside = [*blocks, *filter(None, [getattr(chunk, "embedding", None)])]
+        self._seen += (weakref.ref(module) for part in inside for module in part.modules())
+
+    def _enter_chunk(self, chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_input_read_later = getattr(chunk, "mtp_process", False) or is_input_of_others(chunk, args, kwargs)
+
+    def _enter_decoder(self, decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.clear()
+        if not self._engine.is_active or self._is_others:
+            return
+        self._are_outputs_read = bool(kwargs.get("extract_layer_indices"))
+        if not decoder.pre_process:
+            assert isinstance(decoder.input_tensor, torch.Tensor)
+            self._input = [decoder.input_tensor]
+        elif not self._is_input_read_later:
+            self._input = [_hidden_states(args, kwargs)]
+
+    def _enter_layer(self, layer: torch.nn.Module, args: Any) -> None:
+        self.begin_layer()
+
+    def _leave_first_layer(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        recomputed_from, self._recomputed_from = self._recomputed_from, None
+        if recomputed_from is None:
+            return
+        if self._input:
+            hidden_states = _hidden_states(args, kwargs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            if any(hidden_states is tensor for tensor in outputs):  # a layer that does nothing
+                self._input = []
+            elif _storage(hidden_states) == _storage(self._input[0]):  # an alias, where the input is a view
+                self._input.append(hidden_states)
+        self._tell(self._input, recomputed_from)
+
+    def _leave_layer(self, layer: torch.nn.Module, args: Any, output: Any) -> None:
+        self.end_layer()
+
+    def _leave_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> None:
+        # Again: full recomputation calls the layers without gradients, and saves their inputs behind them.
+        self._tell(self._input, [])
+        self._input = []
+
+    def _tell(self, tensors: list[torch.Tensor], recomputed_from: list[torch.Tensor]) -> None:
+        holders: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in (*tensors, *recomputed_from):
+            holders[_storage(tensor)].append(tensor)
+        if not holders or self.has_other_readers:
+            return
+        num_copies = Counter(map(_storage, recomputed_from))
+        for storage, named in holders.items():
+            self._engine.held_elsewhere(*named, num_copies=num_copies[storage])
+
+
+def is_input_of_others(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether whoever calls a chunk, or has its plan built, may read the decoder's input: who gives it or asks for it.
+
+    Args:
+        chunk: of a model.
+        args: of the call, as of `GPTModel.forward` and of a plan behind its model.
+        kwargs: of the call.
+    """
+    return (
+        getattr(getattr(chunk, "config", None), "config_logger_dir", "") != ""
+        or kwargs.get("output_processor") is not None
+        or kwargs.get("decoder_input", args[3] if len(args) > 3 else None) is not None
+    )
+
+
+def _has_others_hooks(module: torch.nn.Module) -> bool:
+    if not module._forward_hooks and not module._forward_pre_hooks:
+        return False
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return not all(map(_is_known, hooks))
+
+
+def _is_known(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return (getattr(hook, "__module__", None) or "").startswith(_KNOWN)
+
+
+def _has_global_hooks() -> bool:
+    every = torch.nn.modules.module
+    return bool(every._global_forward_hooks or every._global_forward_pre_hooks)
+
+
+def _layers_ahead(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers inside those that predict a token more."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    ahead = getattr(chunk, "mtp", None)
+    return [m for m in ahead.modules() if isinstance(m, TransformerLayer)] if ahead is not None else []
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    assert isinstance(hidden_states, torch.Tensor)
+    return hidden_states
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

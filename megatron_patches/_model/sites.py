@@ -1,0 +1,189 @@
+"""Where a model has the submodules that the table of names speaks of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_patches._model.modules import DISPATCH, EXPERTS, MODULES, ModuleRow
+
+_DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
+# In the order in which a layer runs those it has, each with the norm in front of it.
+BLOCKS = {
+    "self_attention": "input_layernorm",
+    "cross_attention": "pre_cross_attn_layernorm",
+    "mlp": "pre_mlp_layernorm",
+    "mixer": "norm",
+}
+
+
+class Site(NamedTuple):
+    """One bracket found in a model chunk."""
+
+    name: str
+    path: str
+    until: str | None
+    layer: int = -1
+    """Counted in the chunk, from 0; -1: not of one."""
+
+    is_before_experts: bool = False
+    """It ends in front of the experts of its layer: the host waits for the device then, and the device for the host."""
+
+
+class Survey(NamedTuple):
+    """What a model chunk, or a whole model, has to offer."""
+
+    sites: dict[str, int]
+    """Name -> how many places."""
+
+    identities: frozenset[str]
+    """Names whose submodule is there but does nothing."""
+
+    classes: frozenset[str]
+    """Class names of the layers' submodules, as "mlp: MoELayer", for error messages."""
+
+
+def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
+    """Every place in a model chunk that the names stand for, in the order in which the chunk runs them."""
+    found = []
+    for depth, (prefix, layer) in enumerate(layers_of(chunk)):
+        modules = dict(layer.named_modules())
+        has_experts = EXPERTS in modules
+        for rank, row in enumerate(MODULES):
+            if row.name in names:
+                for site, expert in sites_in_layer(row, modules):
+                    is_before = has_experts and (rank < _DISPATCH_RANK or site.until == EXPERTS)
+                    site = _under(prefix, site)._replace(layer=depth, is_before_experts=is_before)
+                    found.append(((depth, expert, rank), site))
+    return [site for _, site in sorted(found, key=lambda entry: entry[0])]
+
+
+def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """The MLP of each layer that has experts."""
+    layers = [dict(layer.named_modules()) for _, layer in layers_of(chunk)]
+    return [modules[EXPERTS.rpartition(".")[0]] for modules in layers if EXPERTS in modules]
+
+
+def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
+    """The attention, MLP or mixer that a model chunk of several layers runs last; None: it has no more than one layer.
+
+    What the last layer copies out before that block is done when it ends. The first layer's may come later: it takes
+    host bytes that the copy-ins for the next backward, issued when this forward begins, may still be reading.
+    """
+    found = None
+    for _, layer in layers_of(chunk) if count_layers(chunk) > 1 else ():
+        for name in BLOCKS:
+            block = getattr(layer, name, None)
+            if not is_absent(block):
+                found = block
+    return found
+
+
+def own_norms(chunks: Iterable[torch.nn.Module]) -> frozenset[str]:
+    """Which of the norms in front of a block are modules of their own in some layer; others are fused behind them."""
+    layers = [layer for chunk in chunks for _, layer in layers_of(chunk)]
+    return frozenset(
+        norm for norm in BLOCKS.values() if not all(is_absent(getattr(layer, norm, None)) for layer in layers)
+    )
+
+
+def count_layers(chunk: torch.nn.Module) -> int:
+    """Layers of a model chunk that full recomputation would run again."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    mtp = [f"{path}." for path, layer in layers_of(chunk) if isinstance(layer, MultiTokenPredictionLayer)]
+    return sum(1 for path, _ in layers_of(chunk) if not path.startswith(tuple(mtp)))
+
+
+def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
+    """Counts, for every name of the table, the places in these chunks."""
+    sites = {row.name: 0 for row in MODULES}
+    identities, classes = set(), set()
+    for _, layer in (entry for chunk in chunks for entry in layers_of(chunk)):
+        modules = dict(layer.named_modules())
+        classes |= {f"{name}: {type(child).__name__}" for name, child in layer.named_children()}
+        for row in MODULES:
+            sites[row.name] += sum(1 for _ in sites_in_layer(row, modules))
+            if any(_is_identity(modules.get(bracket.path)) for bracket in row.brackets):
+                identities.add(row.name)
+    return Survey(sites, frozenset(identities), frozenset(classes))
+
+
+def merge_surveys(surveys: Iterable[Survey]) -> Survey:
+    """The survey of a model spread over several ranks."""
+    parts = list(surveys)
+    sites = {row.name: sum(part.sites[row.name] for part in parts) for row in MODULES}
+    identities = frozenset[str]().union(*(part.identities for part in parts))
+    return Survey(sites, identities, frozenset[str]().union(*(part.classes for part in parts)))
+
+
+def layers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Layers that the table's paths begin at. One that predicts a token more comes before the layers inside it."""
+    from megatron.core.ssm.mamba_layer import MambaLayer
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for path, module in chunk.named_modules():
+        if isinstance(module, (TransformerLayer, MambaLayer, MultiTokenPredictionLayer)):
+            yield path, module
+
+
+def is_megatron_cores(*modules: torch.nn.Module) -> bool:
+    """Whether all are of megatron-core's own classes, or of those that torch's `fully_shard` has derived from them."""
+    return all(_own_class(module).__module__.startswith("megatron.core.") for module in modules)
+
+
+def _own_class(module: torch.nn.Module) -> type:
+    own: type = type(module)
+    while issubclass(own, FSDPModule):
+        own = own.__bases__[1]  # derived from FSDPModule and, behind it, from the module's own
+    return own
+
+
+def overlaps_expert_comm(config: Any) -> bool:
+    """Whether forward and backward of two chunks run together, to hide the experts' all-to-all."""
+    return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+
+
+def calls_no_parts(module: torch.nn.Module) -> bool:
+    """Whether operations of TransformerEngine stand in for the submodules of this one.
+
+    Then megatron-core itself calls the hooks in front of the submodules, all at once and without the inputs, and those
+    behind them either not at all or without the outputs.
+    """
+    return (
+        hasattr(module, "_make_fused_impl")  # TEFusedMLP; megatron-core asks by this attribute, too
+        or hasattr(module, "_make_fused_grouped_swiglu_ops")  # FusedSharedExpertMLP
+        or getattr(module, "_with_fused_impl", False)  # TEGroupedMLP, where it is told to
+    )
+
+
+def sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
+    """Sites relative to the layer, each with the number of its expert (-1: not one of several)."""
+    for bracket in row.brackets:
+        pattern = re.compile(re.escape(bracket.path).replace(r"\*", r"([^.]+)"))
+        for path, module in modules.items():
+            match = pattern.fullmatch(path)
+            if match is None or _is_identity(module):
+                continue
+            until = bracket.until.replace("*", match[1]) if bracket.until and match.groups() else bracket.until
+            if until is None or until in modules:
+                yield Site(row.name, path, until), int(match[1]) if match.groups() else -1
+
+
+def _under(prefix: str, site: Site) -> Site:
+    return site._replace(path=f"{prefix}.{site.path}", until=f"{prefix}.{site.until}" if site.until else None)
+
+
+def is_absent(block: torch.nn.Module | None) -> bool:
+    return not isinstance(block, torch.nn.Module) or _is_identity(block)
+
+
+def _is_identity(module: torch.nn.Module | None) -> bool:
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    return isinstance(module, (IdentityOp, IdentityFuncOp))

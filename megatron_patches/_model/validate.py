@@ -1,0 +1,348 @@
+"""Whether a model can do what is asked of it: found out before the first training step, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_patches._model.modules import ModuleRow, drop_parts, row_of, whole_of
+from megatron_patches._model.sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
+from offload_engine import IterationStats, OffloadConfig
+
+_UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+class _Report(NamedTuple):
+    """What one rank tells the others of its pipeline."""
+
+    survey: Survey | None = None
+    problem: str | None = None
+    names: tuple[str, ...] = ()
+    """What it offloads; none: nothing."""
+
+    has_moved: bool = False
+    """Something, in its first step."""
+
+
+def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
+    """Rejects names with which nothing would move: what is computed again in backward, and what is run in pieces.
+
+    Args:
+        config: of the model.
+        names: of the table.
+        norms: the model's `own_norms`.
+
+    Raises:
+        ValueError: naming both settings.
+    """
+    for name in names:
+        row = row_of(name)
+        conflict = (
+            _full_conflict(config, name)
+            or _selective_conflict(config, row, norms)
+            or _norm_conflict(config, row)
+            or _shared_experts_conflict(config, name)
+        )
+        if conflict:
+            raise ValueError(f"offload_modules has {name!r}, but {conflict}{_other_names([name])}")
+
+
+def check_parts_are_called(config: Any, names: Sequence[str], chunks: Sequence[torch.nn.Module]) -> None:
+    """Rejects names with a place inside a module whose submodules TransformerEngine's operations stand in for.
+
+    Args:
+        config: of the model.
+        names: of the table.
+        chunks: this rank's model chunks.
+
+    Raises:
+        ValueError: naming both settings, and what can be offloaded instead.
+    """
+    for chunk in chunks:
+        modules = dict(chunk.named_modules())
+        for site in find_sites(chunk, drop_parts(names)[0]):
+            owner = site.path.rpartition(".")[0]
+            if calls_no_parts(modules[owner]):
+                raise ValueError(_fused_message(config, site.name, owner, type(modules[owner]).__name__))
+
+
+def check_weights_stay_whole(config: Any) -> None:
+    """Rejects weights that are gathered anew in backward, by methods of the very parameter.
+
+    What saved tensors hooks give back is another tensor, without them.
+
+    Raises:
+        NotImplementedError: naming the setting.
+    """
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        if (getattr(config, name, None) or 1) > 1:
+            raise NotImplementedError(
+                f"offload_activation cannot be used with {name}={getattr(config, name)}: the backward of its layers "
+                "calls methods of the saved parameter, which autograd does not keep under saved tensors hooks. Set it "
+                "to 1, or switch the offload off."
+            )
+
+
+def check_inputs_stay_whole(config: Any) -> None:
+    """Rejects full recomputation that keeps a part of each layer's input, in a pipeline.
+
+    It cuts the very tensor that the stage before has sent, and restores the one that autograd gives back to it: under
+    saved tensors hooks that is another one. Within a stage nobody looks at the tensor again.
+
+    Raises:
+        NotImplementedError: naming the setting.
+    """
+    is_full = config.recompute_granularity == "full"
+    if is_full and getattr(config, "distribute_saved_activations", False) and config.pipeline_model_parallel_size > 1:
+        raise NotImplementedError(
+            "offload_activation cannot be used with distribute_saved_activations=True in a pipeline: the input of a "
+            "stage would stay cut in backward. Switch distribute_saved_activations off, or the offload."
+        )
+
+
+def check_host_limit(
+    config: Any, limit_bytes: int | None, seq_length: int | None, micro_batch_size: int | None
+) -> None:
+    """Rejects a host limit that cannot hold even the smallest useful group: one hidden activation.
+
+    Raises:
+        ValueError: with both figures.
+    """
+    if limit_bytes is None or not seq_length or not micro_batch_size:  # without a pipeline nobody need tell them
+        return
+    need = hidden_bytes(config, seq_length, micro_batch_size)
+    if limit_bytes < need:
+        raise ValueError(
+            f"offload_host_limit_bytes={limit_bytes:,} cannot hold one hidden activation of {need:,} bytes "
+            f"(sequence {seq_length} x micro batch {micro_batch_size} x hidden {config.hidden_size}): nothing could "
+            "be offloaded. Raise the limit"
+        )
+
+
+def hidden_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int:
+    """Bytes of one [sequence, batch, hidden] activation on this rank."""
+    tokens = seq_length * micro_batch_size // getattr(config, "context_parallel_size", 1)
+    if config.sequence_parallel:
+        tokens //= config.tensor_model_parallel_size
+    dtype = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else torch.float32
+    return tokens * int(config.hidden_size) * dtype.itemsize
+
+
+def check_model(
+    chunks: Sequence[torch.nn.Module], names: Sequence[str], config: Any, problem: str | None, pp: Any
+) -> None:
+    """Rejects names that match nothing anywhere in the model. Collective over the pipeline-parallel group.
+
+    Args:
+        chunks: this rank's model chunks.
+        names: of the table.
+        config: of the model.
+        problem: what has gone wrong on this rank already; makes every rank fail, instead of some of them wait.
+        pp: the pipeline-parallel process group.
+
+    Raises:
+        ValueError: the same on every rank of the group, saying what the model has instead.
+    """
+    _check_reports(_gather(_Report(None if problem else survey(chunks), problem, tuple(names)), pp), config)
+
+
+def is_on_elsewhere(chunks: Sequence[torch.nn.Module], config: Any, pp: Any) -> bool:
+    """The other side of `check_model`, on a rank that offloads nothing: whether another rank of its pipeline does.
+
+    Args:
+        chunks: this rank's model chunks.
+        config: of the model.
+        pp: the pipeline-parallel process group.
+
+    Raises:
+        ValueError: as on the others, for what has gone wrong there.
+    """
+    reports = _gather(_Report(survey(chunks)), pp)
+    _check_reports(reports, config)
+    return any(report.names for report in reports)
+
+
+def _check_reports(reports: Sequence[_Report], config: Any) -> None:
+    _raise_problems(reports)
+    model = merge_surveys(report.survey for report in reports if report.survey is not None)
+    names = dict.fromkeys(name for report in reports for name in report.names)
+    missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
+    if missing:
+        raise ValueError(_missing_message(missing, model))
+
+
+def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> bool:
+    """Rejects a host tier too small for any group of a step. Collective over the pipeline-parallel group.
+
+    What a group saves is known once a step was computed; the optimizer has not used its gradients yet.
+
+    Args:
+        stats: of the step; None: this rank offloads nothing.
+        limit_bytes: of the host tier, if there is one.
+        pp: the pipeline-parallel process group.
+
+    Returns:
+        Whether some rank of the group has moved something in that step.
+
+    Raises:
+        ValueError: the same on every rank of the group, with both figures.
+    """
+    problem = None
+    if stats is not None and stats.num_host_limit_groups and not stats.num_offloaded_groups:
+        tier = "the host tier" if limit_bytes is None else f"offload_host_limit_bytes={limit_bytes:,}"
+        problem = (
+            f"{tier} has no room for any of {stats.num_host_limit_groups} groups of the first step, of "
+            f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Raise "
+            "offload_host_limit_bytes or free host memory, or switch offload_activation off"
+        )
+    reports = _gather(_Report(problem=problem, has_moved=stats is not None and stats.copied_out_bytes > 0), pp)
+    _raise_problems(reports)
+    return any(report.has_moved for report in reports)
+
+
+def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | None:
+    """Why a step with groups has moved nothing, and what can be done; None where neither reason holds.
+
+    Args:
+        stats: of the step.
+        config: of its engine.
+    """
+    if not stats.num_groups or config.dry_run or config.resident_bytes is not None:
+        return None
+    if not stats.managed_bytes:
+        return (
+            f"nothing that its modules save is as large as offload_min_tensor_bytes={config.min_tensor_bytes:,}, or "
+            "other saved tensors hooks inside them have taken it. Lower that, if the activations of this model are to "
+            "leave, or switch off what has those hooks"
+        )
+    if stats.num_kept_groups == stats.num_groups:
+        return (
+            "its only groups are the last of their names, whose backward comes at once: no copy would be back in time"
+        )
+    return None
+
+
+def _raise_problems(reports: Sequence[_Report]) -> None:
+    problems = [f"pipeline rank {rank}: {report.problem}" for rank, report in enumerate(reports) if report.problem]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _gather(own: _Report, pp: Any) -> list[_Report]:
+    if pp is None or pp.size() == 1:
+        return [own]
+    gathered: list[Any] = [None] * pp.size()
+    torch.distributed.all_gather_object(gathered, own, group=pp)
+    return gathered
+
+
+def _is_checkpoint_input(config: Any, name: str) -> bool:
+    return name == "layer_input" and config.recompute_granularity == "full"
+
+
+def _missing_message(missing: Sequence[str], model: Survey) -> str:
+    has = [name for name, count in model.sites.items() if count]
+    why = "; ".join(f"{name!r} {_why_missing(row_of(name), model)}" for name in missing)
+    return (
+        f"offload_modules matches nothing in this model: {why}. This model has {', '.join(has) or 'no known module'} "
+        f"(layers made of {', '.join(sorted(model.classes)) or 'nothing'}){_other_names(missing)}"
+    )
+
+
+def _other_names(names: Sequence[str]) -> str:
+    """The user may have asked by one of them."""
+    aliases = [f"{alias!r} stands for {name!r}" for name in names for alias in row_of(name).aliases]
+    return f" ({'; '.join(aliases)})" if aliases else ""
+
+
+def _fused_message(config: Any, name: str, path: str, class_name: str) -> str:
+    whole = whole_of(path)
+    instead = f"offload {whole!r}, " if whole and not _shared_experts_conflict(config, whole) else ""
+    setting = "use_grouped_gemm_for_shared_expert" if whole == "shared_experts" else "use_transformer_engine_op_fuser"
+    return (
+        f"offload_modules has {name!r}, but {setting}=True runs {path} ({class_name}) as one operation of "
+        f"TransformerEngine, which calls none of its submodules: {instead}drop the name, or switch that off"
+        f"{_other_names([name])}"
+    )
+
+
+def _why_missing(row: ModuleRow, model: Survey) -> str:
+    if row.name in model.identities:
+        fused = f": the norm is fused into the linear after it, ask for {row.instead!r}" if row.instead else ""
+        return f"is an IdentityOp here{fused}"
+    return f"needs {row.where}"
+
+
+def _full_conflict(config: Any, name: str) -> str | None:
+    if config.recompute_granularity != "full" or name == "layer_input":
+        return None
+    if config.recompute_method == "block" and _leaves_layers_out(config):
+        return None
+    return (
+        "recompute_granularity='full' recomputes every layer, which saves only its input: offload 'layer_input', or "
+        "use recompute_granularity='selective'"
+    )
+
+
+def _leaves_layers_out(config: Any) -> bool:
+    """Whether recomputing a block of each chunk may leave out a layer somewhere: of stages of several sizes, it may."""
+    if any(getattr(config, name, None) for name in _UNEVEN_STAGES):
+        return True
+    num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+    return bool(config.recompute_num_layers < config.num_layers // num_chunks)
+
+
+def _selective_conflict(config: Any, row: ModuleRow, norms: frozenset[str]) -> str | None:
+    if config.recompute_granularity != "selective":
+        return None
+    norm = BLOCKS.get(row.brackets[0].path.partition(".")[0])
+    for module in config.recompute_modules or ():
+        if module in row.recomputed_by:
+            return f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of them"
+        if module in row.discarded_by and _discards_all(config, module, norm in norms):
+            return (
+                f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
+                "to move. Drop one of them"
+            )
+    return None
+
+
+def _discards_all(config: Any, module: str, has_own_norm: bool) -> bool:
+    """Whether a value of `recompute_modules` leaves nothing to move of the rows that name it as `discarded_by`."""
+    if module == "layernorm":  # nothing is discarded of a norm that is fused into the linear layer behind it
+        return has_own_norm
+    return module != "gdn_norm_out" or not _has_plain_attention(config)
+
+
+def _has_plain_attention(config: Any) -> bool:
+    """Whether some layer has attention other than GatedDeltaNet, as far as the configuration says."""
+    frequency = getattr(config, "linear_attention_freq", None)
+    if getattr(config, "is_hybrid_model", False) or frequency is None:  # the layers are listed elsewhere
+        return True
+    return frequency <= config.num_layers if isinstance(frequency, int) else not all(frequency)
+
+
+def _norm_conflict(config: Any, row: ModuleRow) -> str | None:
+    if not getattr(config, "fused_residual_rmsnorm", False) or row.brackets[0].path not in BLOCKS.values():
+        return None
+    return (
+        "fused_residual_rmsnorm=True runs this norm together with the residual connection in front of it, outside the "
+        "module. Switch that off, or drop the name"
+    )
+
+
+def _shared_experts_conflict(config: Any, name: str) -> str | None:
+    if name != "shared_experts" or not getattr(config, "moe_shared_expert_overlap", False):
+        return None
+    return (
+        "moe_shared_expert_overlap=True runs the parts of the shared experts one by one, between the steps of the "
+        "dispatcher, and never calls the whole: offload 'shared_fc1' and 'shared_fc2'"
+    )

@@ -1,0 +1,394 @@
+"""What megatron-core needs to train on a machine without a GPU, over gloo, as rows of the patch table.
+
+Most rows give one module of megatron-core its own `torch`: the real one, in which the device "cuda" is the CPU and
+streams do nothing (everything runs in program order). torch itself stays as it is: outside these modules
+`torch.cuda.is_available()` is False and a request for a GPU is an error, as before.
+Knows nothing about offloading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches._rows.registry import Applied, Patch, apply_patches
+from megatron_patches._versions import check_supported
+
+CPU = torch.device("cpu")
+
+
+def apply_cpu_support() -> Applied:
+    """Applies the rows of this module where there is no GPU, and none where there is one.
+
+    Call it before the model is built. `Applied.remove` takes everything back.
+
+    Raises:
+        RuntimeError: if megatron-core is missing or of a version that is not supported.
+        PatchError: if the rows are in force already.
+    """
+    return apply_patches(() if torch.cuda.is_available() else cpu_rows(), version=check_supported())
+
+
+def cpu_rows() -> list[Patch]:
+    """The table."""
+    return [
+        *_device_rows(),
+        *_random_rows(),
+        *_communication_rows(),
+        *_model_rows(),
+        *_moe_rows(),
+        *_optimizer_rows(),
+    ]
+
+
+# ---- devices and streams ---------------------------------------------------------------------------------------------
+
+_ASKS_FOR_CUDA = {
+    "utils": "the buffer that attention scores are computed in is created on the GPU",
+    "pipeline_parallel.schedules": "the token count of a step is created on the GPU",
+    "pipeline_parallel.p2p_communication": "receive buffers are created on the GPU, which is then waited for",
+    "pipeline_parallel.combined_1f1b": "the all-to-all overlap asks for the current GPU stream",
+    "pipeline_parallel.utils": "the all-to-all overlap runs its nodes on GPU streams",
+    "models.common.model_chunk_schedule_plan": "the all-to-all overlap orders its nodes with GPU events and streams",
+    "models.gpt.fine_grained_callables": "the all-to-all overlap labels its nodes with nvtx ranges",
+    "tensor_parallel.layers": "gradients of sequence parallelism are scattered into buffers on the GPU",
+    "tensor_parallel.mappings": "gather buffers are created on the GPU",
+    "tensor_parallel.random": "the states of the RNG tracker are those of the GPU's generator",
+    "distributed.param_and_grad_buffer": "gradient and parameter buffers are created on the GPU",
+    "optimizer.optimizer": "overflow flags and loss scale are created on the GPU",
+    "optimizer.clip_grads": "the gradient norm is created on the GPU",
+    "transformer.utils": "the causal mask is created on the GPU",
+    "transformer.multi_token_prediction": "the log of its losses is created on the GPU",
+    "transformer.moe.router": "the router's weights are moved to the GPU",
+    "transformer.moe.token_dispatcher": "split sizes are copied to the host on a GPU stream",
+    "transformer.moe.shared_experts": "shared experts may run on a GPU stream of their own",
+    "models.common.embeddings.rotary_pos_embedding": "the inverse frequencies are moved to the GPU",
+}
+
+
+def _device_rows() -> list[Patch]:
+    return [
+        Patch(target=f"megatron.core.{module}:torch", wrapper=TorchWithoutGpu, why=why)
+        for module, why in _ASKS_FOR_CUDA.items()
+    ]
+
+
+class _NoStream:
+    """Stands in for a stream or an event where everything runs in program order."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def record_event(self, event: _NoStream | None = None) -> _NoStream:
+        return _NoStream() if event is None else event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+class CudaWithoutGpu:
+    """Stands in for `torch.cuda`: the device is the CPU, its generator the CPU's, and there is nothing to wait for."""
+
+    Stream = Event = _NoStream
+
+    def __init__(self) -> None:
+        self.nvtx = types.SimpleNamespace(range=contextlib.nullcontext, range_push=_nothing, range_pop=_nothing)
+        self.random = self
+        self._stream = _NoStream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    def current_device(self) -> torch.device:
+        return CPU
+
+    def current_stream(self, device: object = None) -> _NoStream:
+        return self._stream
+
+    default_stream = current_stream
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def synchronize(self, device: object = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+
+class TorchWithoutGpu:
+    """Stands in for `torch` in one module of megatron-core: tensors asked for on "cuda" are created on the CPU."""
+
+    def __init__(self, real: types.ModuleType) -> None:
+        self._real = real
+        self.cuda = CudaWithoutGpu()
+        for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
+            setattr(self, name, _on_cpu(getattr(real, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = CPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _random_rows() -> list[Patch]:
+    module = "megatron.core.tensor_parallel.random"
+    why = "the RNG tracker switches the GPU's generator; without a GPU the dropout masks come from the CPU's"
+    return [
+        Patch(target=f"{module}:_set_cuda_rng_state", wrapper=functools.partial(_instead, _set_rng_state), why=why),
+        Patch(
+            target=f"{module}:logging",
+            wrapper=lambda original: types.SimpleNamespace(getLogger=_quiet_logger),
+            why="the tracker warns on every use that the CPU's generator has moved; without a GPU it is meant to",
+        ),
+    ]
+
+
+def _quiet_logger(name: str) -> logging.Logger:
+    quiet = logging.getLogger(f"{name}.on_cpu")
+    quiet.setLevel(logging.ERROR)
+    return quiet
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+# ---- gloo ------------------------------------------------------------------------------------------------------------
+
+
+def _communication_rows() -> list[Patch]:
+    module = "megatron.core.pipeline_parallel.p2p_communication"
+    why = (
+        "gloo reads a sent tensor after isend has returned, and the schedule frees a stage's output right after it "
+        "(deallocate_pipeline_outputs): send a copy"
+    )
+    # not _batched_p2p_ops: whoever batches waits for the sends before going on
+    return [Patch(target=f"{module}:_p2p_ops", wrapper=_send_copies, why=why)]
+
+
+def _send_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def send(**kwargs: Any) -> Any:
+        for name in ("tensor_send_prev", "tensor_send_next"):
+            if kwargs[name] is not None:
+                kwargs[name] = kwargs[name].detach().clone()
+        return original(**kwargs)
+
+    return send
+
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+
+def _model_rows() -> list[Patch]:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return [
+        Patch(
+            target="megatron.core.transformer.transformer_block:LayerNormImpl",
+            wrapper=functools.partial(_instead, WrappedTorchNorm),
+            why="where TransformerEngine can be imported the norm behind the last layer is its own, for GPUs only",
+        ),
+        Patch(
+            target="megatron.core.models.common.language_module.language_module:"
+            "LanguageModule.setup_embeddings_and_output_layer",
+            wrapper=functools.partial(_with_row, _STAY),
+            why="the last stage's copy of the word embeddings is moved to the GPU",
+        ),
+        Patch(
+            target="megatron.core.transformer.multi_latent_attention:TELinear",
+            wrapper=lambda original: original if isinstance(original, type) else type("TELinear", (), {}),
+            why="without TransformerEngine it is no class, and 0.16.1 asks whether a projection is an instance of it",
+        ),
+        Patch(
+            target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+            wrapper=_without_fp8,
+            why="asks TransformerEngine for its fp8 state by default: needs a GPU with it, and is undefined without it",
+        ),
+    ]
+
+
+def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    return init
+
+
+# ---- mixture of experts ----------------------------------------------------------------------------------------------
+
+
+def _moe_rows() -> list[Patch]:
+    moe = "megatron.core.transformer.moe"
+    return [
+        Patch(
+            target=f"{moe}.moe_utils:te_general_gemm",
+            wrapper=functools.partial(_instead, None),
+            why="TransformerEngine's matrix product runs on GPUs only; without it 0.16.1 leaves the name undefined",
+            is_new=not _is_defined(f"{moe}.moe_utils", "te_general_gemm"),
+        ),
+        Patch(
+            target=f"{moe}.token_dispatcher:maybe_move_tensor_to_cpu",
+            wrapper=_splits_as_numpy,
+            why="split sizes become numpy arrays only on their way from a GPU; gloo takes nothing else",
+        ),
+        *(
+            Patch(
+                target=f"megatron.core.pipeline_parallel.utils:ScheduleNode.{name}",
+                wrapper=functools.partial(_with_row, _NO_RECORD),
+                why="the all-to-all overlap records on streams the tensors that its nodes exchange",
+            )
+            for name in ("_forward", "_backward")
+        ),
+    ]
+
+
+def _is_defined(module: str, name: str) -> bool:
+    return hasattr(importlib.import_module(module), name)
+
+
+def _splits_as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.detach().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    return move
+
+
+# ---- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def _optimizer_rows() -> list[Patch]:
+    optimizer = "megatron.core.optimizer"
+    why = "parameters and gradients are told apart by type names that begin with torch.cuda"
+    by_type_name = (
+        "optimizer:Float16OptimizerWithFloat16Params.__init__",
+        "optimizer:clip_grad_by_total_norm_fp32",
+        "distrib_optimizer:DistributedOptimizer.__init__",
+    )
+    return [
+        *(
+            Patch(target=f"{optimizer}.{target}", wrapper=functools.partial(_with_row, _GPU_TYPE_NAMES), why=why)
+            for target in by_type_name
+        ),
+        *_fused_kernel_rows(optimizer),
+    ]
+
+
+def _fused_kernel_rows(optimizer: str) -> list[Patch]:
+    from megatron.core import utils
+
+    why = "TransformerEngine's and apex' fused kernels run on GPUs only"
+    on_cpu = {
+        ":SGD": torch.optim.SGD,
+        ":USING_PYTORCH_OPTIMIZER": True,
+        ".clip_grads:multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        ".clip_grads:l2_norm_impl": utils.local_multi_tensor_l2_norm,
+    }
+    return [
+        *(
+            Patch(target=optimizer + target, wrapper=functools.partial(_instead, replacement), why=why)
+            for target, replacement in on_cpu.items()
+        ),
+        Patch(
+            target=f"{optimizer}.clip_grads:multi_tensor_scale_tensor_impl",
+            wrapper=functools.partial(_instead, None),
+            why=why,
+            versions=">=0.17",
+        ),
+    ]
+
+
+def _instead(replacement: Any, original: Any) -> Any:
+    return replacement
+
+
+def _type_named_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def type_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    return type_or_cast
+
+
+# ---- methods of tensors ----------------------------------------------------------------------------------------------
+
+# Methods of tensors can only be replaced for everybody, so these rows are in force during single calls alone.
+_STAY = Patch(
+    target="torch:Tensor.cuda",
+    wrapper=lambda original: lambda tensor: tensor,
+    why="without a GPU a tensor is where it should be",
+)
+_NO_RECORD = Patch(
+    target="torch:Tensor.record_stream",
+    wrapper=lambda original: _nothing,
+    why="without streams nobody else uses the memory of a tensor",
+)
+_GPU_TYPE_NAMES = Patch(
+    target="torch:Tensor.type",
+    wrapper=_type_named_as_on_gpu,
+    why="the types of floats on the CPU are not among those that the optimizer knows",
+)
+
+
+def _with_row(row: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, with a row in force during each call."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with apply_patches([row]):
+            return original(*args, **kwargs)
+
+    return call

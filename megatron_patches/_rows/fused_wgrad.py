@@ -1,0 +1,70 @@
+"""Rows for fused weight gradients: megatron-core's linear layer finds the very parameter in its backward.
+
+It adds the gradient to `main_grad` of the weight that it saved, and says so on that weight. But of a leaf that saved
+tensors hooks have packed, autograd makes another tensor, whatever they give back: without the attributes of the
+parameter. The layer then returns no gradient, and data parallelism that reduces during the backward stops the run.
+(TransformerEngine's layers keep a reference to the parameter themselves.)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatron_patches._rows.registry import Patch
+from offload_engine import OffloadEngine
+
+_LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
+_WHY = "what saved tensors hooks give back is not the parameter itself, which has `main_grad`"
+
+
+class Runner(Protocol):
+    """What the rows ask."""
+
+    @property
+    def running_engine(self) -> OffloadEngine | None:
+        """The engine of the running training step, if there is one."""
+
+
+def fused_wgrad_rows(runner: Runner) -> list[Patch]:
+    """The rows; without a running step with offload each passes its call on unchanged."""
+    return [
+        Patch(target=f"{_LINEAR}.forward", wrapper=functools.partial(_noting_weight, runner=runner), why=_WHY),
+        Patch(target=f"{_LINEAR}.backward", wrapper=_giving_weight, why=_WHY),
+    ]
+
+
+class _ContextWithWeight:
+    """A context of autograd, but for the weight among its saved tensors."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor, torch.nn.Parameter]:
+        inputs, _ = self._ctx.saved_tensors
+        return inputs, self._ctx.noted_weight
+
+
+def _noting_weight(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(ctx: Any, inputs: Any, weight: Any, bias: Any, is_fused: bool, *args: Any) -> Any:
+        ctx.noted_weight = weight if is_fused and runner.running_engine is not None else None
+        return original(ctx, inputs, weight, bias, is_fused, *args)
+
+    return forward
+
+
+def _giving_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        has_weight = getattr(ctx, "noted_weight", None) is not None
+        return original(_ContextWithWeight(ctx) if has_weight else ctx, *grads)
+
+    return backward

@@ -1,0 +1,191 @@
+"""Rows for MoE layers: what the host must read in every layer does not stand behind copies of activations.
+
+A copy of a few bytes waits for the copy engine, which serves activations first in, first out. On the training path of
+megatron-core 0.16.1 and 0.19.2 the host reads the device
+
+- in the alltoall dispatcher: split sizes and token counts in `maybe_move_tensor_to_cpu`, started on a stream of their
+  own as soon as they are known and waited for in front of the all-to-all; before 0.17 once more in `permute`, where it
+  is not fused (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it goes
+  where the split sizes are computed;
+- in the allgather dispatcher: `.cpu()`, `.item()` and `masked_select` in `dispatch_postprocess`;
+- in the flex dispatcher: boolean masks in DeepEP's `_indices_to_multihot`; `.item()` in `_NCCLEPManager` and, with
+  padded inputs, in `_HybridEPManager`;
+- in the experts: `.tolist()` of the token counts, which the last two leave on the device.
+
+Each has its row. What is read from tensors on the host already (every other `.tolist()` and `.item()`) needs none, and
+what DeepEP and HybridEP read in their own C++ code cannot have one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatron_patches._rows.host_reads import HostReads, read_now
+from megatron_patches._rows.registry import Patch
+from offload_engine import OffloadEngine
+
+_MOE = "megatron.core.transformer.moe"
+_DISPATCHER = f"{_MOE}.token_dispatcher"
+_ALLTOALL = f"{_DISPATCHER}:MoEAlltoAllTokenDispatcher"
+_BEHIND = "a copy would wait for the copy engine, which serves activations first in, first out (9 ms behind 512 MiB)"
+
+
+class Runner(Protocol):
+    """What the rows ask."""
+
+    @property
+    def running_engine(self) -> OffloadEngine | None:
+        """The engine of the running training step, if there is one."""
+
+
+def moe_rows(runner: Runner) -> list[Patch]:
+    """The rows; without a running step with offload each passes its call on unchanged."""
+    return [
+        Patch(
+            target=f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
+            wrapper=functools.partial(_around_move, runner=runner),
+            why=f"split sizes and token counts are read by a kernel into mapped memory: {_BEHIND}",
+        ),
+        Patch(
+            target=f"{_ALLTOALL}._maybe_dtoh_and_synchronize",
+            wrapper=functools.partial(_around_dtoh, runner=runner),
+            why="those reads run on the current stream: as long as a kernel waits on another one, each kernel of the "
+            "current stream starts a microsecond later",
+        ),
+        Patch(
+            target=f"{_DISPATCHER}:_DeepepManager._indices_to_multihot",
+            wrapper=functools.partial(_multihot_by_scatter, runner=runner),
+            why=f"replaces its boolean masks, whose number of results the host waits for, by a scatter: {_BEHIND}",
+        ),
+        Patch(
+            target=f"{_DISPATCHER}:permute",
+            wrapper=functools.partial(_around_permute, runner=runner),
+            why=f"its masked_select makes the host wait for a count that the caller has told: {_BEHIND}",
+            versions="<0.17",
+        ),
+        *(
+            Patch(
+                target=f"{_DISPATCHER}:{name}",
+                wrapper=functools.partial(_around_reads, runner=runner),
+                why=f"it reads token counts on the host: {_BEHIND}",
+                versions=versions,
+            )
+            for name, versions in _READERS
+        ),
+        *(
+            Patch(
+                target=f"{_MOE}.experts:{name}.forward",
+                wrapper=functools.partial(_around_experts, runner=runner),
+                why=f"it reads the token counts that some flex dispatchers leave on the device: {_BEHIND}",
+            )
+            for name in ("TEGroupedMLP", "SequentialMLP")
+        ),
+    ]
+
+
+_READERS = (
+    ("MoEAllGatherTokenDispatcher.dispatch_postprocess", ">=0.16"),
+    ("_HybridEPManager.setup_metadata", ">=0.19"),
+    ("_NCCLEPManager.get_permuted_hidden_states_by_experts", ">=0.19"),
+)
+
+
+def multihot(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which experts each token goes to, and with what probability, in T x E memory and without waiting for the device.
+
+    Args:
+        indices: expert of each choice, [tokens, choices]; -1: none.
+        probs: of each choice, same shape.
+        num_experts: E.
+
+    Returns:
+        Map (bool) and probabilities (float32), each [tokens, E].
+    """
+    spare = num_experts  # one column more, for the choices that are none
+    columns = indices.long().masked_fill(indices == -1, spare)
+    shape = (indices.shape[0], num_experts + 1)
+    routing_map = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter_(1, columns, True)
+    zeros = torch.zeros(shape, dtype=torch.float, device=indices.device)
+    return routing_map[:, :spare].contiguous(), zeros.scatter(1, columns, probs.float())[:, :spare].contiguous()
+
+
+def _multihot_by_scatter(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def indices_to_multihot(self: Any, indices: torch.Tensor, probs: torch.Tensor) -> Any:
+        if runner.running_engine is None:
+            return original(self, indices, probs)
+        return multihot(indices, probs, self.num_local_experts)
+
+    return indices_to_multihot
+
+
+def _around_move(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        engine = runner.running_engine
+        if engine is None or not torch.is_tensor(tensor) or not tensor.is_cuda:
+            return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        # As with the original, the caller waits for the stream before it looks.
+        moved = engine.host_read(tensor).tensor
+        if record_stream:
+            tensor.record_stream(torch.cuda.current_stream())
+        return moved.numpy() if as_numpy else moved
+
+    return move
+
+
+def _around_dtoh(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def start_or_wait(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        reads = torch.is_tensor(tokens_per_expert) and tokens_per_expert.is_cuda
+        if runner.running_engine is None or not reads:
+            return original(self, point, tokens_per_expert)
+        self.cuda_dtoh_stream = torch.cuda.current_stream()  # over that of the class; the event is recorded on it, too
+        try:
+            return original(self, point, tokens_per_expert)
+        finally:
+            del self.cuda_dtoh_stream
+
+    return start_or_wait
+
+
+def _around_permute(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def permute(tokens: Any, routing_map: Any, probs: Any = None, num_out_tokens: Any = None, **options: Any) -> Any:
+        engine = runner.running_engine
+        if engine is None:
+            return original(tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, **options)
+        # of any type, and on the host where it was waited for already
+        count = None if num_out_tokens is None else int(read_now(num_out_tokens, engine))
+        with HostReads(engine, num_selected=count):
+            return original(tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, **options)
+
+    return permute
+
+
+def _around_reads(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine = runner.running_engine
+        if engine is None:
+            return original(*args, **kwargs)
+        with HostReads(engine):
+            return original(*args, **kwargs)
+
+    return call
+
+
+def _around_experts(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, hidden: Any, tokens_per_expert: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = runner.running_engine
+        # TransformerEngine's fused experts take the counts on the device and never look at them
+        if engine is not None and not getattr(self.config, "use_transformer_engine_op_fuser", False):
+            tokens_per_expert = read_now(tokens_per_expert, engine)
+        return original(self, hidden, tokens_per_expert, *args, **kwargs)
+
+    return forward

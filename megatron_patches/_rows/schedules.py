@@ -1,0 +1,130 @@
+"""Rows around megatron-core's three schedule functions: the order of the chunks, and the step's begin and end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_patches._model.sites import overlaps_expert_comm
+from megatron_patches._rows.registry import Patch
+from offload_engine import Action
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_WHY = "activation offload needs the order of the chunks, and the begin and the end of a training step"
+
+
+class Step(NamedTuple):
+    """One call of a schedule function that trains."""
+
+    wrapped: tuple[torch.nn.Module, ...]
+    """This rank's model chunks as the schedule gets them, in the order of their virtual stages."""
+
+    pipeline: Any
+    """The pipeline-parallel process group, or None."""
+
+    seq_length: int | None
+    micro_batch_size: int | None
+    order: Callable[[Any], list[Action]]
+    """This rank's actions, for the model's configuration."""
+
+    @property
+    def chunks(self) -> tuple[torch.nn.Module, ...]:
+        """The model chunks without data-parallel and precision wrappers."""
+        return tuple(unwrap(chunk) for chunk in self.wrapped)
+
+    @property
+    def config(self) -> Any:
+        """The model's TransformerConfig."""
+        return self.chunks[0].config
+
+
+class Runner(Protocol):
+    """What the rows report to."""
+
+    def step(self, step: Step) -> AbstractContextManager[object] | None:
+        """A context for one training step, or None for a step to leave alone."""
+
+
+def schedule_rows(runner: Runner) -> list[Patch]:
+    """The rows; each wraps one schedule function and passes every argument on."""
+    orders = {
+        "forward_backward_no_pipelining": _sequential,
+        "forward_backward_pipelining_without_interleaving": _one_forward_one_backward,
+        "forward_backward_pipelining_with_interleaving": _interleaved,
+    }
+    return [
+        Patch(target=f"{_SCHEDULES}:{name}", wrapper=functools.partial(_around, runner=runner, order=order), why=_WHY)
+        for name, order in orders.items()
+    ]
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The model chunk inside DistributedDataParallel, Float16Module and the like: the innermost with a config."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module) and hasattr(inner, "config"):
+        module = inner
+    return module
+
+
+class _Shape(NamedTuple):
+    size: int
+    rank: int
+    num_chunks: int
+    num_microbatches: int
+    config: Any
+
+
+def _around(
+    original: Callable[..., Any], *, runner: Runner, order: Callable[[_Shape], list[Action]]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward_backward(*args: Any, **kwargs: Any) -> Any:
+        context = None if kwargs.get("forward_only") else runner.step(_read_call(kwargs, order))
+        if context is None:
+            return original(*args, **kwargs)
+        with context:
+            return original(*args, **kwargs)
+
+    return forward_backward
+
+
+def _read_call(kwargs: dict[str, Any], order: Callable[[_Shape], list[Action]]) -> Step:
+    model = kwargs["model"]
+    wrapped = tuple(model) if isinstance(model, Sequence) else (model,)
+    pipeline = _pipeline_group(kwargs)
+    size, rank = (pipeline.size(), pipeline.rank()) if pipeline is not None else (1, 0)
+    num_microbatches = kwargs["num_microbatches"]
+    return Step(
+        wrapped=wrapped,
+        pipeline=pipeline,
+        seq_length=kwargs["seq_length"],
+        micro_batch_size=kwargs["micro_batch_size"],
+        order=lambda config: order(_Shape(size, rank, len(wrapped), num_microbatches, config)),
+    )
+
+
+def _pipeline_group(kwargs: dict[str, Any]) -> Any:
+    from megatron.core import parallel_state
+
+    collection = kwargs.get("pg_collection")
+    if collection is not None and getattr(collection, "pp", None) is not None:
+        return collection.pp
+    return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+
+
+def _sequential(shape: _Shape) -> list[Action]:
+    return no_pipelining(shape.num_microbatches, overlaps_expert_comm(shape.config))
+
+
+def _one_forward_one_backward(shape: _Shape) -> list[Action]:
+    return one_forward_one_backward(shape.size, shape.rank, shape.num_microbatches)
+
+
+def _interleaved(shape: _Shape) -> list[Action]:
+    group_size = shape.config.microbatch_group_size_per_vp_stage
+    is_combined = overlaps_expert_comm(shape.config)
+    return interleaved(shape.size, shape.rank, shape.num_chunks, shape.num_microbatches, group_size, is_combined)

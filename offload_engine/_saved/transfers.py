@@ -1,0 +1,200 @@
+"""Moves bytes between the device and the host tier: streams and events, and every rule that orders them.
+
+[Rules of order] "Compute" is the stream that ran the model's kernels and whose memory pool owns the buffer.
+
+ 1. Produce, then copy out. Copy-out reads what compute wrote: the copy-out stream waits for an event recorded on
+    compute, the stream that saved the tensor, when the group commits. (Not when the copy is issued, which may be later:
+    it would stand behind what compute has been given in between.)
+ 2. Reuse of a lease. Earlier copies still touch the host bytes that a lease lends again. The pool lends them together
+    with the events of those copies, and the copy-out stream waits for each before the first byte.
+ 3. Copy, then drop the buffer. The allocator gives a dropped buffer to compute at once. Compute therefore waits for
+    the last copy that touched it (a copy-out reading it, or a copy-in that nobody used) before the reference goes.
+ 4. Allocate, then copy in. The buffer of a copy-in comes from compute's pool, where kernels issued earlier may still
+    use the same bytes: the copy-in stream waits for an event recorded on compute after the allocation.
+ 5. Copy in, then use. Whichever stream reads a copied-in buffer waits for its copy first.
+ 6. Read elsewhere, then drop the buffer. Where another compute stream read a copied-in buffer, or has read a storage
+    for its holders for the last time, the stream whose pool gets the bytes back waits for that reader first.
+ 7. Home is elsewhere. A storage that one compute stream made and another saved goes back to the pool of the first: that
+    stream, too, waits for the copy-out (3) and for the last read (6).
+
+Copy-in after its own copy-out needs no wait of its own: the host holds the only copy just when the buffer was dropped,
+that is, after compute waited for the copy-out (3), and the copy-in waits for compute (4).
+
+A buffer that is handed over to its one reader goes when that reader drops it: on compute, which has waited by then for
+the last copy that touched it (3, 5), and no other stream reads it (6, 7). Its host bytes stay lent, for another copy-in
+into another buffer, and go back with the event of the last one (2).
+
+A storage that others hold, unread, until its backward is emptied where any other is dropped, and gets bytes again where
+any other gets a buffer: "drop" and "allocate" above stand for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from offload_engine._devices.base import CopyError, Device, Event, Stream
+from offload_engine._host.pool import HostLease
+from offload_engine._saved.storage import SavedStorage
+
+
+class TransferContext:
+    """The device and the two copy streams that all chunks share."""
+
+    def __init__(self, device: Device) -> None:
+        self.device: Device = device
+        # Two streams: in one queue, a copy-in that the backward waits for would stand behind copy-outs.
+        self.copy_out_stream: Stream = device.new_stream("copy_out")  # trails the forward
+        self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
+
+
+def note_produced(storages: Sequence[SavedStorage], context: TransferContext) -> list[Event]:
+    """What the copy-out of `storages` has to wait for: all that their streams have been given by now."""
+    return [context.device.record_event(compute) for compute in _streams_of(storages)]
+
+
+def copy_out(
+    storages: Sequence[SavedStorage], lease: HostLease, produced: Sequence[Event], context: TransferContext
+) -> Event:
+    """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
+    device, stream = context.device, context.copy_out_stream
+    for event in produced:
+        device.wait_event(stream, event)  # Rule 1
+    for event in lease.ready_after:
+        with suppress(CopyError):  # of a copy that is over and that nobody needed: its bytes are free all the same
+            device.wait_event(stream, event)  # Rule 2
+    copies = []
+    for storage in storages:
+        assert storage.region is not None and storage.buffer is not None
+        copies.append((storage.buffer, storage.region))
+    try:
+        device.copy_out(stream, copies)
+        return device.record_event(stream)
+    except BaseException:
+        _finish(stream, device)
+        raise
+
+
+def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
+    """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
+    device, stream = context.device, context.copy_in_stream
+    copies = []
+    for storage in storages:
+        assert storage.region is not None
+        if storage.emptied is None:
+            buffer = device.allocate(storage.nbytes, storage.stream, storage.form)
+        else:
+            buffer = device.restore(storage.emptied, storage.nbytes, storage.stream)
+        copies.append((storage.region, buffer))
+    for compute in _streams_of(storages):
+        device.wait_event(stream, device.record_event(compute))  # Rule 4
+    try:
+        device.copy_in(stream, copies)
+        copied_in = device.record_event(stream)
+    except BaseException:
+        _finish(stream, device)
+        copies.clear()  # held until here: compiled code drops what it does not name any more
+        raise
+    for i, storage in enumerate(storages):
+        if storage.emptied is not None:  # restored: the tensors over it are whatever they were
+            storage.form = None
+        storage.buffer, storage.emptied, storage.home = copies[i][1], None, None
+    return copied_in
+
+
+def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+    """Before the buffers of `storages` are dropped: order the last copy that touched each before what comes next.
+
+    Raises:
+        CopyError: if such a copy failed.
+    """
+    device = context.device
+    settled: Event | None = None
+    settled_on: Stream = None  # a group may have saved on several streams
+    for storage in storages:
+        pending = storage.pending
+        if pending is None:
+            continue
+        if (pending is not settled or storage.stream != settled_on) and not device.is_complete(pending):
+            device.wait_event(storage.stream, pending)  # Rule 3
+        settled, settled_on = pending, storage.stream
+        storage.pending = None
+
+
+def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
+    """Let go of the device bytes of `storage`, which is settled."""
+    if storage.readers or storage.last_read is not None or storage.home is not None:
+        _follow_readers(storage, context.device)
+    assert storage.buffer is not None
+    context.device.on_release(storage.buffer)
+    storage.buffer = None
+
+
+def hand_over_buffer(storage: SavedStorage) -> None:
+    """As `drop_buffer`, where the current stream is `storage.stream` and reads what it has been given of the buffer."""
+    storage.buffer = storage.copied_in = None
+
+
+def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
+    """As `drop_buffer`, where others hold the buffer: what they hold has no bytes from now on."""
+    _follow_readers(storage, context.device)
+    assert storage.buffer is not None
+    storage.emptied = storage.buffer.untyped_storage()
+    storage.buffer = None
+    context.device.empty(storage.emptied)
+
+
+def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+    """Make the current stream, which is about to read `storages`, wait for their copy-in, issued together.
+
+    Raises:
+        CopyError: if it failed.
+    """
+    device = context.device
+    reader = device.current_stream()
+    awaited: Event | None = None
+    for storage in storages:
+        copied_in = storage.copied_in
+        if copied_in is not awaited:
+            device.wait_event(reader, copied_in)  # Rule 5
+            awaited = copied_in
+        storage.ready_on = reader
+        if reader == storage.stream:
+            storage.pending = None
+        elif reader not in storage.readers:
+            storage.readers = (*storage.readers, reader)
+
+
+def note_last_read(storage: SavedStorage, context: TransferContext) -> None:
+    """Nobody reads `storage` any more but for the current stream, in what it has been given by now."""
+    reader = context.device.current_stream()
+    if reader != storage.stream or storage.home is not None:
+        storage.last_read = context.device.record_event(reader)
+
+
+def _finish(stream: Stream, device: Device) -> None:
+    """Something went wrong, or somebody interrupted, before an event told of a copy: nobody else would wait for it."""
+    with suppress(CopyError):
+        device.synchronize(device.record_event(stream))
+
+
+def _follow_readers(storage: SavedStorage, device: Device) -> None:
+    for reader in storage.readers:
+        device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
+    storage.readers = ()
+    if storage.last_read is not None:
+        device.wait_event(storage.stream, storage.last_read)  # Rule 6
+    if storage.home is not None:
+        for event in (storage.copied_out, storage.last_read):
+            if event is not None:
+                device.wait_event(storage.home, event)  # Rule 7
+    storage.last_read = None
+
+
+def _streams_of(storages: Sequence[SavedStorage]) -> list[Stream]:
+    """Each once; storages of one group nearly always share theirs."""
+    found = [storages[0].stream]
+    for storage in storages:
+        if storage.stream not in found:
+            found.append(storage.stream)
+    return found

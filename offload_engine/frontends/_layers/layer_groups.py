@@ -1,0 +1,361 @@
+"""`LayerGroups`: hooks on a model that make each call of a layer a group, or several where it saves much."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload_engine._saved.eligibility import with_storage
+from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.errors import OffloadError
+from offload_engine.frontends._common.compiling import is_compiled, is_compiler_loaded, untraced
+from offload_engine.frontends._common.groups import SavedInGroup, is_new
+from offload_engine.frontends._common.session import Session, is_in_backward
+from offload_engine.frontends._layers.find_layers import Layer, units_inside
+from offload_engine.frontends._layers.layer_budget import LayerBudget
+
+logger = logging.getLogger(__name__)
+
+
+class GroupHook:
+    """A hook of `LayerGroups` on a module; on a copy of that module, or one loaded from a file, it does nothing."""
+
+    def __init__(self, function: Callable[..., None] | None) -> None:
+        self.function: Callable[..., None] | None = function
+
+    def __call__(self, *args: Any) -> None:
+        if self.function is not None:
+            self.function(*args)
+
+    def __reduce__(self) -> Any:
+        return GroupHook, (None,)
+
+
+class _Forward:
+    """One forward of the model that is offloaded."""
+
+    def __init__(self, chunk: ChunkOffloadHandler) -> None:
+        self.chunk: ChunkOffloadHandler = chunk
+        self.thread: int = threading.get_ident()
+        self.handled_outside: int = id(sys.exception())  # by who calls the body; an error inside it is another one
+        self.handled_in_body: int = 0  # the same of who calls `layer`
+        self.layer: nn.Module | None = None  # whose group is open
+        self.first_index: int = 0  # of its groups
+        self.has_run_last: bool = False
+        self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
+        self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
+        self.num_inside: int = 0  # calls of the body inside it, without gradients
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps for a saved tensor: its handle, and the group whose backward begins when it is unpacked."""
+
+    packed: PackedTensor
+    group: TensorGroup | None  # None: saved outside the layers
+    forward: _Forward
+
+
+class LayerGroups:
+    """Opens a group when a layer is called and closes it, with its copy-out, when the layer returns.
+
+    A group that has saved `group_bytes` is closed before that, with the next storage, and another one opened: its copy
+    need not wait for the end of a large layer, nor the backward of that layer for all of its bytes.
+
+    Saved tensors come in through one pair of hooks around the forward of the body, the module that runs the layers.
+    What is saved in a layer belongs to its group. What is saved between layers moves with a group that saves it too.
+
+    Where somebody else's hooks lie on top of ours when a layer is called, or where gradients are off there but were on
+    when the body was called, a checkpoint runs the layer: it gets what the layer saves and needs the input of the layer
+    only. Then the group holds just that.
+
+    Neither inputs nor outputs of a layer are touched: the backward of a group begins when the first of its tensors is
+    unpacked.
+
+    Args:
+        body: runs all `layers`.
+        layers: in order; the last one stays on the device, unless another forward comes before a backward.
+        session: of the model.
+        group_bytes: see above; None: one group a layer.
+        budget: learns what layers save; None: the configuration of the engine has a bound.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        layers: Sequence[Layer],
+        session: Session,
+        *,
+        group_bytes: int | None = None,
+        budget: LayerBudget | None = None,
+    ) -> None:
+        self.session: Session = session
+        self._group_bytes = group_bytes
+        self._budget = budget
+        self._forward: _Forward | None = None
+        self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
+        self._checkpointed: set[nn.Module] = set()
+        self._is_in_context = False
+        self._body_name = type(body).__name__
+        self._has_warned = False
+        self._pack_hook: Callable[[torch.Tensor], _Saved | StayingTensor] = self._pack
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._unpack)
+        self._handles: list[RemovableHandle] = [
+            body.register_forward_pre_hook(GroupHook(self._before_body), prepend=True),
+            body.register_forward_hook(GroupHook(self._after_body), always_call=True),
+        ]
+        self._traceable_hooks: list[GroupHook] = []  # in front of and behind what may be compiled
+        for layer in layers:
+            self._add_hooks(layer, is_last=layer is layers[-1])
+
+    @property
+    def open_layer(self) -> nn.Module | None:
+        """The layer that runs and saves into its group: not while a checkpoint around it does."""
+        forward = self._own_forward
+        return None if forward is None or forward.num_inside else forward.layer
+
+    @property
+    def _own_forward(self) -> _Forward | None:
+        """The forward that is offloaded, if it runs in this thread."""
+        forward = self._forward
+        return forward if forward is not None and forward.thread == threading.get_ident() else None
+
+    def note_checkpointed(self, layers: Iterable[nn.Module]) -> None:
+        """Inside each of `layers` a checkpoint runs it: its group saves what goes into that, and nothing else."""
+        self._checkpointed.update(layers)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around code that runs the layers: what is saved inside it counts as one forward of the body."""
+        self._enter_body()
+        self._is_in_context = True
+        try:
+            yield
+        except BaseException:
+            self._is_in_context = False
+            self._leave_body(has_raised=True)
+            raise
+        self._is_in_context = False
+        self._leave_body()
+
+    def remove(self) -> None:
+        """Take every hook off, also those of a forward that was interrupted. Idempotent."""
+        if self._own_forward is not None and self._is_on_top():
+            self._abandon()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _add_hooks(self, layer: Layer, is_last: bool) -> None:
+        enter = GroupHook(partial(self._enter_layer, name=layer.name, is_last=is_last))
+        leave, keep = GroupHook(self._leave_layer), GroupHook(self._keep_weights)
+        self._traceable_hooks += [enter, leave, keep]
+        self._handles += [
+            # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
+            layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            layer.module.register_forward_hook(leave, always_call=True),
+            *(unit.register_forward_pre_hook(keep) for unit in units_inside(layer)),
+        ]
+
+    def _untrace(self) -> None:
+        """Layers may have been compiled since: their graphs shall have none of these hooks. Idempotent."""
+        if not self._traceable_hooks or not is_compiler_loaded():
+            return
+        for hook in self._traceable_hooks:
+            if hook.function is not None:
+                hook.function = untraced(hook.function)
+        self._traceable_hooks = []
+        self._pack_hook = untraced(self._pack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, untraced(self._unpack))
+
+    # -- hooks on modules --------------------------------------------------------------------------------------------
+
+    def _before_body(self, body: nn.Module, args: Any) -> None:
+        if is_compiled() and torch.is_grad_enabled():
+            raise OffloadError(
+                f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would cut "
+                "its graph in pieces. Compile the layers instead: for layer in layers: layer.compile()"
+            )
+        self._enter_body()
+
+    def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
+        forward = self._own_forward
+        self._leave_body(has_raised=forward is not None and id(sys.exception()) != forward.handled_outside)
+
+    def _enter_body(self) -> None:
+        if self._is_in_context:
+            return
+        if self._forward is not None and not is_in_backward():
+            if self._own_forward is None:
+                return  # of a model that several threads run, one forward at a time is offloaded
+            if not torch.is_grad_enabled():
+                self._forward.num_inside += 1  # a model that looks at its own output first
+                return
+            self._abandon()  # KeyboardInterrupt and the like call no forward hook
+        chunk = self.session.start_forward()
+        if chunk is not None:
+            last, self._last_chunk = self._last_chunk, None
+            try:
+                if last is not None:
+                    last.offload_kept_groups()
+                self._untrace()
+                self._hooks.__enter__()
+            except BaseException:
+                self.session.abandon_forward()
+                raise
+            self._forward = _Forward(chunk)
+
+    def _leave_body(self, has_raised: bool = False) -> None:
+        if self._is_in_context or self._own_forward is None or is_in_backward():
+            return
+        if self._own_forward.num_inside:
+            self._own_forward.num_inside -= 1
+            return
+        if has_raised:
+            self._abandon()
+        else:
+            self._last_chunk = self._own_forward.chunk
+            self._close()
+            self.session.end_forward()
+            self.session.warn_if_idle()
+
+    def _abandon(self) -> None:
+        self._close()
+        self.session.abandon_forward()
+
+    def _close(self) -> None:
+        assert self._forward is not None
+        self._hooks.__exit__()
+        self._forward.held = None  # what autograd keeps refers to this forward
+        self._forward = None
+
+    def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
+        forward = self._own_forward
+        if forward is None:
+            if self._forward is None:  # else another thread's is offloaded
+                self._warn_if_outside(name)
+            return
+        if forward.layer is not None or forward.num_inside or is_in_backward():
+            return
+        if is_last and forward.has_run_last:  # layers share their weights: its backward does not come at once
+            forward.chunk.offload_kept_groups()
+        forward.has_run_last |= is_last
+        group = forward.chunk.open_group(name)
+        group.is_kept = is_last
+        self._keep_shared_inputs(args, kwargs)
+        if torch.is_grad_enabled() and self._is_on_top():
+            group.is_read_once = layer in self._checkpointed
+            forward.layer, forward.handled_in_body = layer, id(sys.exception())
+            forward.first_index = group.index
+            return
+        group.is_read_once = True
+        source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
+        forward.input_groups.add(group)
+        # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
+        forward.held = forward.chunk.tensor_push(source) if source is not None else None
+        forward.chunk.close_group()
+        if self._budget is not None:
+            self._budget.note_layer([group])
+
+    def _warn_if_outside(self, name: str) -> None:
+        if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s is called outside the forward of %s, so what it saves is not offloaded. Where your own code calls the "
+            "layers, put `with handle.forward():` around it.",
+            name,
+            self._body_name,
+        )
+
+    def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        forward = self._own_forward
+        if forward is None or forward.layer is not layer or forward.num_inside or is_in_backward():
+            return
+        forward.layer = None
+        if id(sys.exception()) != forward.handled_in_body:  # it raised
+            forward.chunk.abandon_group()
+        else:
+            forward.chunk.close_group()
+            if self._budget is not None:
+                self._budget.note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
+
+    def _is_full(self, group: TensorGroup) -> bool:
+        return self._group_bytes is not None and group.own_bytes >= self._group_bytes
+
+    def _split_group(self, forward: _Forward, group: TensorGroup) -> TensorGroup:
+        forward.chunk.close_group()
+        following = forward.chunk.open_group(group.name)
+        following.is_kept, following.is_read_once = group.is_kept, group.is_read_once
+        return following
+
+    def _keep_weights(self, unit: nn.Module, args: Any) -> None:
+        """The parameters of a unit of FSDP are gathered now: they stay on the device.
+
+        FSDP frees and fills their storages itself, so an engine that held or copied one would see it change under its
+        hands, and there is nothing to gain. Most are known as views of parameters when they are packed; but a custom
+        Function may save a detached one, and the storage of a gathered parameter is not that of the sharded one which
+        the session knows as a weight. So they are named here, after FSDP's own hook has gathered them.
+        """
+        if self._own_forward is not None and not is_in_backward():
+            for weight in with_storage(unit.parameters()):
+                self.session.engine.exclude(weight)
+
+    def _keep_shared_inputs(self, *inputs: Any) -> None:
+        """What comes without a gradient, such as masks and position embeddings, is an input of all layers alike.
+
+        The last layer, which stays, needs it when backward begins: its copy would come back before it was gone.
+        """
+        for tensor in _tensors_in(inputs):
+            if not tensor.requires_grad:
+                for inner in with_storage((tensor,)):
+                    self.session.engine.exclude(inner)
+
+    # -- hooks on saved tensors --------------------------------------------------------------------------------------
+
+    def _is_on_top(self) -> bool:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self._pack_hook
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved | StayingTensor:
+        forward = self._forward
+        if forward is None or is_in_backward():
+            return StayingTensor(without_graph(tensor))
+        group = forward.chunk.innermost_group
+        if group is not None and self._is_full(group) and is_new(tensor, forward.chunk):
+            group = self._split_group(forward, group)  # no earlier: parts of the last storage may still be written to
+        packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
+        if isinstance(packed, PackedTensor):
+            return _Saved(packed, group, forward)
+        return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)
+
+    def _unpack(self, saved: _Saved | StayingTensor) -> torch.Tensor:
+        if isinstance(saved, StayingTensor):
+            return saved.unpack()
+        if is_in_backward():
+            self._last_chunk = None
+            self.session.note_backward()
+        group = saved.group
+        if group is None and saved.packed.storage.group in saved.forward.input_groups:
+            group = saved.packed.storage.group
+        return SavedInGroup(saved.packed, group, saved.forward.chunk).unpack()
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _tensors_in(element)
