@@ -108,7 +108,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             # Driven for another pass, after the backward of the last one came down to the first group.
             groups.start_again()
             self.begin_forward()
-        group = groups.open(name) if traits is None else groups.open(name, traits)
+        group = groups.open(name, traits)
         self.current_group = group.index + 1
         return group
 

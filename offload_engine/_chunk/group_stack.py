@@ -7,8 +7,6 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
-_NO_TRAITS = GroupTraits()
-
 
 class GroupStack:
     """The groups of one forward of one chunk.
@@ -35,7 +33,7 @@ class GroupStack:
         self._keep_groups = keep_groups
         self._first_kept = first_kept
 
-    def open(self, name: str, traits: GroupTraits = _NO_TRAITS) -> TensorGroup:
+    def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
         """Open a group inside the innermost one, if any."""
         groups = self.progress.groups
         index = len(groups)
@@ -45,10 +43,6 @@ class GroupStack:
         groups.append(group)
         self.open_groups.append(group)
         return group
-
-    def innermost(self) -> TensorGroup:
-        """Return the innermost open group; open one where none is, as for a stack of layers that opens none."""
-        return self.open_groups[-1] if self.open_groups else self.open("layer")
 
     def start_again(self) -> None:
         """Begin another forward of the same chunk."""

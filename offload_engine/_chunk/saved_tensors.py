@@ -46,7 +46,9 @@ class SavedTensorHooks:
         """Pack a tensor saved in the innermost group; return what autograd keeps."""
         if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
             return PackedParts(tensor, self.pack, self.unpack)
-        return self.pack_plain(tensor, self._groups.innermost())
+        open_groups = self._groups.open_groups
+        # Without an open group, as in a stack of layers that opens none, the first saved tensor opens one.
+        return self.pack_plain(tensor, open_groups[-1] if open_groups else self._groups.open("layer"))
 
     def pack_ungrouped(self, tensor: torch.Tensor) -> Handle:
         """Pack a tensor saved outside the groups; return what autograd keeps."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from offload_engine import policies
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._policy.lowest_peak import (
     FixedBoundsPolicy,
@@ -13,19 +12,26 @@ from offload_engine._policy.lowest_peak import (
 from offload_engine._policy.policy import Policy
 from offload_engine._policy.resident import ResidentBudgetPolicy, ResidentLayersPolicy
 from offload_engine._saved.counters import ByteCounters
+from offload_engine.policies import (
+    FixedBounds,
+    GroupWindow,
+    PolicySettings,
+    PrefetchWindow,
+    ResidentBudget,
+    ResidentLayers,
+)
 
 
-def make_policy(chosen: policies.PolicySettings, counters: ByteCounters, leaving: LeavingQueue) -> Policy:
+def make_policy(chosen: PolicySettings, counters: ByteCounters, leaving: LeavingQueue) -> Policy:
     """Make the policy for `OffloadConfig.policy`."""
-    match chosen:
-        case policies.FixedBounds(horizon_bytes=horizon_bytes, max_inflight_bytes=max_inflight_bytes):
-            return FixedBoundsPolicy(counters, leaving, horizon_bytes, max_inflight_bytes)
-        case policies.ResidentBudget(resident_bytes):
-            return ResidentBudgetPolicy(counters, leaving, resident_bytes)
-        case policies.ResidentLayers(num_layers):
-            return ResidentLayersPolicy(counters, leaving, num_layers)
-        case policies.GroupWindow(num_groups, max_inflight_bytes):
-            return GroupWindowPolicy(counters, leaving, num_groups, max_inflight_bytes)
-        case policies.PrefetchWindow(num_groups, max_inflight_bytes):
-            return PrefetchWindowPolicy(counters, leaving, num_groups, max_inflight_bytes)
+    if isinstance(chosen, FixedBounds):
+        return FixedBoundsPolicy(counters, leaving, chosen.horizon_bytes, chosen.max_inflight_bytes)
+    if isinstance(chosen, ResidentBudget):
+        return ResidentBudgetPolicy(counters, leaving, chosen.resident_bytes)
+    if isinstance(chosen, ResidentLayers):
+        return ResidentLayersPolicy(counters, leaving, chosen.num_layers)
+    if isinstance(chosen, GroupWindow):
+        return GroupWindowPolicy(counters, leaving, chosen.num_groups, chosen.max_inflight_bytes)
+    if isinstance(chosen, PrefetchWindow):
+        return PrefetchWindowPolicy(counters, leaving, chosen.num_groups, chosen.max_inflight_bytes)
     return LowestPeakPolicy(counters, leaving)

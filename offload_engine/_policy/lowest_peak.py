@@ -75,6 +75,8 @@ class LowestPeakPolicy(Reactive):
             return self._copy_ins_ahead()
         if self._delayed and not _passes_delayed(kind, group):
             return self._with_delayed(kind, chunk, group)
+        if group is not None and not group.is_kept and chunk is not None:  # nearly always
+            return self._commit(chunk, group) if kind is COMMIT else self._begin_backward(chunk, group)
         return self._answer(kind, chunk, group)
 
     def _with_delayed(
@@ -83,23 +85,24 @@ class LowestPeakPolicy(Reactive):
         """Issue the delayed copy-outs, in the order of their commits, in front of all else."""
         delayed, self._delayed = self._delayed, []
         for other in delayed:
-            yield Move(OUT, other)
+            yield OUT, other
         yield from self._answer(kind, chunk, group)
 
     def _answer(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> Iterable[Move]:
-        if chunk is not None:
-            if kind is COMMIT and group is not None and group.is_kept:
-                return self._keep(chunk, group)
-            if kind is TAIL:
-                chunk.begin_tail()
-                self._tail_number = self.leaving.num_issued
-                return ()
-            if kind is HEAD:
-                return _drops(self.leaving.groups)
-            if kind is CHUNK_BACKWARD:
-                return _drops(self._older_than_tail(chunk)) if self.releases_older_chunks else ()
-        elif kind is ITERATION_END:
+        if chunk is None:
+            return _drops(self.leaving.groups) if kind is ITERATION_END else ()
+        if group is not None:
+            if kind is COMMIT:
+                return self._keep(chunk, group) if group.is_kept else self._commit(chunk, group)
+            return self._begin_backward(chunk, group)
+        if kind is TAIL:
+            chunk.begin_tail()
+            self._tail_number = self.leaving.num_issued
+            return ()
+        if kind is HEAD:
             return _drops(self.leaving.groups)
+        if kind is CHUNK_BACKWARD:
+            return _drops(self._older_than_tail(chunk)) if self.releases_older_chunks else ()
         return super().at(kind, chunk, group)
 
     def _keep(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
@@ -197,4 +200,4 @@ def _passes_delayed(kind: BoundaryKind, group: TensorGroup | None) -> bool:
 
 def _drops(groups: list[TensorGroup]) -> Iterator[Move]:
     for group in groups:
-        yield Move(DROP, group)
+        yield DROP, group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.leaving import LeavingQueue
@@ -12,12 +11,8 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import BoundaryKind, Op
 from offload_engine.schedule import Action
 
-
-class Move(NamedTuple):
-    """One move of one group, to be performed now."""
-
-    op: Op
-    group: TensorGroup
+Move = tuple[Op, TensorGroup]
+"""One move of one group, to be performed now. A plain tuple: the compiled core makes it without a call."""
 
 
 class Policy:

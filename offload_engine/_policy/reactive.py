@@ -74,14 +74,14 @@ class Reactive(Policy):
         if self._window.begin_forward(chunk):
             self._horizon.count_passed()
         while (ahead := self._next_ahead()) is not None:
-            yield Move(IN, ahead)
+            yield IN, ahead
 
     def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         self._horizon.count_committed(group)
         if not group.is_kept:
-            yield Move(OUT, group)
+            yield OUT, group
         while (ahead := self._next_ahead()) is not None:
-            yield Move(IN, ahead)
+            yield IN, ahead
 
     def _begin_backward(self, chunk: ChunkProgress, group: TensorGroup | None) -> Iterator[Move]:
         self._window.begin_backward(chunk)
@@ -93,13 +93,18 @@ class Reactive(Policy):
                 late = chunk.groups[chunk.prefetch_index]
                 chunk.prefetch_index -= 1
                 if late.on_host_bytes and (late is group or self._horizon.may_issue_late(late)):
-                    yield Move(IN, late)
+                    yield IN, late
         while (ahead := self._next_ahead()) is not None:
-            yield Move(IN, ahead)
+            yield IN, ahead
 
-    def _copy_ins_ahead(self) -> Iterator[Move]:
+    def _copy_ins_ahead(self) -> Iterable[Move]:
+        first = self._next_ahead()
+        return () if first is None else self._copy_ins_from(first)
+
+    def _copy_ins_from(self, first: TensorGroup) -> Iterator[Move]:
+        yield IN, first
         while (ahead := self._next_ahead()) is not None:
-            yield Move(IN, ahead)
+            yield IN, ahead
 
     def _next_ahead(self) -> TensorGroup | None:
         """Return the next group to copy in, or to recall, within the horizon; count it as issued."""

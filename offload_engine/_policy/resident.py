@@ -60,17 +60,17 @@ class ResidentBudgetPolicy(Reactive):
         elif kind is TAIL and chunk is not None:
             chunk.begin_tail()
         elif kind is ITERATION_END:
-            return (Move(DROP, left) for left in self.leaving.groups)
+            return ((DROP, left) for left in self.leaving.groups)
         return super().at(kind, chunk, group)
 
     def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         self._horizon.count_committed(group)
         if not group.is_kept and not self._may_stay(chunk, group):
-            yield Move(OUT, group)
+            yield OUT, group
         while (ahead := self._next_ahead()) is not None:
-            yield Move(IN, ahead)
+            yield IN, ahead
         while self._staying and self.must_release():  # more was saved than expected
-            yield Move(OUT, self._staying.popleft())
+            yield OUT, self._staying.popleft()
 
     def _may_stay(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
         """Return whether `group` and all that is still to be saved fit; if so, it stays for now."""

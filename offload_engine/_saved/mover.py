@@ -11,7 +11,6 @@ from offload_engine._devices.base import CopyError, Event
 from offload_engine._host.leases import GroupLease, lend
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
-from offload_engine._saved.addresses import AddressTable
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.failures import CopyFailures
 from offload_engine._saved.storage import (
@@ -65,7 +64,8 @@ class StorageMover:
 
     Attributes:
         live: storages with a handle left.
-        addresses: storages that may be saved once more.
+        by_key: storages that may be saved once more, by their address: as long as a tensor is left that could be saved
+            under it. The store enters them.
         failures: copies that failed.
     """
 
@@ -78,7 +78,7 @@ class StorageMover:
         is_room_required: bool,
     ) -> None:
         self.live: dict[SavedStorage, None] = {}
-        self.addresses: AddressTable = AddressTable()
+        self.by_key: dict[int, SavedStorage] = {}
         self.counters: ByteCounters = counters
         self.failures: CopyFailures = CopyFailures()
         self._is_room_required = is_room_required
@@ -129,7 +129,8 @@ class StorageMover:
         """Release or empty the buffers of storages that are on host too, unless an undeclared reference holds one."""
         for saved in storages:
             if saved.num_external_refs is None:
-                self.addresses.pin(saved)
+                if not saved.pin_address():
+                    self._forget_address(saved)
                 self.counters.drop(saved)
                 drop_buffer(saved, self._context)
             elif saved.may_be_emptied():
@@ -176,8 +177,7 @@ class StorageMover:
         except CopyError as error:
             raise self.failures.failed(error, "copy-in", storages[0]) from error
         arrived = [saved for saved in storages if saved.residency is COPYING_IN]
-        for saved in arrived:
-            self._end_prefetch(saved)
+        self._end_prefetch(arrived)
         move(arrived, RESIDENT)
 
     def hand_over(self, saved: SavedStorage) -> None:
@@ -217,7 +217,7 @@ class StorageMover:
         if saved.buffer is not None and saved.pending is not None:
             self._wait_or_defer(saved)  # first: an interrupt may end the wait, and then all of this comes once more
         if saved.residency is COPYING_IN:
-            self._end_prefetch(saved)
+            self._end_prefetch([saved])
         if saved.buffer is not None:
             self.counters.drop(saved)
             drop_buffer(saved, self._context)
@@ -230,7 +230,7 @@ class StorageMover:
         saved.group.storages.pop(saved, None)
         for group in saved.sharers:
             group.storages.pop(saved, None)
-        self.addresses.remove(saved)
+        self._forget_address(saved)
         self.live.pop(saved, None)
 
     def wait_for_all_copies(self) -> None:
@@ -252,9 +252,15 @@ class StorageMover:
                 "host_limit_bytes, offload less, or set host_policy='keep' to leave such groups on the device."
             )
 
-    def _end_prefetch(self, saved: SavedStorage) -> None:
-        self.counters.prefetched_bytes -= saved.nbytes
-        self._unawaited.discard(saved.copied_in)
+    def _end_prefetch(self, storages: Sequence[SavedStorage]) -> None:
+        for saved in storages:
+            self.counters.prefetched_bytes -= saved.nbytes
+        if storages:  # copied in together
+            self._unawaited.discard(storages[0].copied_in)
+
+    def _forget_address(self, saved: SavedStorage) -> None:
+        if self.by_key.get(saved.key) is saved:
+            del self.by_key[saved.key]
 
     def _wait_for_copy_out(self, storages: Sequence[SavedStorage]) -> None:
         try:

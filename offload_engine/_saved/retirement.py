@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from offload_engine._saved.storage import SavedStorage
 
-Retire = Callable[[SavedStorage], None]
-
 
 class RetireQueue:
     """Defers retirement: a storage whose last handle goes during an operation of the store is retired after it.
@@ -24,19 +22,21 @@ class RetireQueue:
 
     Args:
         is_copy_thread: true in a thread that copies.
+        retire: releases everything that a storage holds; never called while `lock` is held by an operation.
 
     Attributes:
         lock: held during an operation.
         dropped: storages without a handle that are not retired yet.
     """
 
-    def __init__(self, is_copy_thread: Callable[[], bool]) -> None:
+    def __init__(self, is_copy_thread: Callable[[], bool], retire: Callable[[SavedStorage], None]) -> None:
         self.lock: threading.Lock = threading.Lock()
         self._is_copy_thread = is_copy_thread
+        self._retire = retire
         self.dropped: deque[SavedStorage] = deque()
 
-    def retire(self, saved: SavedStorage, retire: Retire) -> None:
-        """Call `retire(saved)` now, or after the operation under way.
+    def retire(self, saved: SavedStorage) -> None:
+        """Retire a storage whose last handle was dropped, now or after the operation under way.
 
         In a thread that copies, what has a copy under way waits for the end of an operation, too.
         """
@@ -47,7 +47,7 @@ class RetireQueue:
                     if (saved.pending is not None or saved.emptied is not None) and self._is_copy_thread():
                         self.dropped.append(saved)
                     else:
-                        retire(saved)
+                        self._retire(saved)
             except KeyboardInterrupt:  # a destructor swallows it: the next operation tries again
                 self.dropped.append(saved)
                 raise
@@ -56,9 +56,9 @@ class RetireQueue:
         else:
             self.dropped.append(saved)
         if self.dropped:  # the operation, in whatever thread, may have looked there before
-            self.drain(retire)
+            self.drain()
 
-    def drain(self, retire: Retire) -> None:
+    def drain(self) -> None:
         """Retire what autograd has dropped, unless an operation is under way: its end does that."""
         while self.dropped and not self._is_copy_thread() and self.lock.acquire(blocking=False):
             try:
@@ -66,7 +66,7 @@ class RetireQueue:
                     saved = self.dropped.popleft()
                     if saved.num_handles == 0:  # else the operation packed the storage once more
                         try:
-                            retire(saved)
+                            self._retire(saved)
                         except KeyboardInterrupt:
                             self.dropped.append(saved)
                             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,7 +15,11 @@ from offload_engine.traits import GroupTraits
 
 
 class Residency(enum.Enum):
-    """Where the bytes of a storage are. `may_follow` is the table of legal transitions."""
+    """Where the bytes of a storage are.
+
+    Attributes:
+        following: the residencies that a storage may have next.
+    """
 
     RESIDENT = "resident"
     """On the device only: just saved, kept, recalled before its release, or copied in and used."""
@@ -29,6 +32,8 @@ class Residency(enum.Enum):
     RETIRED = "retired"
     """No handle is left: the bytes are gone."""
 
+    following: tuple[Residency, ...]
+
 
 # The compiled core reads a constant in no time, a member of an enumeration as slowly as any attribute of a class.
 RESIDENT: Final = Residency.RESIDENT
@@ -37,72 +42,47 @@ ON_HOST: Final = Residency.ON_HOST
 COPYING_IN: Final = Residency.COPYING_IN
 RETIRED: Final = Residency.RETIRED
 
-# From each residency the legal next ones.
-_AFTER_RESIDENT: Final = (COPYING_OUT, ON_HOST, RETIRED)  # ON_HOST: handed over to the tensor that is read once
-_AFTER_COPYING_OUT: Final = (ON_HOST, RESIDENT, RETIRED)  # RESIDENT: recalled
-_AFTER_ON_HOST: Final = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outside reference still has the bytes
-_AFTER_COPYING_IN: Final = (RESIDENT, RETIRED)
+# The table of legal transitions. (Not a dictionary: to hash a member of an enumeration is a call.)
+RESIDENT.following = (COPYING_OUT, ON_HOST, RETIRED)  # ON_HOST: handed over to the tensor that is read once
+COPYING_OUT.following = (ON_HOST, RESIDENT, RETIRED)  # RESIDENT: recalled
+ON_HOST.following = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outside reference still has the bytes
+COPYING_IN.following = (RESIDENT, RETIRED)
+RETIRED.following = ()
 
 _free_weak_ref: Final[Any] = torch.UntypedStorage._free_weak_ref
 _sequence_nr: Final[Any] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 _storage_use_count: Final[Any] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 
 
-def may_follow(residency: Residency) -> tuple[Residency, ...]:
-    """Return the residencies that a storage may have after `residency`."""
-    # A chain of identities: to hash a member of an enumeration takes longer than all of it.
-    if residency is RESIDENT:
-        return _AFTER_RESIDENT
-    if residency is COPYING_OUT:
-        return _AFTER_COPYING_OUT
-    if residency is ON_HOST:
-        return _AFTER_ON_HOST
-    return _AFTER_COPYING_IN if residency is COPYING_IN else ()
-
-
 def move(storages: Sequence[SavedStorage], to: Residency) -> None:
     """Change the residency of storages, and the byte counters of the groups that saved them: the one place that does.
 
     Raises:
-        AssertionError: for a transition that `may_follow` does not list; names the storage.
+        AssertionError: for a transition that `Residency.following` does not list; names the storage.
     """
-    # Linear, without a call for each storage, because it runs five times for each of them.
-    last: Residency | None = None
-    on_host = leaving = arriving = on_device = 0  # how the counters change, in units of the storage's bytes
+    # Storages that move together nearly always are of one group and one residency: they are counted together.
+    group: TensorGroup | None = None
+    before, nbytes = to, 0
     for saved in storages:
-        before = saved.residency
-        if before is not last:
-            if to not in may_follow(before):
-                expected = ", ".join(legal.value for legal in may_follow(before)) or "nothing"
+        if saved.group is not group or saved.residency is not before:
+            if group is not None:
+                group.count(before, to, nbytes)
+            group, before, nbytes = saved.group, saved.residency, 0
+            if to not in before.following:
+                expected = ", ".join(legal.value for legal in before.following) or "nothing"
                 raise AssertionError(f"{saved!r}: cannot go from {before.value} to {to.value}; expected {expected}")
-            on_host = int(to is ON_HOST) - int(before is ON_HOST)
-            leaving = int(to is COPYING_OUT) - int(before is COPYING_OUT)
-            arriving = int(to is COPYING_IN) - int(before is COPYING_IN)
-            on_device = int(to is not ON_HOST and to is not RETIRED) - int(before is not ON_HOST)
-            last = before
         saved.residency = to
-        nbytes, group = saved.nbytes, saved.group
-        group.on_host_bytes += on_host * nbytes
-        group.leaving_bytes += leaving * nbytes
-        group.arriving_bytes += arriving * nbytes
-        group.own_device_bytes += on_device * nbytes
+        nbytes += saved.nbytes
         if saved.is_recalled:
             saved.is_recalled = False
-            group.recalled_bytes -= nbytes
-        elif before is COPYING_OUT and to is RESIDENT:
+            group.recalled_bytes -= saved.nbytes
+        elif to is RESIDENT and before is COPYING_OUT:
             saved.is_recalled = True
-            group.recalled_bytes += nbytes
+            group.recalled_bytes += saved.nbytes
         for sharer in saved.sharers:
-            sharer.on_host_bytes += on_host * nbytes
-            sharer.leaving_bytes += leaving * nbytes
-
-
-class StorageOwner(ABC):
-    """Takes back a storage whose last handle autograd has dropped."""
-
-    @abstractmethod
-    def retire(self, saved: SavedStorage) -> None:
-        """Release everything that `saved` holds, now or after the operation under way. Must not raise."""
+            sharer.count_shared(before, to, saved.nbytes)
+    if group is not None:
+        group.count(before, to, nbytes)
 
 
 class SavedStorage:
@@ -271,14 +251,18 @@ class TensorGroup:
         "_first_sequence_nr",
     )
 
-    def __init__(self, chunk: ChunkKey, index: int, name: str, traits: GroupTraits, is_ungrouped: bool = False) -> None:
+    def __init__(
+        self, chunk: ChunkKey, index: int, name: str, traits: GroupTraits | None = None, is_ungrouped: bool = False
+    ) -> None:
         self.chunk = chunk
         self.index = index
         self.name = name
-        self.layer = traits.layer
-        self.is_kept = traits.keep  # until the chunk or the executor learns otherwise
-        self.is_read_once = traits.read_once
-        self.may_delay = traits.may_delay
+        self.layer: int = -1
+        self.is_kept: bool = False  # from `traits.keep` until the chunk or the executor learns otherwise
+        self.is_read_once: bool = False
+        self.may_delay: bool = False
+        if traits is not None:
+            self.is_kept, self.layer, self.is_read_once, self.may_delay = traits
         self.is_ungrouped = is_ungrouped  # never copied out: such a storage moves only with a group that saves it too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; they go as they retire
         self.nbytes = 0
@@ -313,6 +297,41 @@ class TensorGroup:
     def is_of_layer(self, other: TensorGroup) -> bool:
         """Return whether both groups belong to one layer of one chunk."""
         return self.layer == other.layer and self.chunk == other.chunk and not self.is_ungrouped
+
+    def count(self, before: Residency, to: Residency, nbytes: int) -> None:
+        """Count own storages that moved together. Called by `move`."""
+        if before is RESIDENT:
+            if to is COPYING_OUT:
+                self.leaving_bytes += nbytes
+                return
+        elif before is COPYING_IN:
+            self.arriving_bytes -= nbytes
+        elif before is COPYING_OUT:
+            self.leaving_bytes -= nbytes
+        else:
+            self.on_host_bytes -= nbytes
+            if to is not RETIRED:
+                self.own_device_bytes += nbytes
+            if to is COPYING_IN:
+                self.arriving_bytes += nbytes
+            elif to is COPYING_OUT:
+                self.leaving_bytes += nbytes
+            return
+        if to is ON_HOST:
+            self.on_host_bytes += nbytes
+        if to is not RESIDENT:  # on host or retired
+            self.own_device_bytes -= nbytes
+
+    def count_shared(self, before: Residency, to: Residency, nbytes: int) -> None:
+        """Count a storage of another group that moved. Called by `move`."""
+        if before is ON_HOST:
+            self.on_host_bytes -= nbytes
+        elif before is COPYING_OUT:
+            self.leaving_bytes -= nbytes
+        if to is ON_HOST:
+            self.on_host_bytes += nbytes
+        elif to is COPYING_OUT:
+            self.leaving_bytes += nbytes
 
     def has_made(self, node: torch.autograd.graph.Node) -> bool:
         """Return whether `node` came into the graph after the group was opened, in the same thread."""

@@ -24,7 +24,6 @@ from offload_engine._saved.storage import (
     RESIDENT,
     RETIRED,
     SavedStorage,
-    StorageOwner,
     TensorGroup,
 )
 from offload_engine._saved.transfers import TransferContext, record_last_read, record_produced
@@ -34,7 +33,7 @@ from offload_engine.meter import ResidencyMeter
 from offload_engine.stats import IterationStats
 
 
-class ActivationStore(StorageOwner):
+class ActivationStore:
     """Owns every saved storage. Each operation is `with self, self._retired.lock`: see `RetireQueue`.
 
     Attributes:
@@ -58,10 +57,9 @@ class ActivationStore(StorageOwner):
         self.alloc_streams: AllocStreams = AllocStreams()
         self._mover = StorageMover(context, pool, unawaited, self.counters, config.host_policy == "error")
         self.live: dict[SavedStorage, None] = self._mover.live
-        self._addresses = self._mover.addresses
-        self._retire = self._mover.retire
+        self._by_key = self._mover.by_key
         self.failures: CopyFailures = self._mover.failures
-        self._retired = RetireQueue(context.device.is_copy_thread)
+        self._retired = RetireQueue(context.device.is_copy_thread, self._mover.retire)
         self._lock = self._retired.lock
         self._dropped = self._retired.dropped
         self._context = context
@@ -78,7 +76,7 @@ class ActivationStore(StorageOwner):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._dropped:
-            self._retired.drain(self._retire)
+            self._retired.drain()
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -106,7 +104,7 @@ class ActivationStore(StorageOwner):
             # What must be restored last: the memory for it is there when all else has gone.
             for saved in sorted(self.live, key=SavedStorage.is_still_held):
                 saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
-                self._retire(saved)
+                self._mover.retire(saved)
             self._mover.wait_for_all_copies()
             self.counters.prefetched_bytes = 0
             self.eligibility.clear()
@@ -121,16 +119,15 @@ class ActivationStore(StorageOwner):
         storage = self._movable_storage(tensor)
         if storage is None:
             return self.eligibility.staying(tensor)
-        is_ungrouped, is_first = group.is_ungrouped, False
+        key, is_ungrouped, is_first = storage._cdata, group.is_ungrouped, False
         try:
             with self._lock:
-                saved = self._addresses.find(storage._cdata)
+                saved = self._by_key.get(key)
                 if saved is None or _is_another_save(saved, tensor):
-                    saved = SavedStorage(tensor, storage, group, self._current_stream())
-                    self._addresses.add(saved)
+                    saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._current_stream())
                     is_first = True
                     self.live[saved] = None
-                    if len(self.alloc_streams):
+                    if self.alloc_streams.streams:
                         self.alloc_streams.apply_to(saved)
                     if self.counters.is_metered:
                         self.counters.hold([saved])
@@ -141,10 +138,10 @@ class ActivationStore(StorageOwner):
                     self.counters.count_managed(saved.nbytes)
                 if not is_ungrouped:
                     group.add(saved)
-                return PackedTensor(tensor, saved, self, is_first)
+                return PackedTensor(tensor, saved, self._retired, is_first)
         finally:
             if self._dropped:
-                self._retired.drain(self._retire)
+                self._retired.drain()
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` would move, and no group has saved its storage."""
@@ -152,7 +149,7 @@ class ActivationStore(StorageOwner):
         if storage is None:
             return False
         with self._lock:
-            saved = self._addresses.find(storage._cdata)
+            saved = self._by_key.get(storage._cdata)
             return saved is None or saved.group.is_ungrouped or _is_another_save(saved, tensor)
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
@@ -182,14 +179,10 @@ class ActivationStore(StorageOwner):
             self._hand_over(saved)
         return tensor
 
-    def retire(self, saved: SavedStorage) -> None:
-        """See `StorageOwner`."""
-        self._retired.retire(saved, self._retire)
-
     def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Declare that `holders`, tensors over one storage, are not read again before its backward; see the engine."""
         with self, self._lock:
-            saved = self._addresses.find(holders[0].untyped_storage()._cdata)
+            saved = self._by_key.get(holders[0].untyped_storage()._cdata)
             if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
                 return
             if saved.residency not in (COPYING_OUT, ON_HOST):
