@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Optional
 
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
 from megatron_patches._rows.registry import Patch
-from offload_engine import FixedBounds, OffloadConfig, ResidentBudget
+from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
-from offload_engine.policies import PolicySettings
+from offload_engine.policies import PolicySettings, policy_for
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
@@ -115,6 +115,7 @@ _SETTINGS = (
     ),
     _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
 )
+_BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each asks for a policy, see `policy_for`
 _SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
 _SWITCHES = tuple(s.name for s in _SETTINGS if s.parse is None)
 
@@ -298,12 +299,9 @@ def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
 
 
 def _policy(source: Any) -> dict[str, PolicySettings]:
-    """The policy that the flags choose; nothing where none of them was given."""
-    resident_bytes = getattr(source, "offload_resident_bytes", None)
-    bounds = {name: getattr(source, _PREFIX + name, None) for name in ("horizon_bytes", "max_inflight_bytes")}
-    if resident_bytes is not None:
-        return {"policy": ResidentBudget(resident_bytes)}
-    return {"policy": FixedBounds(**bounds)} if any(size is not None for size in bounds.values()) else {}
+    """The policy that the flags ask for; nothing where none of them was given."""
+    policy = policy_for(**{name: getattr(source, _PREFIX + name, None) for name in _BOUNDS})
+    return {} if policy is None else {"policy": policy}
 
 
 def _source_name(field: str) -> str:

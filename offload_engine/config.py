@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from offload_engine._compat.smp import smp_policy
-from offload_engine.policies import PolicySettings
+from offload_engine.policies import BOUNDS, PolicySettings, policy_for
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
@@ -74,6 +74,20 @@ class OffloadConfig:
             raise TypeError(f"{field} must be an integer number of bytes, got {value!r}")
         if value < 0:
             raise ValueError(f"{field} must not be negative, got {value:,}")
+
+    @classmethod
+    def from_flags(cls, **settings: Any) -> OffloadConfig:
+        """Return the configuration for settings of a command line, where each bound of a policy is a flag of its own.
+
+        Args:
+            settings: fields of this class but `policy`, and the arguments of `policies.policy_for`.
+
+        Raises:
+            ValueError: for bounds of several policies, or a value outside its range.
+            TypeError: for a value of the wrong type, and an unknown setting.
+        """
+        bounds = {name: settings.pop(name) for name in BOUNDS if name in settings}
+        return cls(**settings, policy=policy_for(**bounds))
 
     @classmethod
     def from_smp(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> OffloadConfig:

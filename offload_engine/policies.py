@@ -15,6 +15,7 @@ __all__ = [
     "PrefetchWindow",
     "ResidentBudget",
     "ResidentLayers",
+    "policy_for",
 ]
 
 
@@ -131,6 +132,51 @@ class PrefetchWindow:
 
 
 PolicySettings = LowestPeak | FixedBounds | ResidentBudget | ResidentLayers | GroupWindow | PrefetchWindow
+
+
+BOUNDS: tuple[str, ...] = (
+    "resident_bytes",
+    "horizon_groups",
+    "prefetch_groups",
+    "horizon_bytes",
+    "max_inflight_bytes",
+)
+"""The arguments of `policy_for`."""
+
+
+def policy_for(
+    *,
+    resident_bytes: int | None = None,
+    horizon_groups: int | None = None,
+    prefetch_groups: int | None = None,
+    horizon_bytes: int | None = None,
+    max_inflight_bytes: int | None = None,
+) -> PolicySettings | None:
+    """Return the policy that a flag of this name asks for; None where none was given.
+
+    For command lines, where each bound is a flag of its own: `resident_bytes` is a `ResidentBudget`, `horizon_groups` a
+    `GroupWindow`, `prefetch_groups` a `PrefetchWindow`, and the other two alone are `FixedBounds`.
+
+    Raises:
+        ValueError: for bounds of several policies, or a value outside its range.
+        TypeError: for a bound that is not an integer.
+    """
+    counts = {"horizon_groups": horizon_groups, "prefetch_groups": prefetch_groups}
+    exclusive = {"resident_bytes": resident_bytes, "horizon_bytes": horizon_bytes, **counts}
+    given = [name for name, value in exclusive.items() if value is not None]
+    if resident_bytes is not None and max_inflight_bytes is not None:
+        given.append("max_inflight_bytes")
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} bound the same thing: set one of them")
+    if resident_bytes is not None:
+        return ResidentBudget(resident_bytes)
+    if horizon_groups is not None:
+        return GroupWindow(horizon_groups, max_inflight_bytes)
+    if prefetch_groups is not None:
+        return PrefetchWindow(prefetch_groups, max_inflight_bytes)
+    if horizon_bytes is None and max_inflight_bytes is None:
+        return None
+    return FixedBounds(horizon_bytes=horizon_bytes, max_inflight_bytes=max_inflight_bytes)
 
 
 def _check_bytes(settings: object, *fields: str) -> None:

@@ -26,7 +26,6 @@ from offload_engine import (
 )
 from offload_engine._devices.regions import new_buffer
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
-from tests.configs import sized_config
 
 MIB = 1 << 20
 KIB = 1 << 10  # stands for a MiB
@@ -172,7 +171,7 @@ class Outcome(NamedTuple):
 def run(job: Job, **config: Any) -> Outcome:
     """Two steps; sizes in `config` are in MiB."""
     scaled = {name: value * KIB if name.endswith("bytes") else value for name, value in config.items()}
-    ranks = [_Rank(job, rank, sized_config(min_tensor_bytes=1, **scaled)) for rank in range(job.pipeline)]
+    ranks = [_Rank(job, rank, OffloadConfig.from_flags(min_tensor_bytes=1, **scaled)) for rank in range(job.pipeline)]
     for _ in range(2):
         stats = _step(ranks)
     outcome = Outcome(max(rank.now for rank in ranks), [rank.device.stalled for rank in ranks], stats)

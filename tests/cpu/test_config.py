@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from offload_engine.config import MIB, OffloadConfig
-from tests.configs import sized_config
 
 SIZES = ["min_tensor_bytes", "host_limit_bytes"]
 OPTIONAL_SIZES = SIZES[1:]
@@ -31,14 +30,14 @@ def test_is_frozen_and_keyword_only() -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_negative_size_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must not be negative, got -1"):
-        sized_config(**{name: -1})
+        OffloadConfig.from_flags(**{name: -1})
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [1.5, 1e6, "1MiB", True, False])
 def test_non_integer_size_is_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"{name} must be an integer number of bytes"):
-        sized_config(**{name: value})
+        OffloadConfig.from_flags(**{name: value})
 
 
 def test_unknown_host_policy_is_refused() -> None:

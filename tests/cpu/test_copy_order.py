@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, CopyError, GroupTraits, OffloadEngine
+from offload_engine import ChunkOffloadHandler, CopyError, GroupTraits, OffloadConfig, OffloadEngine
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 from tests.engine_state import release_all
 
 NUMEL = 64
@@ -24,7 +23,7 @@ class Bench:
 
     def __init__(self, seed: int | None, **settings: int) -> None:
         self.device = AdversarialDevice(seed, host_capacity=1 << 16)
-        config = sized_config(min_tensor_bytes=0, horizon_bytes=0, **settings)
+        config = OffloadConfig.from_flags(min_tensor_bytes=0, horizon_bytes=0, **settings)
         self.engine = OffloadEngine(config, self.device)
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()

@@ -26,7 +26,6 @@ from offload_engine import (
     group_start,
 )
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 from tests.engine_state import release_all
 
 NUMEL = 512
@@ -40,7 +39,7 @@ def engine() -> Iterator[OffloadEngine]:
 
 
 def make_engine(**settings: object) -> OffloadEngine:
-    config = sized_config(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
+    config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
     return OffloadEngine(config, AdversarialDevice(), ResidencyMeter())
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_engine import CopyError, OffloadEngine, ResidencyMeter
+from offload_engine import CopyError, OffloadConfig, OffloadEngine, ResidencyMeter
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 from tests.engine_state import release_all
 
 NUMEL = 64
@@ -20,7 +19,7 @@ class Bench:
     """An engine, one chunk, and a model that squares one tensor in one group."""
 
     def __init__(self, device: AdversarialDevice | None = None, **settings: int) -> None:
-        config = sized_config(min_tensor_bytes=0, horizon_bytes=0, directory="none", **settings)
+        config = OffloadConfig.from_flags(min_tensor_bytes=0, horizon_bytes=0, directory="none", **settings)
         self.meter = ResidencyMeter()
         self.engine = OffloadEngine(config, device, self.meter)
         self.engine.begin_iteration()

@@ -21,7 +21,6 @@ from offload_engine import (
 )
 from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 
 DEPTH, NUMEL = 8, 64
 GROUP_BYTES = 4 * NUMEL
@@ -32,7 +31,7 @@ class Chain:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice()
-        config = sized_config(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
+        config = OffloadConfig.from_flags(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
         self.engine = OffloadEngine(config, self.device, ResidencyMeter())
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()
@@ -96,7 +95,7 @@ def test_groups_that_the_backward_passed_by_do_not_come_at_once() -> None:
 @pytest.mark.parametrize("distance", [1, 2, 4])
 def test_how_early_to_load(distance: int) -> None:
     """While a group's backward runs, so many after it are issued; what stays behind it does not count."""
-    chain = Chain(prefetch_layers=distance, max_inflight_bytes=0)
+    chain = Chain(prefetch_groups=distance, max_inflight_bytes=0)
     chain.forward()
     for index in reversed(range(DEPTH)):
         assert chain.begin_backward(index) == min(DEPTH, DEPTH - index + distance)  # no graph is freed
@@ -116,7 +115,7 @@ def test_horizons_differ_where_groups_do() -> None:
     assert issued() == 4
     assert issued(horizon_bytes=2 * GROUP_BYTES) == 3
     assert issued(horizon_groups=2) == 2
-    assert issued(prefetch_layers=1) == 2
+    assert issued(prefetch_groups=1) == 2
     assert issued(horizon_groups=1) == 1
 
 

@@ -28,7 +28,6 @@ from offload_engine import (
     manage_activations,
 )
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 
 WIDTH, ROWS, DEPTH = 16, 8, 6
 TENSOR_BYTES = WIDTH * ROWS * 4
@@ -607,11 +606,11 @@ def test_prefetch_is_ahead_of_every_group() -> None:
     activations.close()
 
 
-@pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_layers": 2}], ids=str)
+@pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_groups": 2}], ids=str)
 def test_graphs_that_nobody_uses_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
     """As validation losses that are kept with their graphs: what was copied in for them is not ahead of anything."""
     model = make_model()
-    engine = OffloadEngine(sized_config(min_tensor_bytes=0, **bounds), device)
+    engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **bounds), device)
     activations = manage_activations(model, group_bytes=2 * TENSOR_BYTES, engine=engine)
     kept = []
     for step in range(8):
@@ -634,7 +633,7 @@ def test_with_a_budget_less_is_copied_and_nothing_changes(num_tensors: int) -> N
 
     def train(**bounds: int) -> Results:
         device = AdversarialDevice()
-        engine = OffloadEngine(sized_config(min_tensor_bytes=0, **bounds), device)
+        engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **bounds), device)
         activations = manage_activations(group_bytes=TENSOR_BYTES, engine=engine)
         found = forward_only(lambda: activations)
         copied.append(activations.stats.copied_out_bytes)

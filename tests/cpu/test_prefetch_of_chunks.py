@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 
 NUMEL = 64
 GROUP_BYTES = 4 * NUMEL
@@ -20,7 +19,7 @@ class Bench:
 
     def __init__(self, order: str, **settings: int) -> None:
         self.device = AdversarialDevice()
-        config = sized_config(**{"min_tensor_bytes": 0, "max_inflight_bytes": 0, **settings})
+        config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, "max_inflight_bytes": 0, **settings})
         self.engine = OffloadEngine(config, self.device)
         self.engine.begin_iteration(parse_actions(order))
         self.handles: dict[ChunkKey, list[object]] = {}
@@ -139,7 +138,7 @@ def test_behind_a_loss_no_name_that_the_last_layer_lacks_is_late() -> None:
     assert bench.finish() == 0
 
 
-@pytest.mark.parametrize("settings", [{"horizon_bytes": 1 << 20}, {"prefetch_layers": 9}])
+@pytest.mark.parametrize("settings", [{"horizon_bytes": 1 << 20}, {"prefetch_groups": 9}])
 def test_behind_a_loss_too_whoever_says_how_far_is_obeyed(settings: dict[str, int]) -> None:
     bench = Bench("F0.0 B0.0", **settings)
     bench.forward(FIRST, "qkv attn qkv attn", num_in_tail=0).end_loss()

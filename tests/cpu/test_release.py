@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine, ResidencyMeter
+from offload_engine import (
+    Action,
+    ChunkKey,
+    ChunkOffloadHandler,
+    GroupTraits,
+    OffloadConfig,
+    OffloadEngine,
+    ResidencyMeter,
+)
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 
 GROUP_BYTES = 256
 NUM_GROUPS, PARTS_PER_LAYER = 6, 2
@@ -24,7 +31,7 @@ class Bench:
     def __init__(self, order: list[Action] = ORDER, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
-        self.engine = OffloadEngine(sized_config(min_tensor_bytes=0, **settings), self.device, self.meter)
+        self.engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **settings), self.device, self.meter)
         self.engine.begin_iteration(order)
         self.handles: dict[ChunkKey, list[object]] = {}
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadEngine, ResidencyMeter
+from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 
 GROUP_BYTES = 256
 NUM_GROUPS = 8
@@ -19,7 +18,7 @@ class Bench:
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
-        self.engine = OffloadEngine(sized_config(min_tensor_bytes=0, **settings), self.device, self.meter)
+        self.engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **settings), self.device, self.meter)
         self.engine.begin_iteration()
 
     def forward(self, num_groups: int = NUM_GROUPS) -> tuple[ChunkOffloadHandler, list[object]]:

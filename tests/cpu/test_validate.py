@@ -20,8 +20,7 @@ from megatron_patches._model.validate import (  # noqa: E402
     hidden_bytes,
     why_nothing_moved,
 )
-from offload_engine import IterationStats
-from tests.configs import sized_config
+from offload_engine import IterationStats, OffloadConfig
 
 NORMS = frozenset(BLOCKS.values())
 """Of a model that has each as a module of its own."""
@@ -194,5 +193,5 @@ def test_host_limit_below_one_activation() -> None:
     ],
 )
 def test_why_a_step_has_moved_nothing(stats: IterationStats, settings: dict[str, Any], reason: str | None) -> None:
-    found = why_nothing_moved(stats, sized_config(**settings))
+    found = why_nothing_moved(stats, OffloadConfig.from_flags(**settings))
     assert found is None if reason is None else found is not None and reason in found

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine
 from offload_engine.schedule import no_pipelining
 from tests.adversarial import AdversarialDevice
-from tests.configs import sized_config
 from tests.engine_state import release_all
 
 GROUP_BYTES = 256
@@ -22,7 +21,7 @@ class Bench:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
-        self.engine = OffloadEngine(sized_config(**{"min_tensor_bytes": 0, **settings}), self.device)
+        self.engine = OffloadEngine(OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings}), self.device)
         self.engine.begin_iteration(no_pipelining(1))
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk(ChunkKey(0, 0))
         self.handles: list[object] = []

@@ -42,7 +42,6 @@ from tests.checkpointed import (
     train,
     watch_inputs,
 )
-from tests.configs import sized_config
 
 PLAIN = OffloadConfig(min_tensor_bytes=1024, directory="none")  # position ids, shared by all layers, are smaller
 needs_transformers = pytest.mark.skipif(
@@ -56,7 +55,7 @@ def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
     handles: list[WrapperHandle] = []
 
     def wrap(model: nn.Module, horizon: int = 2, **settings: Any) -> Any:
-        config = sized_config(**{"min_tensor_bytes": 1024, "horizon_groups": horizon, **settings})
+        config = OffloadConfig.from_flags(**{"min_tensor_bytes": 1024, "horizon_groups": horizon, **settings})
         model = offload_wrapper(model, engine=OffloadEngine(config, device))
         handles.append(model.activation_offload)
         return model

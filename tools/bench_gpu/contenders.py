@@ -117,7 +117,7 @@ class Ours:
         from offload_engine import OffloadConfig
 
         self._recomputation.on()
-        self._handle = megatron_patches.apply(OffloadConfig(**self._settings), modules=self.entry.modules)
+        self._handle = megatron_patches.apply(OffloadConfig.from_flags(**self._settings), modules=self.entry.modules)
 
     def detach(self) -> None:
         if self._handle is not None:
