@@ -10,29 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_patches._rows.registry import Patch
-from offload_engine import OffloadEngine
+from megatron_patches._rows.runtime import Runtime
 
 _LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
 _WHY = "what saved tensors hooks give back is not the parameter itself, which has `main_grad`"
 
 
-class Runner(Protocol):
-    """What the rows ask."""
-
-    @property
-    def running_engine(self) -> OffloadEngine | None:
-        """The engine of the running training step, if there is one."""
-
-
-def fused_wgrad_rows(runner: Runner) -> list[Patch]:
+def fused_wgrad_rows(runtime: Runtime) -> list[Patch]:
     """The rows; without a running step with offload each passes its call on unchanged."""
     return [
-        Patch(target=f"{_LINEAR}.forward", wrapper=functools.partial(_noting_weight, runner=runner), why=_WHY),
+        Patch(target=f"{_LINEAR}.forward", wrapper=functools.partial(_noting_weight, runtime=runtime), why=_WHY),
         Patch(target=f"{_LINEAR}.backward", wrapper=_giving_weight, why=_WHY),
     ]
 
@@ -52,10 +44,10 @@ class _ContextWithWeight:
         return inputs, self._ctx.noted_weight
 
 
-def _noting_weight(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _noting_weight(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(ctx: Any, inputs: Any, weight: Any, bias: Any, is_fused: bool, *args: Any) -> Any:
-        ctx.noted_weight = weight if is_fused and runner.running_engine is not None else None
+        ctx.noted_weight = weight if is_fused and runtime.running_engine is not None else None
         return original(ctx, inputs, weight, bias, is_fused, *args)
 
     return forward

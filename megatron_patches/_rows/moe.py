@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_patches._rows.host_reads import HostReads, read_now
 from megatron_patches._rows.registry import Patch
-from offload_engine import OffloadEngine
+from megatron_patches._rows.runtime import Runtime
 
 _MOE = "megatron.core.transformer.moe"
 _DISPATCHER = f"{_MOE}.token_dispatcher"
@@ -34,43 +34,35 @@ _ALLTOALL = f"{_DISPATCHER}:MoEAlltoAllTokenDispatcher"
 _BEHIND = "a copy would wait for the copy engine, which serves activations first in, first out (9 ms behind 512 MiB)"
 
 
-class Runner(Protocol):
-    """What the rows ask."""
-
-    @property
-    def running_engine(self) -> OffloadEngine | None:
-        """The engine of the running training step, if there is one."""
-
-
-def moe_rows(runner: Runner) -> list[Patch]:
+def moe_rows(runtime: Runtime) -> list[Patch]:
     """The rows; without a running step with offload each passes its call on unchanged."""
     return [
         Patch(
             target=f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
-            wrapper=functools.partial(_around_move, runner=runner),
+            wrapper=functools.partial(_around_move, runtime=runtime),
             why=f"split sizes and token counts are read by a kernel into mapped memory: {_BEHIND}",
         ),
         Patch(
             target=f"{_ALLTOALL}._maybe_dtoh_and_synchronize",
-            wrapper=functools.partial(_around_dtoh, runner=runner),
+            wrapper=functools.partial(_around_dtoh, runtime=runtime),
             why="those reads run on the current stream: as long as a kernel waits on another one, each kernel of the "
             "current stream starts a microsecond later",
         ),
         Patch(
             target=f"{_DISPATCHER}:_DeepepManager._indices_to_multihot",
-            wrapper=functools.partial(_multihot_by_scatter, runner=runner),
+            wrapper=functools.partial(_multihot_by_scatter, runtime=runtime),
             why=f"replaces its boolean masks, whose number of results the host waits for, by a scatter: {_BEHIND}",
         ),
         Patch(
             target=f"{_DISPATCHER}:permute",
-            wrapper=functools.partial(_around_permute, runner=runner),
+            wrapper=functools.partial(_around_permute, runtime=runtime),
             why=f"its masked_select makes the host wait for a count that the caller has told: {_BEHIND}",
             versions="<0.17",
         ),
         *(
             Patch(
                 target=f"{_DISPATCHER}:{name}",
-                wrapper=functools.partial(_around_reads, runner=runner),
+                wrapper=functools.partial(_around_reads, runtime=runtime),
                 why=f"it reads token counts on the host: {_BEHIND}",
                 versions=versions,
             )
@@ -79,7 +71,7 @@ def moe_rows(runner: Runner) -> list[Patch]:
         *(
             Patch(
                 target=f"{_MOE}.experts:{name}.forward",
-                wrapper=functools.partial(_around_experts, runner=runner),
+                wrapper=functools.partial(_around_experts, runtime=runtime),
                 why=f"it reads the token counts that some flex dispatchers leave on the device: {_BEHIND}",
             )
             for name in ("TEGroupedMLP", "SequentialMLP")
@@ -113,20 +105,20 @@ def multihot(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tu
     return routing_map[:, :spare].contiguous(), zeros.scatter(1, columns, probs.float())[:, :spare].contiguous()
 
 
-def _multihot_by_scatter(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _multihot_by_scatter(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def indices_to_multihot(self: Any, indices: torch.Tensor, probs: torch.Tensor) -> Any:
-        if runner.running_engine is None:
+        if runtime.running_engine is None:
             return original(self, indices, probs)
         return multihot(indices, probs, self.num_local_experts)
 
     return indices_to_multihot
 
 
-def _around_move(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _around_move(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        engine = runner.running_engine
+        engine = runtime.running_engine
         if engine is None or not torch.is_tensor(tensor) or not tensor.is_cuda:
             return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
         # As with the original, the caller waits for the stream before it looks.
@@ -138,11 +130,11 @@ def _around_move(original: Callable[..., Any], *, runner: Runner) -> Callable[..
     return move
 
 
-def _around_dtoh(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _around_dtoh(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def start_or_wait(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         reads = torch.is_tensor(tokens_per_expert) and tokens_per_expert.is_cuda
-        if runner.running_engine is None or not reads:
+        if runtime.running_engine is None or not reads:
             return original(self, point, tokens_per_expert)
         self.cuda_dtoh_stream = torch.cuda.current_stream()  # over that of the class; the event is recorded on it, too
         try:
@@ -153,10 +145,10 @@ def _around_dtoh(original: Callable[..., Any], *, runner: Runner) -> Callable[..
     return start_or_wait
 
 
-def _around_permute(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _around_permute(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def permute(tokens: Any, routing_map: Any, probs: Any = None, num_out_tokens: Any = None, **options: Any) -> Any:
-        engine = runner.running_engine
+        engine = runtime.running_engine
         if engine is None:
             return original(tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, **options)
         # of any type, and on the host where it was waited for already
@@ -167,10 +159,10 @@ def _around_permute(original: Callable[..., Any], *, runner: Runner) -> Callable
     return permute
 
 
-def _around_reads(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _around_reads(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        engine = runner.running_engine
+        engine = runtime.running_engine
         if engine is None:
             return original(*args, **kwargs)
         with HostReads(engine):
@@ -179,10 +171,10 @@ def _around_reads(original: Callable[..., Any], *, runner: Runner) -> Callable[.
     return call
 
 
-def _around_experts(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _around_experts(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, hidden: Any, tokens_per_expert: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = runner.running_engine
+        engine = runtime.running_engine
         # TransformerEngine's fused experts take the counts on the device and never look at them
         if engine is not None and not getattr(self.config, "use_transformer_engine_op_fuser", False):
             tokens_per_expert = read_now(tokens_per_expert, engine)

@@ -4,59 +4,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron_patches._hooks.held import is_input_of_others
 from megatron_patches._rows.registry import Patch
+from megatron_patches._rows.runtime import Runtime
 
 _PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerModelChunkSchedulePlan"
 _NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 
 
-class Runner(Protocol):
-    """What the rows report to."""
-
-    def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
-        """The forward of the model chunk `model` begins as a plan; others than megatron-core may read its input."""
-
-    def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
-        """Runs the forward of one node, on the stream of the node; returns its outputs."""
-
-
-def overlap_rows(runner: Runner) -> list[Patch]:
+def overlap_rows(runtime: Runtime) -> list[Patch]:
     """The rows; without a running step with offload each passes its call on unchanged."""
     return [
         Patch(
             target=f"{_PLAN}.__init__",
-            wrapper=functools.partial(_starting_chunk, runner=runner),
+            wrapper=functools.partial(_starting_chunk, runtime=runtime),
             why="the all-to-all overlap does not call the model chunk: its forward begins where its plan is built",
         ),
         Patch(
             target=f"{_NODE}.forward",
-            wrapper=functools.partial(_around_forward, runner=runner),
+            wrapper=functools.partial(_around_forward, runtime=runtime),
             why="what a chunk saves outside its groups is packed node by node, because the backward of another chunk "
             "runs in between; and each node keeps its inputs until its backward",
         ),
     ]
 
 
-def _starting_chunk(original: Callable[..., None], *, runner: Runner) -> Callable[..., None]:
+def _starting_chunk(original: Callable[..., None], *, runtime: Runtime) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        runner.start_plan(model, is_input_of_others(model, args, kwargs))
+        runtime.start_plan(model, is_input_of_others(model, args, kwargs))
         original(self, model, *args, **kwargs)
 
     return init
 
 
-def _around_forward(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _around_forward(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Around what it calls, and not around itself: there the node's inputs are there, and its stream is current.
         own = self.forward_func
-        self.forward_func = functools.partial(runner.run_node, self, own)
+        self.forward_func = functools.partial(runtime.run_node, self, own)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -3,44 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from megatron_patches._hooks.bracket import GroupBracket
 from megatron_patches._rows.registry import Patch
+from megatron_patches._rows.runtime import Runtime
 from megatron_patches._versions import SUPPORTED
-from offload_engine import OffloadEngine
 
 
-class Runner(Protocol):
-    """What the rows ask."""
-
-    @property
-    def active_engine(self) -> OffloadEngine | None:
-        """The engine of the running step where groups may be opened, else None."""
-
-    def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """Recomputation has saved detached copies of `tensors` in the running step."""
-
-    def checkpoint_bracket(self) -> GroupBracket | None:
-        """The bracket for the input of fully recomputed layers, if it is asked for in the running step."""
-
-
-def recompute_rows(runner: Runner) -> list[Patch]:
+def recompute_rows(runtime: Runtime) -> list[Patch]:
     """The rows."""
     return [
         Patch(
             target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
-            wrapper=functools.partial(_excluding_outputs, runner=runner),
+            wrapper=functools.partial(_excluding_outputs, runtime=runtime),
             why="its outputs are discarded on purpose and computed again: copying them would copy nothing. And it "
             "keeps detached copies of its inputs, which nobody reads",
         ),
         *(
             Patch(
                 target=f"megatron.core.{target}",
-                wrapper=functools.partial(_bracketing_input, runner=runner),
+                wrapper=functools.partial(_bracketing_input, runtime=runtime),
                 why="under full recomputation the input of each layer is all that is saved, and no submodule saves it",
                 versions=versions,
             )
@@ -58,28 +43,28 @@ _CHECKPOINTS = (
 )
 
 
-def _excluding_outputs(original: Callable[..., Any], *, runner: Runner) -> Callable[..., Any]:
+def _excluding_outputs(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
         outputs = original(self, run_function, *args)
-        engine = runner.active_engine
+        engine = runtime.active_engine
         if engine is not None:
             for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
                 if isinstance(output, torch.Tensor):
                     engine.exclude(output)
-            runner.note_recomputed_from(args)
+            runtime.record_recomputed_from(args)
         return outputs
 
     return checkpoint
 
 
-def _bracketing_input(original: Callable[..., Any] | None, *, runner: Runner) -> Callable[..., Any] | None:
+def _bracketing_input(original: Callable[..., Any] | None, *, runtime: Runtime) -> Callable[..., Any] | None:
     if original is None:  # no TransformerEngine
         return None
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        bracket = runner.checkpoint_bracket()
+        bracket = runtime.checkpoint_bracket()
         if bracket is None or not bracket.enter():
             return original(*args, **kwargs)
         output = None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple
 
 from megatron_patches._model.sites import overlaps_expert_comm
 from megatron_patches._rows.registry import Patch
+from megatron_patches._rows.runtime import Runtime, Step
 from offload_engine import Action
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
 
@@ -18,39 +16,7 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _WHY = "activation offload needs the order of the chunks, and the begin and the end of a training step"
 
 
-class Step(NamedTuple):
-    """One call of a schedule function that trains."""
-
-    wrapped: tuple[torch.nn.Module, ...]
-    """This rank's model chunks as the schedule gets them, in the order of their virtual stages."""
-
-    pipeline: Any
-    """The pipeline-parallel process group, or None."""
-
-    seq_length: int | None
-    micro_batch_size: int | None
-    order: Callable[[Any], list[Action]]
-    """This rank's actions, for the model's configuration."""
-
-    @property
-    def chunks(self) -> tuple[torch.nn.Module, ...]:
-        """The model chunks without data-parallel and precision wrappers."""
-        return tuple(unwrap(chunk) for chunk in self.wrapped)
-
-    @property
-    def config(self) -> Any:
-        """The model's TransformerConfig."""
-        return self.chunks[0].config
-
-
-class Runner(Protocol):
-    """What the rows report to."""
-
-    def step(self, step: Step) -> AbstractContextManager[object] | None:
-        """A context for one training step, or None for a step to leave alone."""
-
-
-def schedule_rows(runner: Runner) -> list[Patch]:
+def schedule_rows(runtime: Runtime) -> list[Patch]:
     """The rows; each wraps one schedule function and passes every argument on."""
     orders = {
         "forward_backward_no_pipelining": _sequential,
@@ -58,16 +24,9 @@ def schedule_rows(runner: Runner) -> list[Patch]:
         "forward_backward_pipelining_with_interleaving": _interleaved,
     }
     return [
-        Patch(target=f"{_SCHEDULES}:{name}", wrapper=functools.partial(_around, runner=runner, order=order), why=_WHY)
+        Patch(target=f"{_SCHEDULES}:{name}", wrapper=functools.partial(_around, runtime=runtime, order=order), why=_WHY)
         for name, order in orders.items()
     ]
-
-
-def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The model chunk inside DistributedDataParallel, Float16Module and the like: the innermost with a config."""
-    while isinstance(inner := getattr(module, "module", None), torch.nn.Module) and hasattr(inner, "config"):
-        module = inner
-    return module
 
 
 class _Shape(NamedTuple):
@@ -79,11 +38,11 @@ class _Shape(NamedTuple):
 
 
 def _around(
-    original: Callable[..., Any], *, runner: Runner, order: Callable[[_Shape], list[Action]]
+    original: Callable[..., Any], *, runtime: Runtime, order: Callable[[_Shape], list[Action]]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
-        context = None if kwargs.get("forward_only") else runner.step(_read_call(kwargs, order))
+        context = None if kwargs.get("forward_only") else runtime.step(_read_call(kwargs, order))
         if context is None:
             return original(*args, **kwargs)
         with context:

@@ -77,7 +77,7 @@ LAYERS = {
         ("_hooks", "_hooks.bracket", "_hooks.held"),
         ("_hooks.nodes",),
         ("_hooks.attach",),
-        ("_rows", "_rows.registry", "_rows.host_reads"),
+        ("_rows", "_rows.registry", "_rows.host_reads", "_rows.runtime"),
         (
             "_rows.schedules",
             "_rows.overlap",
@@ -87,6 +87,7 @@ LAYERS = {
             "_rows.cpu",
         ),
         ("_arguments",),
+        ("_runtime",),
         ("_handle",),
         ("",),
         ("__main__",),

@@ -19,10 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_patches import Handle, add_offload_arguments, known_names
+from megatron_patches import add_offload_arguments, known_names
 from megatron_patches._arguments import Settings, config_rows
-from megatron_patches._handle import _rows as patch_rows
+from megatron_patches._handle import patch_rows
 from megatron_patches._model.modules import MODULES, ModuleRow
+from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import SUPPORTED
 from offload_engine import OffloadConfig
 
@@ -209,7 +210,7 @@ def test_flags() -> None:
 
 
 def test_patch_rows() -> None:
-    rows = patch_rows(Handle(Settings(OffloadConfig(), ()), None))
+    rows = patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
     targets = {row.target.removeprefix("megatron.core.") for row in rows}
     patterns = [cells[0].strip("`") for cells in table(section(ARCHITECTURE, "How megatron_patches hooks in"))]
     for target in targets:

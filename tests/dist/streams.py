@@ -10,7 +10,7 @@ from typing import Any
 
 import megatron.core.pipeline_parallel.utils as overlap_utils
 
-import megatron_patches._handle
+import megatron_patches._runtime
 from megatron_patches._rows.cpu import CudaWithoutGpu, TorchWithoutGpu
 from megatron_patches._rows.registry import Patch, apply_patches
 from offload_engine import OffloadEngine
@@ -37,7 +37,7 @@ def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
     ]
     rows.append(
         Patch(
-            target=f"{megatron_patches._handle.__name__}:OffloadEngine",
+            target=f"{megatron_patches._runtime.__name__}:OffloadEngine",
             wrapper=lambda _: functools.partial(OffloadEngine, device=device),
             why="the device under test",
         )

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
-from megatron_patches._rows.schedules import unwrap  # noqa: E402
+from megatron_patches._rows.runtime import unwrap  # noqa: E402
 from offload_engine import FixedBounds  # noqa: E402
 from offload_engine import IterationStats, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402

@@ -301,7 +301,7 @@ def _check_removed() -> None:
     for _ in range(2):
         with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
             run(chunks, 2)
-            attachments.append(weakref.ref(next(iter(handle._attachments.values())).attachment))
+            attachments.append(weakref.ref(next(iter(handle._runtime._attachments.values())).attachment))
         del handle
     gc.collect()
     assert [attachment() for attachment in attachments] == [None, None]

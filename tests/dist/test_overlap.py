@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.utils import ScheduleNode  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
 from megatron_patches._model.modules import MODULES  # noqa: E402
-from megatron_patches._rows.schedules import unwrap  # noqa: E402
+from megatron_patches._rows.runtime import unwrap  # noqa: E402
 from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402

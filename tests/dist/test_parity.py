@@ -116,7 +116,7 @@ def _check_two_models() -> None:
         assert len(engines) == 2
         models.clear()
         del chunks
-        assert not handle._attachments
+        assert not handle._runtime._attachments
 
 
 def _shared_experts() -> dict[str, Any]:

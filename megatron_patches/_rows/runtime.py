@@ -1,0 +1,71 @@
+"""`Runtime`: what the rows report to and ask, and the training step that they report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megatron_patches._hooks.bracket import GroupBracket
+from offload_engine import Action, OffloadEngine
+
+
+class Step(NamedTuple):
+    """One call of a schedule function that trains."""
+
+    wrapped: tuple[torch.nn.Module, ...]
+    """This rank's model chunks as the schedule gets them, in the order of their virtual stages."""
+
+    pipeline: Any
+    """The pipeline-parallel process group, or None."""
+
+    seq_length: int | None
+    micro_batch_size: int | None
+    order: Callable[[Any], list[Action]]
+    """This rank's actions, for the model's configuration."""
+
+    @property
+    def chunks(self) -> tuple[torch.nn.Module, ...]:
+        """The model chunks without data-parallel and precision wrappers."""
+        return tuple(unwrap(chunk) for chunk in self.wrapped)
+
+    @property
+    def config(self) -> Any:
+        """The model's TransformerConfig."""
+        return self.chunks[0].config
+
+
+class Runtime(Protocol):
+    """The running training step, as far as rows need it."""
+
+    @property
+    def running_engine(self) -> OffloadEngine | None:
+        """The engine of the running training step, else None."""
+
+    @property
+    def active_engine(self) -> OffloadEngine | None:
+        """The engine of the running step where groups may be opened, else None."""
+
+    def step(self, step: Step) -> AbstractContextManager[object] | None:
+        """Return a context for one training step; None if nothing is to be offloaded."""
+
+    def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
+        """Begin the forward of the chunk `model` as a plan of nodes; others than megatron-core may read its input."""
+
+    def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Run the forward of one node of a plan, on the stream of the node; return its outputs."""
+
+    def record_recomputed_from(self, tensors: Iterable[Any]) -> None:
+        """Record that recomputation has saved detached copies of `tensors` in the running step."""
+
+    def checkpoint_bracket(self) -> GroupBracket | None:
+        """Return the bracket for the input of fully recomputed layers, if the running step has it."""
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The model chunk inside DistributedDataParallel, Float16Module and the like: the innermost with a config."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module) and hasattr(inner, "config"):
+        module = inner
+    return module
