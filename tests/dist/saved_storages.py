@@ -57,7 +57,7 @@ class SavedStorages:
         is_on = []
 
         def noting_pack(store: ActivationStore, tensor: torch.Tensor, group: TensorGroup) -> Any:
-            if not group.is_rest:
+            if not group.is_ungrouped:
                 _note(tensor, self.grouped)
             return pack(store, tensor, group)
 

@@ -316,14 +316,14 @@ def _check_nested_steps() -> None:
     running: list[Any] = []
 
     def step(batches: Iterator[torch.Tensor], model: Any, *more: Any) -> Any:
-        own = handle.running_engine
+        own = handle._runtime.running_engine
         run(inner, 1)
-        running.append(own is not None and handle.running_engine is own)
+        running.append(own is not None and handle._runtime.running_engine is own)
         return forward_step(batches, model, *more)
 
     with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["core_attn"]) as handle:
         run(make_chunks(make_config()), 2, forward_step=step)
-        assert handle.running_engine is None
+        assert handle._runtime.running_engine is None
     assert running == [True, True]
 
 

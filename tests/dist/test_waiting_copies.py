@@ -102,7 +102,7 @@ def _copied_at_the_experts() -> list[int]:
 
 
 def _check_with_limits(limits: dict[str, int]) -> None:
-    with apply(OffloadConfig.from_flags(**{**vars(GENEROUS), **limits}), modules=BEFORE_THE_EXPERTS) as handle:
+    with apply(GENEROUS.replace(**limits), modules=BEFORE_THE_EXPERTS) as handle:
         chunks = make_chunks(make_config("moe"))
         run(chunks, 4)
         assert handle.stats is not None

@@ -35,7 +35,7 @@ def _count(settings: dict[str, Any]) -> tuple[int, int, bool]:
 
     def counting(store: ActivationStore, tensor: Any, group: TensorGroup) -> Any:
         nonlocal num_calls
-        num_calls += not group.is_rest
+        num_calls += not group.is_ungrouped
         return pack(store, tensor, group)
 
     chunks = make_chunks(make_config(num_moe_experts=NUM_EXPERTS, **settings))
