@@ -20,11 +20,17 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     "offload_engine": (
         ("schedule", "stats", "meter"),
+        ("planning", "planning.moves"),
         ("_compat", "_compat.build", "_compat.smp", "_compat.te_base"),
         ("config",),
         ("_devices._cuda_calls", "_devices.regions"),
         ("_devices.base",),
         ("errors",),
+        ("_observe", "_observe.labels", "_observe.modules", "_observe.reasons"),
+        ("_observe.record",),
+        ("_observe.notes", "_observe.fold", "_observe.chrome_trace"),
+        ("_observe.assemble", "_observe.storages", "_observe.report"),
+        ("_observe.recorder", "report"),
         ("_devices.host_memory", "_devices.copy_worker", "_devices.cuda_runtime"),
         ("_devices.file_slab", "_devices.memory_slab", "_devices.pinned"),
         ("_devices.host_read",),
@@ -266,4 +272,4 @@ def test_the_reader_itself() -> None:
     }
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]
-    assert _layer("offload_engine", "config") == 2 and _layer("offload_engine", "nonsense") is None
+    assert _layer("offload_engine", "config") == 3 and _layer("offload_engine", "nonsense") is None
