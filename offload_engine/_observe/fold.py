@@ -126,7 +126,7 @@ def _sums(records: Iterable[StepRecord]) -> dict[Place, ModuleSums]:
                 found[place_of(record, saved, places)].count(saved)
         for wait in record.waits:
             if wait.group in places:
-                found[places[wait.group]].wait_ms += wait.end_ms - wait.begin_ms
+                found[places[wait.group]].wait_ms += wait.exposed_ms
     return found
 
 

@@ -15,6 +15,7 @@ from offload_engine._observe.reasons import Reason
 from offload_engine.planning.moves import Op
 
 VERSION: Final = 1
+_SHORTEST_WAIT_MS: Final = 0.005  # two marks with nothing between them are 1.5 microseconds apart on an H100
 
 
 class Awaited(enum.Enum):
@@ -75,6 +76,12 @@ class WaitRecord:
     group: str
     begin_ms: float
     end_ms: float
+
+    @property
+    def exposed_ms(self) -> float:
+        """How long compute stood still; 0 for what is within the error of two marks."""
+        milliseconds = self.end_ms - self.begin_ms
+        return milliseconds if milliseconds > _SHORTEST_WAIT_MS else 0.0
 
 
 @dataclass(frozen=True, slots=True)

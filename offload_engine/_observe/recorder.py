@@ -65,9 +65,7 @@ class Recorder:
         self._forward: ChunkKey | None = None  # the chunk whose forward began last
         self._storages = StorageLog(device, self._notes)
         self._modules: ModuleHooks | None = ModuleHooks() if has_modules else None
-        start = device.mark_time(device.current_stream())
-        device.milliseconds_between(start, start)  # blocks: from here on the two clocks have one origin
-        self._origin = Origin(device, start, clock(), time.time_ns())
+        self._origin = _new_origin(device, clock)
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
@@ -185,6 +183,14 @@ class Recorder:
         if self._modules is not None:
             self._modules.remove()
         self._storages.clear()
+
+
+def _new_origin(device: Device, clock: Callable[[], int]) -> Origin:
+    """Find a moment that the host and the device both know, to some ten microseconds."""
+    stream = device.current_stream()
+    last = device.mark_time(stream)
+    device.milliseconds_between(last, last)  # blocks: the next mark is passed as soon as it is made
+    return Origin(device, host_ns=clock(), unix_ns=time.time_ns(), mark=device.mark_time(stream))
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

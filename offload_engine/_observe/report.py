@@ -94,7 +94,7 @@ def link_table(records: Sequence[StepRecord]) -> Table:
     for name in (*names, "waited, ms", "of the step", "late"):
         table.add_column(name, justify="right")
     for record in records:
-        waited_ms = sum(wait.end_ms - wait.begin_ms for wait in record.waits)
+        waited_ms = sum(wait.exposed_ms for wait in record.waits)
         cells = [str(record.rank), f"{record.duration_ms:,.1f}"]
         for use in link_use(record):
             cells += [_mib(use.nbytes), f"{use.gbps:.1f}", _share(use.busy_ms, record)]
