@@ -31,6 +31,7 @@ LAYERS = {
         ("_observe.notes", "_observe.fold", "_observe.chrome_trace"),
         ("_observe.assemble", "_observe.storages", "_observe.report"),
         ("_observe.recorder", "report"),
+        ("_observe.observer",),
         ("_devices.host_memory", "_devices.copy_worker", "_devices.cuda_runtime"),
         ("_devices.file_slab", "_devices.memory_slab", "_devices.pinned"),
         ("_devices.host_read",),

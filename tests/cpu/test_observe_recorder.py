@@ -7,6 +7,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +128,16 @@ def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step)
     for stage, begin, end in zip(record.stages, moments, moments[1:], strict=False):
         assert (stage.begin_ms, stage.end_ms) == pytest.approx((begin, end))
     assert record.duration_ms == pytest.approx(17 + 2 * copy)
+
+
+def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
+    """Not from the issue of its copy, which stands behind others."""
+    group = Group()
+    storage = step.save(group)
+    step.device._copy(step.streams[OUT], 10 * KIB)
+    step.copy(OUT, group, storage)
+    packed, leaving = step.recorder.finish().stages
+    assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
 
 
 def test_copies_and_waits_have_the_times_of_their_streams(step: Step) -> None:
@@ -310,10 +321,10 @@ class Inner(torch.nn.Module):
         super().__init__()
         self.recorder = recorder
 
-    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, error: type[BaseException] | None = None) -> torch.Tensor:
         self.recorder[0].note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
-        if fails:
-            raise ValueError("from inside")
+        if error is not None:
+            raise error
         return x
 
 
@@ -323,26 +334,25 @@ class Outer(torch.nn.Module):
         self.recorder = recorder
         self.layers = torch.nn.ModuleList([Inner(recorder), Inner(recorder)])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
-        try:
-            self.layers[0](x, fails=True)
-        except ValueError:
-            pass
+        with suppress(error):
+            self.layers[0](x, error)
         self.recorder[0].note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
         return x
 
 
-def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module() -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])  # behind an interrupt no hook is called
+def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: type[BaseException]) -> None:
     holder: list[Recorder] = []
     model = Outer(holder)
     recorder = Step(has_modules=True).recorder
     holder.append(recorder)
-    model(torch.zeros(3))
+    model(torch.zeros(3), error)
     recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
     names = [saved.module for saved in recorder.finish().saved]
-    assert names == ["layers.0", "layers.1", "layers.0", "Outer", ""]
+    assert names == ["layers.0", "layers.1", "layers.0", "Outer" if error is ValueError else "layers.0", ""]
 
 
 def test_the_hooks_are_off_after_the_step() -> None:
