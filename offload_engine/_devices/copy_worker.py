@@ -80,7 +80,7 @@ class CopyTimeMark:
         self._seconds: float | None = None
 
     def strike(self) -> None:
-        """The moment has come. Called once."""
+        """Note that the moment has come. Called once."""
         self._seconds = perf_counter()
         self._lock.release()
 

@@ -77,7 +77,7 @@ class CudaRuntime:
         self._record, self._wait, self._query, self._copy, self._last_error, self._copy_batch = calls
         self._has_batch: bool = has_batch_copy(self._library)
         self._idle: list[int] = []  # handles of events that nobody holds
-        self._idle_marks: list[int] = []  # and of those that tell the time, made while a step is recorded
+        self._idle_marks: list[int] = []  # of those that tell the time, made while a step is recorded
         self._streams: list[int] = []
 
     def new_stream(self) -> int:
@@ -106,14 +106,14 @@ class CudaRuntime:
         return event
 
     def mark_time(self, stream: int) -> CudaEvent:
-        """As `Device.mark_time`: an event that tells the time."""
+        """Mark the time on `stream`, as `Device.mark_time`, by an event that can tell it."""
         idle = self._idle_marks
         mark = CudaEvent(idle.pop() if idle else self._new_event(_WITH_TIMING), idle)
         self._record_on(stream, mark)
         return mark
 
     def milliseconds_between(self, first: CudaEvent, last: CudaEvent) -> float:
-        """As `Device.milliseconds_between`; exact to about half a microsecond."""
+        """Return the time from one mark to another, as `Device.milliseconds_between`; exact to half a microsecond."""
         for mark in (first, last):
             if not self.is_complete(mark):
                 self.synchronize(mark)

@@ -102,7 +102,7 @@ def _waits(notes: Notes, origin: Origin) -> tuple[WaitRecord, ...]:
 
 
 def _stages(notes: Notes, origin: Origin, duration_ms: float) -> tuple[StageRecord, ...]:
-    """Each lasts until the next one of its group, the last until it retires or the step ends."""
+    """Make stages of moments: each lasts until the next one of its group, the last until the step ends."""
     begins: dict[GroupKey, list[tuple[str, float]]] = {}
     for stage in notes.stages:
         of_group = begins.setdefault(stage.group, [])

@@ -92,7 +92,7 @@ class LinkUse(NamedTuple):
 
     @property
     def gbps(self) -> float:
-        """Bandwidth while it copied, in GB/s; 0 where nothing was copied."""
+        """Return the bandwidth while it copied, in GB/s; 0 where nothing was copied."""
         return self.nbytes / self.busy_ms / 1e6 if self.busy_ms > 0 else 0.0
 
 

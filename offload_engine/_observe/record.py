@@ -79,7 +79,7 @@ class WaitRecord:
 
     @property
     def exposed_ms(self) -> float:
-        """How long compute stood still; 0 for what is within the error of two marks."""
+        """Return how long compute stood still; 0 for what is within the error of two marks."""
         milliseconds = self.end_ms - self.begin_ms
         return milliseconds if milliseconds > _SHORTEST_WAIT_MS else 0.0
 

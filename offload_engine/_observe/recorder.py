@@ -70,7 +70,7 @@ class Recorder:
     # -- moves -------------------------------------------------------------------------------------------------------
 
     def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
-        """A boundary has come; moves noted from now on happen at it.
+        """Note that a boundary has come; moves noted from now on happen at it.
 
         Args:
             kind: of the boundary.
@@ -91,18 +91,18 @@ class Recorder:
         self._boundary = NotedBoundary(kind, chunk, index)
 
     def note_group(self, group: ObservedGroup) -> None:
-        """What is known of a group may have changed: whether it is kept, and what it saved."""
+        """Note what is known of a group by now: whether it is kept, and what it saved."""
         traits = NotedGroup(group.name, group.layer, group.is_kept, group.own_bytes)
         self._notes.groups[GroupKey(group.chunk, group.index)] = traits
 
     def note_move(self, op: Op, group: ObservedGroup, nbytes: int) -> None:
-        """A move of `nbytes` has been performed."""
+        """Note that a move of `nbytes` bytes has been performed."""
         self.note_group(group)
         key = GroupKey(group.chunk, group.index)
         self._notes.moves.append(NotedMove(self._clock(), self._boundary, op, key, nbytes))
 
     def note_group_stays(self, group: ObservedGroup, reason: Reason) -> None:
-        """A group was to be copied out, but stays."""
+        """Note that a group was to be copied out, but stays."""
         self._notes.group_reasons[GroupKey(group.chunk, group.index)] = reason
 
     # -- times of the device -----------------------------------------------------------------------------------------
@@ -112,13 +112,13 @@ class Recorder:
         return self._device.mark_time(stream)
 
     def note_copy(self, op: Op, group: ObservedGroup, nbytes: int, begin: TimeMark, end: TimeMark) -> None:
-        """Copies of a group were issued between two marks on their stream, the first behind all that they wait for."""
+        """Note that copies of a group were issued between two marks, the first of them behind all that they wait for."""
         key = GroupKey(group.chunk, group.index)
         self._notes.copies.append(NotedCopy(op, key, nbytes, self._clock(), begin, end))
         self._storages.note_copy(op, key, begin)
 
     def note_wait(self, awaited: Awaited, group: ObservedGroup, begin: TimeMark, end: TimeMark) -> None:
-        """A compute stream was made to wait for a copy of a group between two marks on it."""
+        """Note that a compute stream was made to wait for a copy of a group between two marks on it."""
         self._notes.waits.append(NotedWait(awaited, GroupKey(group.chunk, group.index), begin, end))
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Recorder:
         storage: ObservedStorage | None = None,
         reason: Reason | None = None,
     ) -> None:
-        """Autograd has saved a tensor.
+        """Note that autograd has saved a tensor.
 
         Args:
             tensor: as it was saved.
@@ -150,11 +150,11 @@ class Recorder:
         self._notes.saved.append(save)
 
     def note_storage_stays(self, storage: ObservedStorage, reason: Reason) -> None:
-        """A storage was to leave the device, but stays."""
+        """Note that a storage was to leave the device, but stays."""
         self._storages.note_stays(storage, reason)
 
     def note_residency(self, storage: ObservedStorage, to: enum.Enum | str) -> None:
-        """A storage has moved to another residency (a `Residency`, or its value)."""
+        """Note that a storage has moved to another residency: a `Residency`, or its value."""
         self._storages.note_residency(storage, to if isinstance(to, str) else to.value)
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:

@@ -55,7 +55,7 @@ class StorageLog:
             self._notes.fates[number].reason = reason
 
     def note_copy(self, op: Op, group: GroupKey, begin: TimeMark) -> None:
-        """A copy has been issued: its storages are on their way from `begin`."""
+        """Note that a copy has been issued: its storages are on their way from `begin` on."""
         self._begun[op, group] = begin
 
     def note_residency(self, storage: ObservedStorage, residency: str) -> None:
