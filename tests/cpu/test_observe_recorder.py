@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -376,6 +377,8 @@ def candidates() -> dict[str, tuple[torch.Tensor, Reason | None]]:
     weight = torch.nn.Parameter(torch.zeros(512))
     marked = torch.zeros(512)
     marked._TE_do_not_offload = True  # type: ignore[attr-defined]
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still there to be met
+        quantized = torch.quantize_per_tensor(torch.zeros(2048), 0.1, 0, torch.quint8)
     return {
         "plain": (torch.zeros(512), None),
         "view": (torch.zeros(512)[3:], None),
@@ -386,7 +389,7 @@ def candidates() -> dict[str, tuple[torch.Tensor, Reason | None]]:
         "meta": (torch.zeros(512, device="meta"), Reason.OTHER_DEVICE),
         "subclass": (torch.zeros(512).as_subclass(Subclass), Reason.TYPE),
         "sparse": (torch.zeros(512).to_sparse(), Reason.NOT_STRIDED),
-        "quantized": (torch.quantize_per_tensor(torch.zeros(2048), 0.1, 0, torch.quint8), Reason.FORM),
+        "quantized": (quantized, Reason.FORM),
         "zero": (torch._efficientzerotensor(512), Reason.FORM),
     }
 
@@ -420,3 +423,21 @@ def test_a_record_goes_through_json_and_back(step: Step) -> None:
     assert from_json(json.loads(json.dumps(to_json(record)))) == record
     with pytest.raises(ValueError, match="version 99"):
         from_json({**to_json(record), "version": 99})
+
+
+def test_the_origin_is_marked_on_a_device_that_has_caught_up() -> None:
+    """Else the two clocks would differ by what the device has yet to do."""
+    calls: list[str] = []
+
+    class Noting(VirtualDevice):
+        def mark_time(self, stream: str) -> Any:
+            calls.append("mark")
+            return super().mark_time(stream)
+
+        def milliseconds_between(self, first: Any, last: Any) -> float:
+            calls.append("wait")
+            return super().milliseconds_between(first, last)
+
+    device: Any = Noting()
+    Recorder(device, has_modules=False).discard()
+    assert calls == ["mark", "wait", "mark"]
