@@ -112,7 +112,7 @@ class Recorder:
         return self._device.mark_time(stream)
 
     def note_copy(self, op: Op, group: ObservedGroup, nbytes: int, begin: TimeMark, end: TimeMark) -> None:
-        """Note that copies of a group were issued between two marks, the first of them behind all that they wait for."""
+        """Note that copies of a group were issued between two marks, the first behind all that they wait for."""
         key = GroupKey(group.chunk, group.index)
         self._notes.copies.append(NotedCopy(op, key, nbytes, self._clock(), begin, end))
         self._storages.note_copy(op, key, begin)
