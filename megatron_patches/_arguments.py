@@ -16,6 +16,7 @@ from megatron_patches._model.modules import canonical_names, is_in_experts, know
 from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
+from offload_engine.policies import PolicySettings, policy_for
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
@@ -114,6 +115,7 @@ _SETTINGS = (
     ),
     _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
 )
+_BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each asks for a policy, see `policy_for`
 _SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
 _SWITCHES = tuple(s.name for s in _SETTINGS if s.parse is None)
 
@@ -293,7 +295,13 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
     given = {field.name: getattr(source, _source_name(field.name), None) for field in dataclasses.fields(base)}
     changes = {name: value for name, value in given.items() if value is not None and value is not False}
-    return base.replace(**changes)
+    return base.replace(**changes, **_policy(source))
+
+
+def _policy(source: Any) -> dict[str, PolicySettings]:
+    """The policy that the flags ask for; nothing where none of them was given."""
+    policy = policy_for(**{name: getattr(source, _PREFIX + name, None) for name in _BOUNDS})
+    return {} if policy is None else {"policy": policy}
 
 
 def _source_name(field: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_engine import FixedBounds, GroupWindow
 from tests.cpu.test_bench_gpu import tools_on_path
 
 pytest.importorskip("rich")
@@ -741,8 +742,8 @@ def test_checkpointed_inputs_have_the_least_horizon_unless_there_is_another() ->
     plain = contenders.Ours({})
     assert plain.checkpoint_config == plain.config
     lowest = contenders.Ours({}, horizon=1)
-    assert lowest.checkpoint_config.horizon_groups == 1 and lowest.config.horizon_groups is None
-    assert contenders.Ours({"horizon_bytes": 5}, horizon=1).checkpoint_config.horizon_groups is None
+    assert lowest.checkpoint_config.policy == GroupWindow(1) and lowest.config.policy is None
+    assert contenders.Ours({"horizon_bytes": 5}, horizon=1).checkpoint_config.policy == FixedBounds(horizon_bytes=5)
 
 
 def test_attention_within_documents_is_attention_to_each_of_them() -> None:

@@ -193,5 +193,5 @@ def test_host_limit_below_one_activation() -> None:
     ],
 )
 def test_why_a_step_has_moved_nothing(stats: IterationStats, settings: dict[str, Any], reason: str | None) -> None:
-    found = why_nothing_moved(stats, OffloadConfig(**settings))
+    found = why_nothing_moved(stats, OffloadConfig.from_flags(**settings))
     assert found is None if reason is None else found is not None and reason in found

@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from offload_engine import OffloadConfig, enable_activation_offloading, manage_activations, offload_wrapper
-from offload_engine.config import HORIZONS
+from offload_engine import (
+    GroupWindow,
+    OffloadConfig,
+    ResidentBudget,
+    enable_activation_offloading,
+    manage_activations,
+    offload_wrapper,
+)
 
 from . import rivals
 from .link_bound import saved_bytes_per_token
@@ -41,13 +47,14 @@ class Ours:
 
     @property
     def config(self) -> OffloadConfig:
-        return OffloadConfig(**self.engine)
+        return OffloadConfig.from_flags(**self.engine)
 
     @property
     def checkpoint_config(self) -> OffloadConfig:
         """The same, with the horizon for inputs of checkpoints unless there is another."""
-        has_one = any(name in self.engine for name in HORIZONS)
-        return self.config if self.horizon is None or has_one else self.config.replace(horizon_groups=self.horizon)
+        if self.horizon is None or self.config.policy is not None:
+            return self.config
+        return self.config.replace(policy=GroupWindow(self.horizon))
 
 
 def make_contenders(
@@ -199,7 +206,7 @@ def _any_model(workload: Workload, ours: Ours, **changes: Any) -> Iterator[Attac
 def _any_model_of_two_layers(workload: Workload, ours: Ours) -> Iterator[Attached]:
     """With as many bytes on the device as `enable_activation_offloading` allows itself."""
     two_layers = 2 * saved_bytes_per_token(workload.shape) * workload.num_tokens
-    with _any_model(workload, ours, resident_bytes=two_layers) as attached:
+    with _any_model(workload, ours, policy=ResidentBudget(two_layers)) as attached:
         yield attached
 
 

@@ -117,7 +117,7 @@ class Ours:
         from offload_engine import OffloadConfig
 
         self._recomputation.on()
-        self._handle = megatron_patches.apply(OffloadConfig(**self._settings), modules=self.entry.modules)
+        self._handle = megatron_patches.apply(OffloadConfig.from_flags(**self._settings), modules=self.entry.modules)
 
     def detach(self) -> None:
         if self._handle is not None:
@@ -127,7 +127,7 @@ class Ours:
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
-        device, accounts = self._engine().device, self._engine()._store.accounts
+        device, accounts = self._engine().device, self._engine()._store.counters
         out, back = device.copy_out, device.copy_in
 
         def mark() -> None:

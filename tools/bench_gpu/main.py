@@ -110,7 +110,7 @@ class Run:
         from offload_engine import OffloadConfig
 
         for entry in self._settings.entries:
-            OffloadConfig(**self._settings.engine | dict(entry.engine))
+            OffloadConfig.from_flags(**self._settings.engine | dict(entry.engine))
 
     def _measure_machine(self) -> None:
         from . import host, link
