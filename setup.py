@@ -95,7 +95,7 @@ setup(
     ext_modules=compiled_modules() if is_compiling() else [],
     cmdclass={"build_ext": BuildCompiled},
     python_requires=">=3.11",
-    install_requires=["torch>=2.6"],
+    install_requires=["rich>=13", "torch>=2.6"],
     extras_require={
         # What `megatron_patches` patches, and what the trainer in examples/ imports besides.
         "megatron": ["megatron-core>=0.16.1,<0.20", "numpy", "psutil", "tqdm"],
@@ -105,8 +105,8 @@ setup(
         "fsdp": ["torch>=2.6"],
         # What the front-ends in offload_engine/frontends/integrations attach to; none of them is imported by the rest.
         "integrations": ["transformers>=4.50", "accelerate>=1.3", "lightning>=2.4", "tqdm"],
-        "plots": ["matplotlib", "rich"],
-        "test": ["hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "rich", "tqdm"],
+        "plots": ["matplotlib"],
+        "test": ["hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "tqdm"],
         # mypyc and setuptools build the compiled core without build isolation (tools/test_compiled.sh).
         "dev": ["mypy[mypyc]", "pre-commit", "ruff", "setuptools>=77"],
     },

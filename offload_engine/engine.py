@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, HostRead, Stream
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine._observe.labels import Ranges
+from offload_engine._observe.observer import Observer
 from offload_engine._policy.choose import make_policy
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.leaving import LeavingQueue
@@ -83,6 +86,7 @@ class OffloadEngine:
         self._store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
         policy = make_policy(self.config.policy or LowestPeak(), self._store.counters, leaving)
         self._executor = Executor(self._store, self.device, policy, leaving, self.config.dry_run)
+        self._observer = Observer()
         self._is_in_iteration = False
         self._is_closed = False
         self._num_chunks = 0
@@ -146,6 +150,7 @@ class OffloadEngine:
         self._store.begin(weights)
         self._executor.policy.begin(actions or (), is_combined)
         self._num_chunks = 0
+        self._store.context.recorder = self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True
 
     def start_chunk(
@@ -261,6 +266,23 @@ class OffloadEngine:
         """
         return self.device.host_read(tensor)
 
+    @property
+    def ranges(self) -> Ranges:
+        """Ranges in profiles around what the engine issues."""
+        return self._store.context.ranges
+
+    def record_next_step(self, file: str | os.PathLike[str] | None = None) -> None:
+        """Record the next iteration that begins; see docs/observe.md.
+
+        Args:
+            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+        """
+        self._observer.ask(file)
+
+    def report(self) -> str:
+        """Return the tables of the last recorded iteration, else what the counters of the last one tell."""
+        return self._observer.report(self.stats)
+
     def end_iteration(self) -> IterationStats:
         """End a training step, after its last backward.
 
@@ -276,6 +298,8 @@ class OffloadEngine:
         self._is_in_iteration = False
         self.current_chunk = None
         stats = self._store.finish()
+        recorder, self._store.context.recorder = self._store.context.recorder, None
+        self._observer.end(recorder, stats)
         if stats.num_storages_left:
             logger.warning(
                 "%d saved storages outlive the iteration, first %s: a graph is kept alive, or a backward has not run",
@@ -293,6 +317,9 @@ class OffloadEngine:
         """
         if self._is_closed:  # the device takes no more work, not even the events of a reset
             return
+        recorder, self._store.context.recorder = self._store.context.recorder, None
+        if recorder is not None:
+            recorder.discard()
         self._executor.reset()
         self._store.abandon_all()
         self.pool.forget_events()  # no copy is left; a failed one would never complete, and stop the next step

@@ -26,6 +26,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class AdversarialStream:
         self.name = name
         self.is_compute = is_compute
         self.clock: Clock = {index: 1}
-        self.queue: deque[Copy | AdversarialEvent | tuple[AdversarialEvent]] = deque()
+        self.queue: deque[Copy | AdversarialEvent | AdversarialMark | tuple[AdversarialEvent]] = deque()
         self.failure: str | None = None  # goes to the next event, as on the CPU device
 
     def __repr__(self) -> str:
@@ -74,7 +75,7 @@ class AdversarialStream:
         self.clock[self.index] += count
         return self.now
 
-    def run_until(self, event: AdversarialEvent) -> None:
+    def run_until(self, event: AdversarialEvent | AdversarialMark) -> None:
         while not event.is_done:
             self.run_one()
 
@@ -87,6 +88,8 @@ class AdversarialStream:
         elif isinstance(item, AdversarialEvent):  # recorded here
             item.complete(self.failure)
             self.failure = None
+        elif isinstance(item, AdversarialMark):
+            item.strike()
         else:  # a wait
             item[0].stream.run_until(item[0])
             self.failure = self.failure or item[0].failure
@@ -109,6 +112,19 @@ class AdversarialEvent:
     def raise_failure(self) -> None:
         if self.failure is not None:
             raise CopyError(self.failure)
+
+
+class AdversarialMark:
+    """When a stream has come so far; orders nothing."""
+
+    def __init__(self, stream: AdversarialStream) -> None:
+        self.stream = stream
+        self.is_done = False
+        self.seconds = 0.0
+
+    def strike(self) -> None:
+        self.is_done = True
+        self.seconds = perf_counter()
 
 
 class Memory:
@@ -330,6 +346,21 @@ class AdversarialDevice:
         event.stream.run_until(event)
         _merge_into(self._host_clock, event.clock)
         event.raise_failure()
+
+    def mark_time(self, stream: AdversarialStream) -> AdversarialMark:
+        self._enter()
+        mark = AdversarialMark(stream)
+        if stream.is_compute:
+            mark.strike()
+        else:
+            stream.queue.append(mark)
+        return mark
+
+    def milliseconds_between(self, first: AdversarialMark, last: AdversarialMark) -> float:
+        self._enter()
+        for mark in (first, last):
+            mark.stream.run_until(mark)
+        return 1e3 * (last.seconds - first.seconds)
 
     def allocate(self, nbytes: int, stream: AdversarialStream, form: Form | None = None) -> torch.Tensor:
         self._enter()

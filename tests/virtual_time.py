@@ -98,6 +98,12 @@ class VirtualDevice:
     def synchronize(self, event: Event) -> None:
         self.host = max(self.host, event.at)
 
+    def mark_time(self, stream: str) -> Event:
+        return Event(self.clocks[stream])
+
+    def milliseconds_between(self, first: Event, last: Event) -> float:
+        return last.at - first.at
+
     def allocate(self, nbytes: int, stream: str, form: Any = None) -> torch.Tensor:
         return new_buffer(nbytes, form, self.torch_device)
 

@@ -100,6 +100,12 @@ class InstantDevice:
 
     def synchronize(self, event: str) -> None: ...
 
+    def mark_time(self, stream: str) -> float:
+        return 0.0
+
+    def milliseconds_between(self, first: float, last: float) -> float:
+        return 0.0
+
     def allocate(self, nbytes: int, stream: str, form: Any = None) -> torch.Tensor:
         return new_buffer(nbytes, form, self.torch_device)
 

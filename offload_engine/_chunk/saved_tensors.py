@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from offload_engine._chunk.group_stack import GroupStack
+from offload_engine._observe.reasons import Reason
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
 from offload_engine._saved.storage import TensorGroup
@@ -59,8 +60,10 @@ class SavedTensorHooks:
     def pack_plain(self, tensor: torch.Tensor, group: TensorGroup) -> Handle:
         """Pack a tensor that is not made of others, for `group`."""
         if type(tensor) is _PARAMETER and tensor.is_leaf:  # half of what layers with many experts save
+            self._store.note_staying(tensor, group, Reason.WEIGHT)
             return StayingTensor(tensor)
         if self._checker is not None and not self._checker(tensor):
+            self._store.note_staying(tensor, group, Reason.EXCLUDED)
             return StayingTensor(without_graph(tensor))
         packed = self._store.pack(tensor, group)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)

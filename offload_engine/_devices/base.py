@@ -4,7 +4,7 @@ Three implementations exist: CUDA, CPU (real copies by worker threads into a hos
 adversarial device that delays every copy as long as the recorded order allows. The engine never calls
 `torch.cuda` itself, so an ordering bug on one of them is an ordering bug on all.
 
-Streams and events are opaque: only the device that made them looks inside.
+Streams, events and time marks are opaque: only the device that made them looks inside.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from offload_engine._devices.regions import HostSlab as HostSlab
 
 Stream = Any
 Event = Any
+TimeMark = Any
 
 
 class CopyError(RuntimeError):
@@ -87,6 +88,21 @@ class Device(Protocol):
 
         Raises:
             CopyError: if the work that `event` stands for failed.
+        """
+
+    def mark_time(self, stream: Stream) -> TimeMark:
+        """Mark the moment at which all work issued to `stream` so far has completed. For recordings only.
+
+        Orders nothing, and neither takes nor raises the failure of a copy.
+        """
+
+    def milliseconds_between(self, first: TimeMark, last: TimeMark) -> float:
+        """Return the time from one mark to another, of any two streams; negative if `last` came earlier.
+
+        Blocks the host until both moments have come.
+
+        Raises:
+            CopyError: if the device can no longer tell.
         """
 
     def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:

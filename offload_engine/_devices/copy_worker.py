@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -66,6 +67,30 @@ class CopyEvent:
         """Raise the `CopyError` of a failed event; nothing on any other."""
         if self.failure is not None:
             raise CopyError(self.failure.message) from self.failure.cause
+
+
+class CopyTimeMark:
+    """A moment in the work of a thread: told once, at most a moment after the work before it."""
+
+    __slots__ = ("_lock", "_seconds")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # held until the moment comes
+        self._lock.acquire()
+        self._seconds: float | None = None
+
+    def strike(self) -> None:
+        """Note that the moment has come. Called once."""
+        self._seconds = perf_counter()
+        self._lock.release()
+
+    def seconds(self) -> float:
+        """Return the moment on the clock of `perf_counter`; blocks until it has come."""
+        if self._seconds is None:
+            with self._lock:
+                pass
+        assert self._seconds is not None
+        return self._seconds
 
 
 class ProcessGuard:
@@ -131,6 +156,11 @@ class CopyStream:
     def wait(self, event: CopyEvent) -> None:
         self._put((_wait, event))
 
+    def mark(self) -> CopyTimeMark:
+        mark = CopyTimeMark()
+        self._put((_mark, mark))
+        return mark
+
     def write(self, source: torch.Tensor, slab: CopyableSlab, offset: int) -> None:
         self._put((_write, source, slab, offset))
 
@@ -172,6 +202,11 @@ def _record(failure: Failure | None, event: CopyEvent) -> None:
 def _wait(failure: Failure | None, event: CopyEvent) -> Failure | None:
     event.wait()
     return failure or event.failure
+
+
+def _mark(failure: Failure | None, mark: CopyTimeMark) -> Failure | None:
+    mark.strike()
+    return failure
 
 
 def _write(failure: Failure | None, source: torch.Tensor, slab: CopyableSlab, offset: int) -> Failure | None:

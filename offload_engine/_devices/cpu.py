@@ -15,8 +15,15 @@ from typing import cast
 
 import torch
 
-from offload_engine._devices.base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream
-from offload_engine._devices.copy_worker import CopyableSlab, CopyEvent, CopyStream, CopyThread, ProcessGuard
+from offload_engine._devices.base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream, TimeMark
+from offload_engine._devices.copy_worker import (
+    CopyableSlab,
+    CopyEvent,
+    CopyStream,
+    CopyThread,
+    CopyTimeMark,
+    ProcessGuard,
+)
 from offload_engine._devices.file_slab import FileSlab, check_directory, free_bytes
 from offload_engine._devices.host_memory import available_host_bytes
 from offload_engine._devices.memory_slab import MemorySlab
@@ -93,6 +100,17 @@ class CpuDevice:
             self._guard.claim()  # in a forked child nobody would ever complete it
             event.wait()
         event.raise_failure()
+
+    def mark_time(self, stream: Stream) -> TimeMark:
+        if stream is not COMPUTE:
+            return stream.mark()
+        mark = CopyTimeMark()
+        mark.strike()
+        return mark
+
+    def milliseconds_between(self, first: TimeMark, last: TimeMark) -> float:
+        milliseconds: float = 1e3 * (last.seconds() - first.seconds())
+        return milliseconds
 
     def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
         return new_buffer(nbytes, form, self.torch_device)

@@ -64,6 +64,7 @@ class CudaDevice:
         self.record_event, self.wait_event = self._runtime.record, self._runtime.wait
         self.is_complete = self._runtime.is_complete
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
+        self.mark_time, self.milliseconds_between = self._runtime.mark_time, self._runtime.milliseconds_between
         self._reader: MappedReader | None = None  # made by the first read
         self._numa_node = numa_node_of(self.torch_device)
         self._slabs: weakref.WeakSet[PinnedSlab] = weakref.WeakSet()

@@ -18,6 +18,7 @@ from offload_engine._devices.regions import HostRegion, check_copy
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: no order with the default stream but what is asked for
+_WITH_TIMING = 0  # cudaEventDefault: takes longer to record
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
@@ -34,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaEventQuery": (_HANDLE,),
     "cudaEventSynchronize": (_HANDLE,),
     "cudaEventDestroy": (_HANDLE,),
+    "cudaEventElapsedTime": (ctypes.POINTER(ctypes.c_float), _HANDLE, _HANDLE),
     "cudaStreamWaitEvent": (_HANDLE, _HANDLE, ctypes.c_uint),
     "cudaMemcpyAsync": (_HANDLE, _HANDLE, ctypes.c_size_t, ctypes.c_int, _HANDLE),
     "cudaGetLastError": (),
@@ -75,6 +77,7 @@ class CudaRuntime:
         self._record, self._wait, self._query, self._copy, self._last_error, self._copy_batch = calls
         self._has_batch: bool = has_batch_copy(self._library)
         self._idle: list[int] = []  # handles of events that nobody holds
+        self._idle_marks: list[int] = []  # of those that tell the time, made while a step is recorded
         self._streams: list[int] = []
 
     def new_stream(self) -> int:
@@ -92,18 +95,32 @@ class CudaRuntime:
         """Give streams, and events that nobody holds, back to CUDA; call `finish` first."""
         while self._streams:
             self._library.cudaStreamDestroy(self._streams.pop())
-        while self._idle:
-            self._library.cudaEventDestroy(self._idle.pop())
+        for idle in (self._idle, self._idle_marks):
+            while idle:
+                self._library.cudaEventDestroy(idle.pop())
 
     def record(self, stream: int) -> CudaEvent:
         """As `Device.record_event`: a new event after all work issued to `stream` so far."""
-        event = CudaEvent(self._idle.pop() if self._idle else self._new_event(), self._idle)
-        if stream or self._is_current:
-            self._check(self._record(event.handle, stream))
-        else:
-            with torch.cuda.device(self._device):
-                self._check(self._record(event.handle, stream))
+        event = CudaEvent(self._idle.pop() if self._idle else self._new_event(_DISABLE_TIMING), self._idle)
+        self._record_on(stream, event)
         return event
+
+    def mark_time(self, stream: int) -> CudaEvent:
+        """Mark the time on `stream`, as `Device.mark_time`, by an event that can tell it."""
+        idle = self._idle_marks
+        mark = CudaEvent(idle.pop() if idle else self._new_event(_WITH_TIMING), idle)
+        self._record_on(stream, mark)
+        return mark
+
+    def milliseconds_between(self, first: CudaEvent, last: CudaEvent) -> float:
+        """Return the time from one mark to another, as `Device.milliseconds_between`; exact to half a microsecond."""
+        for mark in (first, last):
+            if not self.is_complete(mark):
+                self.synchronize(mark)
+                mark.is_done = True
+        elapsed = ctypes.c_float()
+        self._check(self._library.cudaEventElapsedTime(ctypes.byref(elapsed), first.handle, last.handle))
+        return float(elapsed.value)
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """As `Device.wait_event`: work issued to `stream` from now on starts after `event`."""
@@ -151,13 +168,20 @@ class CudaRuntime:
         for i, nbytes in enumerate(sizes):
             self._check(self._copy(targets[i], sources[i], nbytes, kind, stream))
 
+    def _record_on(self, stream: int, event: CudaEvent) -> None:
+        if stream or self._is_current:
+            self._check(self._record(event.handle, stream))
+        else:
+            with torch.cuda.device(self._device):
+                self._check(self._record(event.handle, stream))
+
     @property
     def _is_current(self) -> bool:
         """The default stream has the handle 0 on every device, and means that of the current one."""
         return bool(torch._C._cuda_getDevice() == self._index)
 
-    def _new_event(self) -> int:
-        return self._create(self._library.cudaEventCreateWithFlags, _DISABLE_TIMING)
+    def _new_event(self, flags: int) -> int:
+        return self._create(self._library.cudaEventCreateWithFlags, flags)
 
     def _create(self, call: Any, flags: int) -> int:
         """A new event or stream."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._devices.base import Device, Event
+from offload_engine._observe.recorder import Recorder
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._policy.policy import Policy
+from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
-from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, ITERATION_END, OUT, BoundaryKind
+from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, IN, ITERATION_END, OUT, BoundaryKind
 
 
 class Executor:
@@ -40,6 +42,7 @@ class Executor:
         self.leaving: LeavingQueue = leaving
         self._is_complete = device.is_complete
         self._dry_run = dry_run
+        self._context = store.context
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
@@ -50,6 +53,8 @@ class Executor:
             OffloadError: if the host tier is full, and that is to be an error.
         """
         store, late_from = self.store, -1
+        if self._context.recorder is not None:
+            self._note_boundary(self._context.recorder, kind, chunk, group)
         if store.failures.has_failed:
             store.failures.raise_deferred()  # Rule 4
         if self.leaving.queue:
@@ -81,17 +86,26 @@ class Executor:
         produced = self._produced.pop(group, None)
         if self._dry_run:
             return
-        issued = self.store.issue_copy_out(group, produced)
+        with self._context.ranges.around(OUT, group):
+            issued = self.store.issue_copy_out(group, produced)
         if issued is not None:
+            if self._context.recorder is not None:
+                self._context.recorder.note_move(OUT, group, issued.nbytes)
             self.leaving.push(issued)
             while self.leaving.queue and self.policy.must_release():  # Rule 2
-                self.store.release(self.leaving.pop())
+                self._release(self.leaving.pop())
 
     def copy_in(self, group: TensorGroup) -> int:
         """Recall what a group has leaving and copy in what it has on host; return the number of storages copied."""
         if group.leaving_bytes:
             self.store.recall(group)
-        return self.store.issue_copy_in(group) if group.on_host_bytes else 0
+        nbytes = group.on_host_bytes
+        if not nbytes:
+            return 0
+        if self._context.recorder is not None:
+            self._context.recorder.note_move(IN, group, nbytes)
+        with self._context.ranges.around(IN, group):
+            return self.store.issue_copy_in(group)
 
     def keep(self, group: TensorGroup) -> None:
         """Commit a group that stays: its backward comes at once."""
@@ -139,9 +153,22 @@ class Executor:
             policy.must_release()  # Rule 2
             or (policy.releases_completed and self._is_complete(leaving.queue[0].copied_out))  # Rule 1
         ):
-            self.store.release(leaving.pop())
+            self._release(leaving.pop())
+
+    def _release(self, issued: CopyOut) -> None:
+        with self._context.ranges.around(DROP, issued.group):
+            self.store.release(issued)
+        if self._context.recorder is not None:
+            self._context.recorder.note_move(DROP, issued.group, issued.nbytes)
+
+    def _note_boundary(
+        self, recorder: Recorder, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None
+    ) -> None:
+        recorder.note_boundary(kind, None if chunk is None else chunk.key, group)
+        counters = self.store.counters
+        recorder.note_counters(counters.resident_bytes, self.leaving.inflight_bytes, self.store.lent_bytes)
 
     def _drop(self, group: TensorGroup) -> None:
         issued = self.leaving.take(group)
         if issued is not None:
-            self.store.release(issued)
+            self._release(issued)

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload_engine._observe.reasons import Reason, reason_to_stay
 from offload_engine._saved.handles import without_graph
 
 _TENSOR: Final = torch.Tensor  # constants: each saved tensor is compared with them
@@ -71,6 +72,10 @@ class Eligibility:
         ):
             return None
         return storage
+
+    def reason_to_stay(self, tensor: torch.Tensor) -> Reason | None:
+        """Return why `movable_storage` is None for a tensor: slow, for recordings."""
+        return reason_to_stay(tensor, self._torch_device, self._min_storage_bytes, self._weights, self._excluded)
 
     def staying(self, tensor: torch.Tensor) -> torch.Tensor:
         """What autograd keeps for a tensor that stays: a view of a weight as it is, any other without its graph."""

@@ -11,6 +11,7 @@ from offload_engine._devices.base import CopyError, Event
 from offload_engine._host.leases import GroupLease, lend
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine._observe.reasons import Reason
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.failures import CopyFailures
 from offload_engine._saved.storage import (
@@ -19,6 +20,7 @@ from offload_engine._saved.storage import (
     ON_HOST,
     RESIDENT,
     RETIRED,
+    Residency,
     SavedStorage,
     TensorGroup,
     move,
@@ -110,7 +112,7 @@ class StorageMover:
         for saved in storages:
             saved.pending = saved.copied_out = copied_out
             saved.is_leaving = True
-        move(storages, COPYING_OUT)
+        self._move(storages, COPYING_OUT)
         self.counters.stats.copied_out_bytes += nbytes
         self.counters.stats.num_offloaded_groups += 1
         return CopyOut(group, storages, nbytes, copied_out)
@@ -140,12 +142,14 @@ class StorageMover:
             else:
                 self.recall(saved)
                 self.counters.stats.num_viewed_storages += 1
-        move([saved for saved in storages if saved.residency is COPYING_OUT], ON_HOST)
+                if self._context.recorder is not None:
+                    self._context.recorder.note_storage_stays(saved, Reason.SHARED)
+        self._move([saved for saved in storages if saved.residency is COPYING_OUT], ON_HOST)
 
     def recall(self, saved: SavedStorage) -> None:
         """Let a storage that is being copied out stay on the device."""
         # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is released.
-        move([saved], RESIDENT)
+        self._move([saved], RESIDENT)
         if not saved.group.is_read_once:
             return_region(saved, saved.copied_out)
 
@@ -160,7 +164,7 @@ class StorageMover:
         for saved in storages:
             saved.pending = saved.copied_in = copied_in
             total += saved.nbytes
-        move(storages, COPYING_IN)
+        self._move(storages, COPYING_IN)
         _return_regions(storages, copied_in)
         self.counters.count_copy_in(total)
         if self.counters.is_metered:
@@ -178,7 +182,7 @@ class StorageMover:
             raise self.failures.failed(error, "copy-in", storages[0]) from error
         arrived = [saved for saved in storages if saved.residency is COPYING_IN]
         self._end_prefetch(arrived)
-        move(arrived, RESIDENT)
+        self._move(arrived, RESIDENT)
 
     def hand_over(self, saved: SavedStorage) -> None:
         """Leave the buffer to the tensor that was just made of it, and count the storage as on host.
@@ -192,14 +196,14 @@ class StorageMover:
             saved.pin_address()
         self.counters.drop(saved)
         hand_over_buffer(saved)
-        move([saved], ON_HOST)
+        self._move([saved], ON_HOST)
 
     def hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo the release of a buffer whose bytes an outside reference, `holder`, has kept on the device."""
         saved.buffer, saved.form = holder.detach(), None
         self.counters.hold([saved])
         self.counters.count_arrival(saved.nbytes)
-        move([saved], COPYING_OUT)
+        self._move([saved], COPYING_OUT)
 
     def restore(self, saved: SavedStorage) -> None:
         """Refill an emptied storage for its remaining owners: its graph was freed without a backward."""
@@ -223,7 +227,7 @@ class StorageMover:
             drop_buffer(saved, self._context)
         if saved.lease is not None:
             return_region(saved, saved.copied_out)
-        move([saved], RETIRED)
+        self._move([saved], RETIRED)
         if not saved.group.is_ungrouped:
             self.counters.saved_bytes -= saved.nbytes
         # Else they keep each other, and the events of its copies, alive.
@@ -242,8 +246,17 @@ class StorageMover:
             except CopyError as error:
                 logger.warning("a copy had failed before the reset: %s", error)
 
+    def _move(self, storages: Sequence[SavedStorage], to: Residency) -> None:
+        move(storages, to)
+        recorder = self._context.recorder
+        if recorder is not None:
+            for saved in storages:
+                recorder.note_residency(saved, to)
+
     def _count_no_room(self, group: TensorGroup, nbytes: int) -> None:
         self.counters.stats.num_host_limit_groups += 1
+        if self._context.recorder is not None:
+            self._context.recorder.note_group_stays(group, Reason.NO_ROOM)
         if self._is_room_required:
             pool = self._pool
             raise OffloadError(

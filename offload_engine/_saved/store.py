@@ -10,6 +10,7 @@ import torch
 from offload_engine._devices.base import Event
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine._observe.reasons import Reason
 from offload_engine._saved.alloc_streams import AllocStreams
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
@@ -62,6 +63,7 @@ class ActivationStore:
         self._retired = RetireQueue(context.device.is_copy_thread, self._mover.retire)
         self._lock = self._retired.lock
         self._dropped = self._retired.dropped
+        self.context: TransferContext = context  # the engine and the executor reach recorder and ranges by it
         self._context = context
         self._torch_device = context.device.torch_device
         self._current_stream = context.device.current_stream  # bound once, as the next: each tensor asks
@@ -111,13 +113,20 @@ class ActivationStore:
             self.alloc_streams.clear()
             self.failures.clear()
 
+    @property
+    def lent_bytes(self) -> int:
+        """Host bytes that are lent now."""
+        return self._pool.lent_bytes
+
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
         # Long, and without `with self`, because it runs for each saved tensor: a call costs as much as what it does.
-        storage = self._movable_storage(tensor)
+        storage, recorder = self._movable_storage(tensor), self._context.recorder
         if storage is None:
+            if recorder is not None:
+                recorder.note_saved(tensor, group, reason=self.eligibility.reason_to_stay(tensor))
             return self.eligibility.staying(tensor)
         key, is_ungrouped, is_first = storage._cdata, group.is_ungrouped, False
         try:
@@ -138,10 +147,17 @@ class ActivationStore:
                     self.counters.count_managed(saved.nbytes)
                 if not is_ungrouped:
                     group.add(saved)
+                if recorder is not None:
+                    recorder.note_saved(tensor, group, storage=saved)
                 return PackedTensor(tensor, saved, self._retired, is_first)
         finally:
             if self._dropped:
                 self._retired.drain()
+
+    def note_staying(self, tensor: torch.Tensor, group: TensorGroup, reason: Reason) -> None:
+        """Tell the recorder, if there is one, why a tensor stays that never came to `pack`."""
+        if self._context.recorder is not None:
+            self._context.recorder.note_saved(tensor, group, reason=reason)
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` would move, and no group has saved its storage."""

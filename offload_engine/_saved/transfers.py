@@ -35,7 +35,11 @@ from contextlib import suppress
 
 from offload_engine._devices.base import CopyError, Device, Event, Stream
 from offload_engine._host.leases import GroupLease
+from offload_engine._observe.labels import Ranges
+from offload_engine._observe.record import Awaited
+from offload_engine._observe.recorder import Recorder
 from offload_engine._saved.storage import SavedStorage
+from offload_engine.planning.moves import IN, OUT
 
 
 class TransferContext:
@@ -43,6 +47,8 @@ class TransferContext:
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
+        self.recorder: Recorder | None = None  # while a step is recorded
+        self.ranges: Ranges = Ranges()
         # Two streams: in one queue, a copy-in that the backward waits for would stand behind copy-outs.
         self.copy_out_stream: Stream = device.new_stream("copy_out")  # trails the forward
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
@@ -57,7 +63,7 @@ def copy_out(
     storages: Sequence[SavedStorage], lease: GroupLease, produced: Sequence[Event], context: TransferContext
 ) -> Event:
     """Issue the copy-out of `storages` into their regions of `lease`; return the event after the last byte."""
-    device, stream = context.device, context.copy_out_stream
+    device, stream, recorder = context.device, context.copy_out_stream, context.recorder
     for event in produced:
         device.wait_event(stream, event)  # Rule 1
     for event in lease.ready_after:
@@ -67,17 +73,21 @@ def copy_out(
     for storage in storages:
         assert storage.region is not None and storage.buffer is not None
         copies.append((storage.buffer, storage.region))
+    begin = None if recorder is None else recorder.mark(stream)
     try:
         device.copy_out(stream, copies)
-        return device.record_event(stream)
+        copied_out = device.record_event(stream)
     except BaseException:
         _finish(stream, device)
         raise
+    if recorder is not None:
+        recorder.note_copy(OUT, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
+    return copied_out
 
 
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
     """Allocate a buffer for each of `storages` and issue its copy-in; return the event after the last byte."""
-    device, stream = context.device, context.copy_in_stream
+    device, stream, recorder = context.device, context.copy_in_stream, context.recorder
     copies = []
     for storage in storages:
         assert storage.region is not None
@@ -88,6 +98,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         copies.append((storage.region, buffer))
     for compute in _streams_of(storages):
         device.wait_event(stream, device.record_event(compute))  # Rule 4
+    begin = None if recorder is None else recorder.mark(stream)
     try:
         device.copy_in(stream, copies)
         copied_in = device.record_event(stream)
@@ -99,6 +110,8 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         if storage.emptied is not None:  # restored: the tensors over it are whatever they were
             storage.form = None
         storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
+    if recorder is not None:
+        recorder.note_copy(IN, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
     return copied_in
 
 
@@ -116,7 +129,11 @@ def wait_for_last_copy(storages: Sequence[SavedStorage], context: TransferContex
         if pending is None:
             continue
         if (pending is not settled or storage.stream != settled_on) and not device.is_complete(pending):
+            recorder = context.recorder
+            begin = None if recorder is None else recorder.mark(storage.stream)
             device.wait_event(storage.stream, pending)  # Rule 3
+            if recorder is not None:
+                recorder.note_wait(Awaited.COPY_OUT, storage.group, begin, recorder.mark(storage.stream))
         settled, settled_on = pending, storage.stream
         storage.pending = None
 
@@ -156,7 +173,11 @@ def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) ->
     for storage in storages:
         copied_in = storage.copied_in
         if copied_in is not awaited:
+            recorder = context.recorder
+            begin = None if recorder is None else recorder.mark(reader)
             device.wait_event(reader, copied_in)  # Rule 5
+            if recorder is not None:
+                recorder.note_wait(Awaited.COPY_IN, storage.group, begin, recorder.mark(reader))
             awaited = copied_in
         storage.ready_on = reader
         if reader == storage.stream:

@@ -33,6 +33,7 @@ FAKE = """
 #include <stdint.h>
 uint64_t noted[6], copies[300];
 int result = 0, version = 13000, num_calls = 0, num_streams = 0;
+int last_flags = -1, num_events = 0, pending = 0, num_synchronized = 0, num_destroyed = 0;
 static int note(uint64_t call, uint64_t a, uint64_t b, uint64_t c, uint64_t d, uint64_t e)
 {
     uint64_t values[6] = {call, a, b, c, d, e};
@@ -45,7 +46,11 @@ int cudaStreamWaitEvent(void *stream, void *event, unsigned flags)
 {
     return note(2, (uint64_t)stream, (uint64_t)event, flags, 0, 0);
 }
-int cudaEventQuery(void *event) { return note(3, (uint64_t)event, 0, 0, 0, 0); }
+int cudaEventQuery(void *event)
+{
+    int code = note(3, (uint64_t)event, 0, 0, 0, 0);
+    return pending > 0 ? pending--, 600 : code;
+}
 int cudaMemcpyAsync(void *to, const void *from, size_t nbytes, int kind, void *stream)
 {
     return note(4, (uint64_t)to, (uint64_t)from, nbytes, (uint64_t)kind, (uint64_t)stream);
@@ -57,9 +62,19 @@ int cudaStreamCreateWithFlags(void **stream, unsigned flags)
 }
 int cudaStreamSynchronize(void *stream) { return note(8, (uint64_t)stream, 0, 0, 0, 0); }
 int cudaStreamDestroy(void *stream) { num_streams--; return note(9, (uint64_t)stream, 0, 0, 0, 0); }
-int cudaEventCreateWithFlags(void **event, unsigned flags) { return 0; }
-int cudaEventSynchronize(void *event) { return 0; }
-int cudaEventDestroy(void *event) { return 0; }
+int cudaEventCreateWithFlags(void **event, unsigned flags)
+{
+    *event = (void *)(0x100000 + 0x100 * (uint64_t)++num_events);
+    last_flags = (int)flags;
+    return 0;
+}
+int cudaEventSynchronize(void *event) { num_synchronized++; return 0; }
+int cudaEventDestroy(void *event) { num_destroyed++; return 0; }
+int cudaEventElapsedTime(float *milliseconds, void *first, void *last)
+{
+    *milliseconds = 1.5f;
+    return note(10, (uint64_t)first, (uint64_t)last, 0, 0, 0);
+}
 int cudaGetLastError(void) { return note(5, 0, 0, 0, 0, 0); }
 int cudaRuntimeGetVersion(int *found) { *found = version; return 0; }
 #ifndef WITHOUT_BATCH

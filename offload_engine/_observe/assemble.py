@@ -1,0 +1,135 @@
+"""Makes a `StepRecord` of what was noted: marks become milliseconds, storages get the reason of their fate."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offload_engine._devices.base import Device, TimeMark
+from offload_engine._observe.notes import NotedBoundary, NotedSave, Notes
+from offload_engine._observe.reasons import Reason
+from offload_engine._observe.record import (
+    CopyRecord,
+    CounterRecord,
+    GroupRecord,
+    MoveRecord,
+    SavedRecord,
+    StageRecord,
+    StepRecord,
+    WaitRecord,
+)
+from offload_engine.planning.moves import Boundary, BoundaryKind, GroupKey
+from offload_engine.schedule import ChunkKey
+
+
+class Origin(NamedTuple):
+    """The moment at which a step began, on every clock."""
+
+    device: Device
+    mark: TimeMark
+    host_ns: int
+    unix_ns: int
+
+    def device_ms(self, mark: TimeMark) -> float:
+        """Return the time of a mark since the step began; blocks until it has come."""
+        return self.device.milliseconds_between(self.mark, mark)
+
+    def host_ms(self, host_ns: int) -> float:
+        """Return a time of the host since the step began."""
+        return (host_ns - self.host_ns) / 1e6
+
+
+def assemble(
+    notes: Notes, origin: Origin, end: TimeMark, rank: int, step: int, counts: dict[str, int], fallback: Reason
+) -> StepRecord:
+    """Make the record of a step whose last mark is `end`; see `Recorder` for the rest."""
+    duration_ms = origin.device_ms(end)
+    return StepRecord(
+        rank=rank,
+        step=step,
+        begin_unix_ns=origin.unix_ns,
+        duration_ms=duration_ms,
+        counts=counts,
+        groups=tuple(GroupRecord(str(key), *traits) for key, traits in sorted(notes.groups.items())),
+        moves=_moves(notes, origin),
+        copies=_copies(notes, origin),
+        waits=_waits(notes, origin),
+        stages=_stages(notes, origin, duration_ms),
+        counters=tuple(CounterRecord(origin.host_ms(at), *values) for at, *values in notes.counters),
+        saved=tuple(_saved(save, notes, fallback) for save in notes.saved),
+    )
+
+
+def boundary_text(boundary: NotedBoundary | None) -> str:
+    """Return a boundary as `str(Boundary)`; empty for None."""
+    if boundary is None:
+        return ""
+    if boundary.chunk is None and boundary.kind is not BoundaryKind.ITERATION_END:
+        return boundary.kind.name.lower()
+    return str(Boundary(*boundary))
+
+
+def _moves(notes: Notes, origin: Origin) -> tuple[MoveRecord, ...]:
+    return tuple(
+        MoveRecord(origin.host_ms(move.host_ns), boundary_text(move.boundary), move.op, str(move.group), move.nbytes)
+        for move in notes.moves
+    )
+
+
+def _copies(notes: Notes, origin: Origin) -> tuple[CopyRecord, ...]:
+    return tuple(
+        CopyRecord(
+            copy.op,
+            str(copy.group),
+            copy.nbytes,
+            origin.host_ms(copy.host_ns),
+            begin := origin.device_ms(copy.begin),
+            max(begin, origin.device_ms(copy.end)),
+        )
+        for copy in notes.copies
+    )
+
+
+def _waits(notes: Notes, origin: Origin) -> tuple[WaitRecord, ...]:
+    return tuple(
+        WaitRecord(
+            wait.awaited,
+            str(wait.group),
+            begin := origin.device_ms(wait.begin),
+            max(begin, origin.device_ms(wait.end)),
+        )
+        for wait in notes.waits
+    )
+
+
+def _stages(notes: Notes, origin: Origin, duration_ms: float) -> tuple[StageRecord, ...]:
+    """Make stages of moments: each lasts until the next one of its group, the last until the step ends."""
+    begins: dict[GroupKey, list[tuple[str, float]]] = {}
+    for stage in notes.stages:
+        of_group = begins.setdefault(stage.group, [])
+        earliest = of_group[-1][1] if of_group else float("-inf")  # streams differ: a stage begins after the one before
+        of_group.append((stage.residency, max(earliest, origin.device_ms(stage.begin))))
+    found = []
+    for group, of_group in sorted(begins.items()):
+        ends = [begin for _, begin in of_group[1:]] + [max(duration_ms, of_group[-1][1])]
+        for (residency, begin), end in zip(of_group, ends, strict=True):
+            if residency != "retired":
+                found.append(StageRecord(str(group), residency, begin, end))
+    return tuple(found)
+
+
+def _saved(save: NotedSave, notes: Notes, fallback: Reason) -> SavedRecord:
+    group = f"{save.group.stage}.{save.group.microbatch}" if isinstance(save.group, ChunkKey) else str(save.group)
+    dtype = str(save.dtype).removeprefix("torch.")
+    reason = save.reason or _fate(save.storage, notes, fallback)
+    return SavedRecord(group, save.name, save.module, tuple(save.shape), dtype, save.nbytes, save.storage, reason)
+
+
+def _fate(storage: int, notes: Notes, fallback: Reason) -> Reason:
+    fate = notes.fates[storage]
+    if fate.reason is not None:
+        return fate.reason
+    if fate.group is None:
+        return Reason.NOT_ASKED
+    if notes.groups[fate.group].is_kept:
+        return Reason.KEPT
+    return notes.group_reasons.get(fate.group, fallback)

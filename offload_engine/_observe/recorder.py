@@ -1,0 +1,200 @@
+"""`Recorder`: notes what the engine does in one step, and makes a `StepRecord` of it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from offload_engine._devices.base import Device, Stream, TimeMark
+from offload_engine._observe.assemble import Origin, assemble
+from offload_engine._observe.modules import ModuleHooks
+from offload_engine._observe.notes import (
+    NotedBoundary,
+    NotedCopy,
+    NotedGroup,
+    NotedMove,
+    NotedSave,
+    NotedWait,
+    Notes,
+    ObservedGroup,
+    ObservedStorage,
+    key_of,
+)
+from offload_engine._observe.reasons import Reason
+from offload_engine._observe.record import Awaited, StepRecord
+from offload_engine._observe.storages import StorageLog
+from offload_engine.planning.moves import COMMIT, FORWARD, HELD, LAUNCH, BoundaryKind, GroupKey, Op
+from offload_engine.schedule import ChunkKey
+
+
+class Recorder:
+    """Records one step. Made when the step begins, with the device idle or not; it waits for what was issued before.
+
+    Each `note_` call appends to a list: about a microsecond, and a few more for each time mark on a GPU. It holds no
+    tensor, and a storage only until that retires. The engine calls `finish` or `discard` at the end of the step.
+
+    Args:
+        device: marks time.
+        rank: of this process.
+        step: its number, for the reader.
+        fallback: why a group that is not kept and that no move took out stayed.
+        has_modules: find out which module saves what outside groups, by hooks on all modules. Compiled modules are
+            compiled again for it.
+        clock: host time in nanoseconds; has an origin of its own.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        rank: int = 0,
+        step: int = 0,
+        fallback: Reason = Reason.FITS,
+        has_modules: bool = True,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._device = device
+        self._rank, self._step, self._fallback = rank, step, fallback
+        self._clock = clock
+        self._notes = Notes()
+        self._boundary: NotedBoundary | None = None
+        self._num_committed: dict[ChunkKey | None, int] = {}
+        self._forward: ChunkKey | None = None  # the chunk whose forward began last
+        self._storages = StorageLog(device, self._notes)
+        self._modules: ModuleHooks | None = ModuleHooks() if has_modules else None
+        self._origin = _new_origin(device, clock)
+
+    # -- moves -------------------------------------------------------------------------------------------------------
+
+    def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
+        """Note that a boundary has come; moves noted from now on happen at it.
+
+        Args:
+            kind: of the boundary.
+            chunk: None at the end of the iteration, and where the caller knows none: then the one whose forward runs.
+            group: where the boundary has one.
+        """
+        if kind is FORWARD:
+            self._forward = chunk
+        index = -1
+        if group is not None:
+            self.note_group(group)
+            index = group.index
+            if kind is COMMIT:
+                self._num_committed[chunk] = index + 1
+        elif kind is HELD or kind is LAUNCH:
+            chunk = chunk or self._forward
+            index = self._num_committed.get(chunk, 0)
+        self._boundary = NotedBoundary(kind, chunk, index)
+
+    def note_group(self, group: ObservedGroup) -> None:
+        """Note what is known of a group by now: whether it is kept, and what it saved."""
+        traits = NotedGroup(group.name, group.layer, group.is_kept, group.own_bytes)
+        self._notes.groups[GroupKey(group.chunk, group.index)] = traits
+
+    def note_move(self, op: Op, group: ObservedGroup, nbytes: int) -> None:
+        """Note that a move of `nbytes` bytes has been performed."""
+        self.note_group(group)
+        key = GroupKey(group.chunk, group.index)
+        self._notes.moves.append(NotedMove(self._clock(), self._boundary, op, key, nbytes))
+
+    def note_group_stays(self, group: ObservedGroup, reason: Reason) -> None:
+        """Note that a group was to be copied out, but stays."""
+        self._notes.group_reasons[GroupKey(group.chunk, group.index)] = reason
+
+    # -- times of the device -----------------------------------------------------------------------------------------
+
+    def mark(self, stream: Stream) -> TimeMark:
+        """Mark when `stream` comes so far: before and after what `note_copy` and `note_wait` tell of."""
+        return self._device.mark_time(stream)
+
+    def note_copy(self, op: Op, group: ObservedGroup, nbytes: int, begin: TimeMark, end: TimeMark) -> None:
+        """Note that copies of a group were issued between two marks, the first behind all that they wait for."""
+        key = GroupKey(group.chunk, group.index)
+        self._notes.copies.append(NotedCopy(op, key, nbytes, self._clock(), begin, end))
+        self._storages.note_copy(op, key, begin)
+
+    def note_wait(self, awaited: Awaited, group: ObservedGroup, begin: TimeMark, end: TimeMark) -> None:
+        """Note that a compute stream was made to wait for a copy of a group between two marks on it."""
+        self._notes.waits.append(NotedWait(awaited, GroupKey(group.chunk, group.index), begin, end))
+
+    # -- saved tensors -----------------------------------------------------------------------------------------------
+
+    def note_saved(
+        self,
+        tensor: torch.Tensor,
+        group: ObservedGroup,
+        *,
+        storage: ObservedStorage | None = None,
+        reason: Reason | None = None,
+    ) -> None:
+        """Note that autograd has saved a tensor.
+
+        Args:
+            tensor: as it was saved.
+            group: the open one, or that of what the chunk saves outside its groups.
+            storage: that the store keeps for it; None: it stays, for `reason`.
+            reason: why it stays.
+        """
+        number = -1 if storage is None else self._storages.number_of(storage, group)
+        key = key_of(group)
+        if key is not None and key not in self._notes.groups:
+            self.note_group(group)
+        module = "" if self._modules is None else self._modules.running.innermost()
+        name = "" if key is None else group.name
+        nbytes = _storage_bytes(tensor) if storage is None else storage.nbytes
+        save = NotedSave(key or group.chunk, name, module, tensor.shape, tensor.dtype, nbytes, number, reason)
+        self._notes.saved.append(save)
+
+    def note_storage_stays(self, storage: ObservedStorage, reason: Reason) -> None:
+        """Note that a storage was to leave the device, but stays."""
+        self._storages.note_stays(storage, reason)
+
+    def note_residency(self, storage: ObservedStorage, to: enum.Enum | str) -> None:
+        """Note that a storage has moved to another residency: a `Residency`, or its value."""
+        self._storages.note_residency(storage, to if isinstance(to, str) else to.value)
+
+    def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
+        """Note bytes on the device, under way out, and lent on the host; what has not changed is not noted again."""
+        counters = self._notes.counters
+        if not counters or counters[-1][1:] != (resident_bytes, inflight_bytes, host_bytes):
+            counters.append((self._clock(), resident_bytes, inflight_bytes, host_bytes))
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, counts: Mapping[str, int] | None = None) -> StepRecord:
+        """End the recording; blocks until the device has come so far.
+
+        Args:
+            counts: the counters of the iteration.
+
+        Raises:
+            CopyError: if the device has failed.
+        """
+        end = self._device.mark_time(self._device.current_stream())
+        self.discard()
+        return assemble(self._notes, self._origin, end, self._rank, self._step, dict(counts or {}), self._fallback)
+
+    def discard(self) -> None:
+        """Give up the recording, as after an exception in the step. Idempotent."""
+        if self._modules is not None:
+            self._modules.remove()
+        self._storages.clear()
+
+
+def _new_origin(device: Device, clock: Callable[[], int]) -> Origin:
+    """Find a moment that the host and the device both know, to some ten microseconds."""
+    stream = device.current_stream()
+    last = device.mark_time(stream)
+    device.milliseconds_between(last, last)  # blocks: the next mark is passed as soon as it is made
+    return Origin(device, host_ns=clock(), unix_ns=time.time_ns(), mark=device.mark_time(stream))
+
+
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse, and wrappers without a storage of their own
+        return tensor.numel() * tensor.element_size()

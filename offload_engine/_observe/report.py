@@ -1,0 +1,154 @@
+"""Recorded steps as text: where the bytes went, why a tensor stayed, and the moves one by one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Final
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from offload_engine._observe.fold import ModuleRow, ModuleSums, link_use, module_rows, numbers_text, why_rows
+from offload_engine._observe.reasons import ADVICE
+from offload_engine._observe.record import StepRecord
+from offload_engine.stats import IterationStats
+
+WIDTH: Final = 140
+_MIB: Final = 1 << 20
+
+
+def report_table(records: Sequence[StepRecord]) -> str:
+    """Return the tables of recorded steps, one record for each rank: modules, then links."""
+    if not records:
+        return "no step was recorded\n"
+    return as_text(module_table(records), link_table(records))
+
+
+def why_text(records: Sequence[StepRecord], pattern: str = "") -> str:
+    """Return the table that answers "why was X not offloaded?"; see `why_rows` for the pattern."""
+    return as_text(why_table(records, pattern))
+
+
+def summary_of_stats(stats: IterationStats) -> str:
+    """Return what can be said of an iteration that was not recorded."""
+    lines = [
+        f"{stats.num_offloaded_groups} of {stats.num_groups} groups offloaded: {_mib(stats.copied_out_bytes)} MiB "
+        f"copied out, {_mib(stats.copied_in_bytes)} MiB copied in",
+        f"peak on the device {_mib(stats.peak_resident_bytes)} of {_mib(stats.managed_bytes)} MiB saved, on the host "
+        f"{_mib(stats.peak_host_bytes)} MiB",
+    ]
+    if stats.num_kept_groups:
+        lines.append(f"{stats.num_kept_groups} groups kept, {_mib(stats.kept_bytes)} MiB: their backward comes at once")
+    if stats.num_host_limit_groups:
+        lines.append(f"{stats.num_host_limit_groups} groups stayed, the host tier had no room: raise host_limit_bytes")
+    if stats.prefetch_misses:
+        lines.append(f"{stats.prefetch_misses} storages came back late: raise horizon_bytes, or offload less")
+    if not stats.num_offloaded_groups and stats.num_groups:
+        lines.append("nothing was offloaded: record a step to see why")
+    return "\n".join(lines) + "\n"
+
+
+def moves_text(records: Iterable[StepRecord], group: str = "") -> str:
+    """Return the moves, one in a line: host time, boundary, move, name and size.
+
+    Args:
+        records: of any number of ranks.
+        group: only of this group (`0.3:5`), chunk (`0.3`) or name.
+    """
+    lines = []
+    for record in records:
+        names = {g.group: g.name for g in record.groups}
+        lines.append(f"rank {record.rank}, step {record.step}")
+        for move in record.moves:
+            name = names.get(move.group, "")
+            if group in ("", move.group, move.group.partition(":")[0], name):
+                what = f"{move.op.value:<4} {move.group}"
+                lines.append(f"{move.host_ms:10.3f} ms  {move.boundary:<12} {what:<14} {name} {_mib(move.nbytes)} MiB")
+    return "\n".join(lines) + "\n"
+
+
+def module_table(records: Sequence[StepRecord]) -> Table:
+    """Return the table by stage and module; bytes and waits are sums over the layers and ranks of a row."""
+    steps = numbers_text(record.step for record in records)
+    table = Table(title=f"Saved tensors by module, step {steps}, MiB", title_justify="left")
+    for name in ("rank", "stage", "layers", "module"):
+        table.add_column(name, overflow="fold")
+    for name in ("groups", "moved", "kept", "too small", "wait, ms"):
+        table.add_column(name, justify="right")
+    table.add_column("stayed for another reason", overflow="fold")
+    rows, total = module_rows(records), ModuleSums()
+    for row in rows:
+        total.add(row.sums)
+        table.add_row(*_place_cells(row), *_sum_cells(row.sums))
+    table.add_section()
+    table.add_row("", "", "", "all", *_sum_cells(total))
+    return table
+
+
+def link_table(records: Sequence[StepRecord]) -> Table:
+    """Return the table of the copies of each rank."""
+    table = Table(title="Links and waits", title_justify="left")
+    names = ("rank", "step, ms", "out, MiB", "GB/s", "of the step", "in, MiB", "GB/s", "of the step")
+    for name in (*names, "waited, ms", "of the step", "late"):
+        table.add_column(name, justify="right")
+    for record in records:
+        waited_ms = sum(wait.exposed_ms for wait in record.waits)
+        cells = [str(record.rank), f"{record.duration_ms:,.1f}"]
+        for use in link_use(record):
+            cells += [_mib(use.nbytes), f"{use.gbps:.1f}", _share(use.busy_ms, record)]
+        misses = record.counts.get("prefetch_misses", 0)
+        table.add_row(*cells, f"{waited_ms:,.1f}", _share(waited_ms, record), str(misses))
+    return table
+
+
+def why_table(records: Sequence[StepRecord], pattern: str = "") -> Table:
+    """Return the table of saved tensors that match, folded where they are alike, with what to do about each."""
+    table = Table(title="What became of saved tensors", title_justify="left")
+    for name in ("rank", "stage", "layers", "module", "shape", "dtype"):
+        table.add_column(name, overflow="fold")
+    for name in ("tensors", "MiB"):
+        table.add_column(name, justify="right")
+    for name in ("reason", "what to do"):
+        table.add_column(name, overflow="fold")
+    for row in why_rows(records, pattern):
+        place = (numbers_text(row.ranks), str(row.stage), numbers_text(row.layers), row.module)
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        cells = (shape, row.dtype, str(row.num_tensors), _mib(row.nbytes), row.reason.value, ADVICE[row.reason])
+        table.add_row(*place, *cells)
+    return table
+
+
+def as_text(*parts: RenderableType) -> str:
+    """Return tables as plain text."""
+    target = io.StringIO()
+    Console(file=target, width=WIDTH, color_system=None).print(*parts, sep="\n")
+    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
+
+
+def counts_of(stats: IterationStats) -> dict[str, int]:
+    """Return the counters of an iteration, for `Recorder.finish`."""
+    return asdict(stats)
+
+
+def _place_cells(row: ModuleRow) -> tuple[str, ...]:
+    return numbers_text(row.ranks), str(row.stage), numbers_text(row.layers), row.module
+
+
+def _sum_cells(sums: ModuleSums) -> tuple[str, ...]:
+    stayed = ", ".join(f"{reason.value} {_mib(n)}" for reason, n in sorted(sums.stayed_bytes.items(), key=_most_first))
+    sizes = (_mib(sums.moved_bytes), _mib(sums.kept_bytes), _mib(sums.small_bytes))
+    return str(sums.num_groups), *sizes, f"{sums.wait_ms:,.1f}", stayed
+
+
+def _most_first(item: tuple[object, int]) -> int:
+    return -item[1]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.1f}"
+
+
+def _share(milliseconds: float, record: StepRecord) -> str:
+    return f"{milliseconds / record.duration_ms:.0%}" if record.duration_ms > 0 else "-"

@@ -1,0 +1,97 @@
+"""Follows each saved storage of a recorded step, and where its group is by that."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from offload_engine._devices.base import Device, Stream, TimeMark
+from offload_engine._observe.notes import NotedStage, Notes, ObservedGroup, ObservedStorage, StorageFate, key_of
+from offload_engine._observe.reasons import Reason
+from offload_engine.planning.moves import IN, OUT, GroupKey, Op
+
+PACKED: Final = "packed"
+"""On the device since its save."""
+USED: Final = "used"
+"""On the device again."""
+RETIRED: Final = "retired"
+_OP_OF: Final = {"copying out": OUT, "copying in": IN}
+
+
+class StorageLog:
+    """Numbers storages, notes what becomes of each, and marks the moments at which groups come to be somewhere.
+
+    Args:
+        device: marks time.
+        notes: to add to.
+    """
+
+    def __init__(self, device: Device, notes: Notes) -> None:
+        self._device = device
+        self._notes = notes
+        self._numbers: dict[ObservedStorage, int] = {}  # of those that have not retired
+        self._num_live: dict[GroupKey, int] = {}
+        self._stages: dict[GroupKey, str] = {}  # the last one of each
+        self._begun: dict[tuple[Op, GroupKey], TimeMark] = {}  # copies whose storages have yet to move
+
+    def number_of(self, storage: ObservedStorage, saver: ObservedGroup) -> int:
+        """Return the number of a storage that `saver` saves now; the first group to do so has it."""
+        number = self._numbers.get(storage)
+        if number is None:
+            number = self._numbers[storage] = len(self._notes.fates)
+            self._notes.fates.append(StorageFate())
+        fate = self._notes.fates[number]
+        key = key_of(saver)
+        if fate.group is None and key is not None:
+            fate.group = key
+            self._num_live[key] = self._num_live.get(key, 0) + 1
+            if key not in self._stages:
+                self._note_stage(key, PACKED, storage.stream)
+        return number
+
+    def note_stays(self, storage: ObservedStorage, reason: Reason) -> None:
+        """See `Recorder.note_storage_stays`."""
+        number = self._numbers.get(storage)
+        if number is not None:
+            self._notes.fates[number].reason = reason
+
+    def note_copy(self, op: Op, group: GroupKey, begin: TimeMark) -> None:
+        """Note that a copy has been issued: its storages are on their way from `begin` on."""
+        self._begun[op, group] = begin
+
+    def note_residency(self, storage: ObservedStorage, residency: str) -> None:
+        """See `Recorder.note_residency`."""
+        number = self._numbers.get(storage)
+        if number is None:  # saved before the recording began
+            return
+        fate = self._notes.fates[number]
+        if residency == "copying out":
+            fate.reason = Reason.RECALLED  # unless it is released
+        elif residency == "on host":
+            fate.reason = Reason.MOVED
+        elif residency == RETIRED:
+            self._numbers.pop(storage, None)
+        if fate.group is not None:
+            self._follow(fate.group, residency, storage.stream)
+
+    def clear(self) -> None:
+        """Forget the storages that are left."""
+        self._numbers.clear()
+
+    def _follow(self, group: GroupKey, residency: str, stream: Stream) -> None:
+        """Note where a group is, once for all of its storages that go there together."""
+        if residency == RETIRED:
+            self._num_live[group] -= 1
+            if self._num_live[group] > 0:
+                return
+        elif residency == "resident":
+            residency = USED
+        if self._stages.get(group) != residency:
+            self._note_stage(group, residency, stream)
+
+    def _note_stage(self, group: GroupKey, stage: str, stream: Stream) -> None:
+        self._stages[group] = stage
+        op = _OP_OF.get(stage)
+        begin = None if op is None else self._begun.pop((op, group), None)
+        if begin is None:
+            begin = self._device.mark_time(stream)
+        self._notes.stages.append(NotedStage(group, stage, begin))

@@ -1,0 +1,59 @@
+"""Reads recorded steps: where the bytes went, why a tensor stayed, what moved when.
+
+python -m offload_engine.report trace.json.gz                       tables by module, and of the links
+python -m offload_engine.report rank0.json rank1.json --rank 1      of one rank
+python -m offload_engine.report trace.json.gz --why core_attn       what became of its saved tensors
+python -m offload_engine.report trace.json.gz --moves --group 0.3   moves of one chunk
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from offload_engine._observe.chrome_trace import read_records
+from offload_engine._observe.record import StepRecord
+from offload_engine._observe.report import moves_text, report_table, why_text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        records = [record for file in options.files for record in read_records(file)]
+        text = _answer(records, options)
+    except (OSError, ValueError, re.error) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    sys.stdout.write(text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m offload_engine.report", description="Read recorded steps.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="written by a recording; .gz where compressed")
+    parser.add_argument("--rank", type=int, help="only of this rank")
+    parser.add_argument(
+        "--why",
+        metavar="PATTERN",
+        help="what became of the saved tensors whose module, group, shape (4096x512), dtype or reason matches",
+    )
+    parser.add_argument("--moves", action="store_true", help="the moves, one in a line")
+    parser.add_argument("--group", default="", help="of --moves only those of a group (0.3:5), chunk (0.3) or name")
+    return parser
+
+
+def _answer(records: Sequence[StepRecord], options: argparse.Namespace) -> str:
+    chosen = [record for record in records if options.rank in (None, record.rank)]
+    if not chosen:
+        ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
+        raise ValueError(f"no step of rank {options.rank}: the files have ranks {ranks or 'none'}")
+    if options.moves or options.group:
+        return moves_text(chosen, options.group)
+    return report_table(chosen) if options.why is None else why_text(chosen, options.why)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

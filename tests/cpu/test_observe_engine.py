@@ -1,0 +1,67 @@
+"""A recorded step of the real engine: its record is what the counters say, on any device, and costs no result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from offload_engine import OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine._devices.cpu import CpuDevice
+from offload_engine._observe.chrome_trace import read_records
+from offload_engine._observe.reasons import Reason
+from offload_engine._observe.record import Awaited
+from offload_engine.planning.moves import DROP, IN, OUT
+from tests.adversarial import AdversarialDevice
+
+
+def train(engine: OffloadEngine, model: torch.nn.ModuleList) -> float:
+    """One step of a stack in which each linear layer is a group, and no norm is."""
+    with engine.iteration(weights=model.parameters()):
+        chunk = engine.start_chunk()
+        x = torch.linspace(-1, 1, 64 * 256).view(64, 256)
+        with chunk.hooks.around_groups():
+            for layer in model:
+                x = layer[0](x)
+                x = group_start(x, chunk, name="fc")
+                with chunk.saved_tensors_hooks():
+                    x = layer[1](x).sin()
+                x = group_commit(x, chunk)
+            loss = x.square().mean()
+        loss.backward()
+    return loss.item()
+
+
+def stack() -> torch.nn.ModuleList:
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 256)) for _ in range(4)
+    )
+
+
+def test_the_record_agrees_with_the_counters(tmp_path: Path) -> None:
+    model, config = stack(), OffloadConfig(min_tensor_bytes=1024)
+    for device in (CpuDevice("none"), AdversarialDevice()):
+        engine = OffloadEngine(config, device=device)
+        plain = train(engine, model)
+        assert "record a step" not in engine.report() and "groups offloaded" in engine.report()
+        engine.record_next_step(tmp_path / "step{step}.json.gz")
+        assert train(engine, model) == plain
+        (record,) = read_records(tmp_path / "step1.json.gz")
+        stats = engine.stats
+        for op, nbytes in ((OUT, stats.copied_out_bytes), (IN, stats.copied_in_bytes)):
+            assert sum(copy.nbytes for copy in record.copies if copy.op is op) == nbytes > 0
+        assert len({m.group for m in record.moves if m.op is OUT}) == stats.num_offloaded_groups
+        assert {m.group for m in record.moves if m.op is DROP} <= {m.group for m in record.moves if m.op is OUT}
+        nbytes_of = {
+            reason: sum({s.storage: s.nbytes for s in record.saved if s.reason is reason}.values())
+            for reason in (Reason.MOVED, Reason.RECALLED)
+        }
+        assert nbytes_of[Reason.MOVED] == stats.copied_in_bytes
+        assert nbytes_of[Reason.MOVED] + nbytes_of[Reason.RECALLED] == stats.copied_out_bytes
+        assert any(wait.awaited is Awaited.COPY_IN for wait in record.waits)
+        reasons = {saved.reason for saved in record.saved}
+        assert {Reason.MOVED, Reason.WEIGHT, Reason.TOO_SMALL, Reason.NOT_ASKED} <= reasons
+        assert {s.residency for s in record.stages} == {"packed", "copying out", "on host", "copying in", "used"}
+        assert "fc" in engine.report() and train(engine, model) == plain
+        engine.close()

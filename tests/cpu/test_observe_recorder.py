@@ -1,0 +1,443 @@
+"""The recorder: a toy sequence of calls becomes the record of it, with the reason of every saved tensor."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine._observe.reasons import ADVICE, Reason, reason_to_stay
+from offload_engine._observe.record import Awaited, CounterRecord, StageRecord, from_json, to_json
+from offload_engine._observe.recorder import Recorder
+from offload_engine._saved.eligibility import Eligibility
+from offload_engine._saved.storage import Residency
+from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, HELD, IN, ITERATION_END, LAUNCH, OUT
+from offload_engine.schedule import ChunkKey
+from tests.virtual_time import KIB, VirtualDevice
+
+CHUNK = ChunkKey(0, 3)
+MS_OF_COPY = 10 * 1.048576  # 10 "MiB" at 1 GB/s
+
+
+@dataclass
+class Group:
+    """What the engine's groups have, as far as a recorder looks."""
+
+    index: int = 0
+    name: str = "core_attn"
+    layer: int = 0
+    is_kept: bool = False
+    is_ungrouped: bool = False
+    own_bytes: int = 10 * KIB
+    chunk: ChunkKey = CHUNK
+
+
+@dataclass(eq=False)
+class Storage:
+    """One saved storage."""
+
+    group: Group
+    nbytes: int = 10 * KIB
+    stream: str = "compute"
+    tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(10, 256, dtype=torch.float32))
+
+
+class Step:
+    """An engine's calls, in virtual time."""
+
+    def __init__(self, **options: Any) -> None:
+        self.device = VirtualDevice(out_gbps=1.0, in_gbps=1.0)
+        self.streams = {op: self.device.new_stream(name) for op, name in ((OUT, "copy_out"), (IN, "copy_in"))}
+        self.recorder = Recorder(
+            self.device,  # type: ignore[arg-type]
+            clock=lambda: round(self.device.host * 1e6),
+            **{"has_modules": False, **options},
+        )
+
+    def save(self, group: Group) -> Storage:
+        storage = Storage(group)
+        self.recorder.note_saved(storage.tensor, group, storage=storage)
+        return storage
+
+    def copy(self, op: Any, group: Group, *storages: Storage) -> Any:
+        stream = self.streams[op]
+        self.device.wait_event(stream, self.device.record_event("compute"))
+        begin = self.recorder.mark(stream)
+        self.device._copy(stream, sum(s.nbytes for s in storages))
+        nbytes = sum(s.nbytes for s in storages)
+        self.recorder.note_copy(op, group, nbytes, begin, self.recorder.mark(stream))
+        for storage in storages:
+            self.recorder.note_residency(storage, Residency.COPYING_OUT if op is OUT else Residency.COPYING_IN)
+        self.recorder.note_move(op, group, nbytes)
+        return self.device.record_event(stream)
+
+    def wait(self, awaited: Awaited, group: Group, event: Any) -> None:
+        begin = self.recorder.mark("compute")
+        self.device.wait_event("compute", event)
+        self.recorder.note_wait(awaited, group, begin, self.recorder.mark("compute"))
+
+
+@pytest.fixture
+def step() -> Iterator[Step]:
+    made = Step()
+    yield made
+    made.recorder.discard()
+
+
+def out_and_back(step: Step, group: Group) -> None:
+    """Saved, 5 ms of compute, out, released at its end, 7 ms on host, in, used for 3 ms."""
+    recorder, device = step.recorder, step.device
+    recorder.note_boundary(FORWARD, CHUNK)
+    storages = [step.save(group), step.save(group)]
+    device.compute(5.0)
+    recorder.note_boundary(COMMIT, CHUNK, group)
+    copied_out = step.copy(OUT, group, *storages)
+    step.wait(Awaited.COPY_OUT, group, copied_out)
+    for storage in storages:
+        recorder.note_residency(storage, Residency.ON_HOST)
+    recorder.note_move(DROP, group, 20 * KIB)
+    device.compute(7.0)
+    recorder.note_boundary(BACKWARD, CHUNK, group)
+    copied_in = step.copy(IN, group, *storages)
+    step.wait(Awaited.COPY_IN, group, copied_in)
+    for storage in storages:
+        recorder.note_residency(storage, Residency.RESIDENT)
+    device.compute(3.0)
+    for storage in storages:
+        recorder.note_residency(storage, Residency.RETIRED)
+        device.compute(1.0)
+    recorder.note_boundary(ITERATION_END, None)
+
+
+def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step) -> None:
+    out_and_back(step, Group())
+    record = step.recorder.finish()
+    copy = 2 * MS_OF_COPY
+    moments = (0.0, 5.0, 5 + copy, 12 + copy, 12 + 2 * copy, 16 + 2 * copy)  # used until the second of two retires
+    residencies = ("packed", "copying out", "on host", "copying in", "used")
+    found = [(s.group, s.residency) for s in record.stages]
+    assert found == [("0.3:0", residency) for residency in residencies]
+    for stage, begin, end in zip(record.stages, moments, moments[1:], strict=False):
+        assert (stage.begin_ms, stage.end_ms) == pytest.approx((begin, end))
+    assert record.duration_ms == pytest.approx(17 + 2 * copy)
+
+
+def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
+    """Not from the issue of its copy, which stands behind others."""
+    group = Group()
+    storage = step.save(group)
+    step.device._copy(step.streams[OUT], 10 * KIB)
+    step.copy(OUT, group, storage)
+    packed, leaving = step.recorder.finish().stages
+    assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
+
+
+def test_copies_and_waits_have_the_times_of_their_streams(step: Step) -> None:
+    out_and_back(step, Group())
+    record = step.recorder.finish()
+    (out, back), (first, second) = record.copies, record.waits
+    assert [(c.op, c.group, c.nbytes) for c in record.copies] == [(OUT, "0.3:0", 20 * KIB), (IN, "0.3:0", 20 * KIB)]
+    assert out.end_ms - out.begin_ms == pytest.approx(2 * MS_OF_COPY) and out.begin_ms == pytest.approx(5)
+    assert out.issued_ms == pytest.approx(3.0), "host time: it runs ahead of the device"
+    assert (first.awaited, second.awaited) == (Awaited.COPY_OUT, Awaited.COPY_IN)
+    assert (first.begin_ms, first.end_ms) == pytest.approx((out.begin_ms, out.end_ms))
+    assert second.end_ms - second.begin_ms == pytest.approx(back.end_ms - back.begin_ms)
+
+
+def test_moves_have_their_boundaries(step: Step) -> None:
+    out_and_back(step, Group(index=1))
+    moves = step.recorder.finish().moves
+    assert [(m.boundary, m.op, m.group) for m in moves] == [
+        ("F0.3:1", OUT, "0.3:1"),
+        ("F0.3:1", DROP, "0.3:1"),
+        ("B0.3:1", IN, "0.3:1"),
+    ]
+
+
+def test_boundaries_without_a_group_count_those_committed(step: Step) -> None:
+    recorder, group = step.recorder, Group(index=4)
+    recorder.note_boundary(FORWARD, CHUNK)
+    for kind, chunk in ((COMMIT, CHUNK), (LAUNCH, CHUNK), (HELD, None), (ITERATION_END, None)):
+        recorder.note_boundary(kind, chunk, group if kind is COMMIT else None)
+        recorder.note_move(DROP, group, 1)
+    assert [m.boundary for m in recorder.finish().moves] == ["F0.3:4", "F0.3:launch5", "F0.3:held5", "end"]
+
+
+def test_counters_are_noted_where_they_change(step: Step) -> None:
+    for values in ((1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)):
+        step.recorder.note_counters(*values)
+        step.device.host += 1.0
+    found = step.recorder.finish({"prefetch_misses": 2})
+    assert found.counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
+    assert found.counts == {"prefetch_misses": 2}
+
+
+# ---- reasons ----
+
+
+def fate_of(step: Step, group: Group, *residencies: Residency) -> Reason:
+    storage = step.save(group)
+    step.recorder.note_boundary(COMMIT, CHUNK, group)
+    for residency in residencies:
+        step.recorder.note_residency(storage, residency)
+    return step.recorder.finish().saved[0].reason
+
+
+def test_what_was_released_has_moved(step: Step) -> None:
+    assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.ON_HOST, Residency.RETIRED) is Reason.MOVED
+
+
+def test_what_was_copied_out_in_vain_was_recalled(step: Step) -> None:
+    assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.RESIDENT, Residency.RETIRED) is Reason.RECALLED
+
+
+def test_what_the_plan_keeps_is_kept(step: Step) -> None:
+    assert fate_of(step, Group(is_kept=True)) is Reason.KEPT
+
+
+def test_what_is_kept_no_longer_is_not(step: Step) -> None:
+    """A group is told again when a move takes it."""
+    group = Group(is_kept=True)
+    step.save(group)
+    step.recorder.note_boundary(COMMIT, CHUNK, group)
+    group.is_kept = False
+    step.recorder.note_move(OUT, group, 1)
+    assert step.recorder.finish().saved[0].reason is Reason.FITS
+
+
+def test_what_no_group_saves_was_not_asked_for(step: Step) -> None:
+    assert fate_of(step, Group(is_ungrouped=True)) is Reason.NOT_ASKED
+
+
+@pytest.mark.parametrize("fallback", [Reason.FITS, Reason.DRY_RUN])
+def test_what_no_move_took_out_stays_for_the_fallback(fallback: Reason) -> None:
+    assert fate_of(Step(fallback=fallback), Group()) is fallback
+
+
+def test_a_group_without_host_room_says_so(step: Step) -> None:
+    step.recorder.note_group_stays(Group(), Reason.NO_ROOM)
+    assert fate_of(step, Group()) is Reason.NO_ROOM
+
+
+def test_a_storage_that_others_hold_says_so(step: Step) -> None:
+    storage = step.save(Group())
+    for residency in (Residency.COPYING_OUT, Residency.RESIDENT):
+        step.recorder.note_residency(storage, residency)
+    step.recorder.note_storage_stays(storage, Reason.SHARED)
+    assert step.recorder.finish().saved[0].reason is Reason.SHARED
+
+
+def test_a_storage_belongs_to_the_first_group_that_saves_it(step: Step) -> None:
+    """Saved outside every group first: it moves, and lives, with that group."""
+    outside, group = Group(is_ungrouped=True), Group(index=2)
+    storage = step.save(outside)
+    storage.group = group
+    step.recorder.note_saved(storage.tensor, group, storage=storage)
+    step.recorder.note_saved(storage.tensor, Group(index=5), storage=storage)
+    step.device.compute(1.0)
+    step.recorder.note_residency(storage, Residency.COPYING_OUT)
+    step.recorder.note_residency(storage, Residency.ON_HOST)
+    record = step.recorder.finish()
+    assert [(s.group, s.storage, s.reason) for s in record.saved] == [
+        ("0.3", 0, Reason.MOVED),
+        ("0.3:2", 0, Reason.MOVED),
+        ("0.3:5", 0, Reason.MOVED),
+    ]
+    assert {stage.group for stage in record.stages} == {"0.3:2"}
+
+
+def test_a_tensor_that_stays_has_its_shape_and_bytes(step: Step) -> None:
+    whole = torch.zeros(4, 8, dtype=torch.bfloat16)
+    step.recorder.note_saved(whole[1:].t(), Group(), reason=Reason.TOO_SMALL)
+    (saved,) = step.recorder.finish().saved
+    assert (saved.shape, saved.dtype, saved.nbytes, saved.storage) == ((8, 3), "bfloat16", 64, -1)
+    assert (saved.group, saved.name) == ("0.3:0", "core_attn")
+
+
+def test_a_tensor_without_a_storage_can_be_noted(step: Step) -> None:
+    step.recorder.note_saved(torch.zeros(4, 8).to_sparse(), Group(), reason=Reason.NOT_STRIDED)
+    assert step.recorder.finish().saved[0].nbytes == 4 * 8 * 4
+
+
+# ---- what it leaves alone ----
+
+
+def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
+    storage = step.save(Group())
+    tensor, gone = weakref.ref(storage.tensor), weakref.ref(storage)
+    step.recorder.note_residency(storage, Residency.RETIRED)
+    del storage
+    gc.collect()
+    assert tensor() is None and gone() is None
+
+
+def test_what_was_saved_before_the_recording_is_passed_over(step: Step) -> None:
+    step.recorder.note_residency(Storage(Group()), Residency.COPYING_OUT)
+    step.recorder.note_storage_stays(Storage(Group()), Reason.SHARED)
+    record = step.recorder.finish()
+    assert record.stages == () and record.saved == ()
+
+
+def test_what_outlives_the_step_lives_until_its_end(step: Step) -> None:
+    step.save(Group())
+    step.device.compute(4.0)
+    assert step.recorder.finish().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)
+
+
+def test_a_call_costs_about_a_microsecond(step: Step) -> None:
+    """Ten times that here: other processes share the machine."""
+    recorder, group, storage, count = step.recorder, Group(), Storage(Group()), 2000
+    recorder.note_saved(storage.tensor, group, storage=storage)
+    calls = {
+        "boundary": lambda: recorder.note_boundary(COMMIT, CHUNK, group),
+        "move": lambda: recorder.note_move(OUT, group, 1),
+        "saved": lambda: recorder.note_saved(storage.tensor, group, storage=storage),
+        "residency": lambda: recorder.note_residency(storage, Residency.COPYING_OUT),
+        "counters": lambda: recorder.note_counters(1, 2, 3),
+    }
+    for name, call in calls.items():
+        best = float("inf")
+        for _ in range(5):
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            best = min(best, (time.perf_counter() - begin) / count)
+        assert best < 20e-6, f"{name}: {best * 1e6:.1f} us"
+
+
+# ---- modules ----
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, recorder: list[Recorder]) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def forward(self, x: torch.Tensor, error: type[BaseException] | None = None) -> torch.Tensor:
+        self.recorder[0].note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
+        if error is not None:
+            raise error
+        return x
+
+
+class Outer(torch.nn.Module):
+    def __init__(self, recorder: list[Recorder]) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.layers = torch.nn.ModuleList([Inner(recorder), Inner(recorder)])
+
+    def forward(self, x: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        with suppress(error):
+            self.layers[0](x, error)
+        self.recorder[0].note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
+        return x
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])  # behind an interrupt no hook is called
+def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: type[BaseException]) -> None:
+    holder: list[Recorder] = []
+    model = Outer(holder)
+    recorder = Step(has_modules=True).recorder
+    holder.append(recorder)
+    model(torch.zeros(3), error)
+    recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
+    names = [saved.module for saved in recorder.finish().saved]
+    assert names == ["layers.0", "layers.1", "layers.0", "Outer" if error is ValueError else "layers.0", ""]
+
+
+def test_the_hooks_are_off_after_the_step() -> None:
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    for end in (Recorder.finish, Recorder.discard):
+        recorder = Step(has_modules=True).recorder
+        assert len(hooks) == 1
+        end(recorder)
+        recorder.discard()
+        assert not hooks
+
+
+# ---- reasons to stay ----
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def candidates() -> dict[str, tuple[torch.Tensor, Reason | None]]:
+    weight = torch.nn.Parameter(torch.zeros(512))
+    marked = torch.zeros(512)
+    marked._TE_do_not_offload = True  # type: ignore[attr-defined]
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still there to be met
+        quantized = torch.quantize_per_tensor(torch.zeros(2048), 0.1, 0, torch.quint8)
+    return {
+        "plain": (torch.zeros(512), None),
+        "view": (torch.zeros(512)[3:], None),
+        "small": (torch.zeros(3), Reason.TOO_SMALL),
+        "parameter": (weight, Reason.WEIGHT),
+        "view of a parameter": (weight.view(8, 64).t(), Reason.WEIGHT),
+        "marked": (marked, Reason.EXCLUDED),
+        "meta": (torch.zeros(512, device="meta"), Reason.OTHER_DEVICE),
+        "subclass": (torch.zeros(512).as_subclass(Subclass), Reason.TYPE),
+        "sparse": (torch.zeros(512).to_sparse(), Reason.NOT_STRIDED),
+        "quantized": (quantized, Reason.FORM),
+        "zero": (torch._efficientzerotensor(512), Reason.FORM),
+    }
+
+
+@pytest.mark.parametrize("name", candidates())
+def test_the_reason_agrees_with_what_the_store_decides(name: str) -> None:
+    tensor, expected = candidates()[name]
+    eligibility = Eligibility(torch.device("cpu"), 1024)
+    eligibility.begin([])
+    assert reason_to_stay(tensor, torch.device("cpu"), 1024, frozenset(), {}) is expected
+    may_move = not isinstance(tensor, torch.nn.Parameter) and eligibility.movable_storage(tensor) is not None
+    assert may_move == (expected is None)
+
+
+def test_weights_and_excluded_storages_are_told_apart() -> None:
+    weight, excluded = torch.zeros(512), torch.zeros(512)
+    weights, excluded_keys = {weight.untyped_storage().data_ptr()}, {excluded.untyped_storage()._cdata: None}
+    reasons = [reason_to_stay(t, weight.device, 1, weights, excluded_keys) for t in (weight.t(), excluded[1:])]
+    assert reasons == [Reason.WEIGHT, Reason.EXCLUDED]
+
+
+def test_each_reason_has_advice() -> None:
+    assert set(ADVICE) == set(Reason)
+
+
+def test_a_record_goes_through_json_and_back(step: Step) -> None:
+    out_and_back(step, Group())
+    step.recorder.note_counters(1, 2, 3)
+    step.recorder.note_saved(torch.zeros(2, 3), Group(), reason=Reason.TOO_SMALL)
+    record = step.recorder.finish({"num_groups": 1})
+    assert from_json(json.loads(json.dumps(to_json(record)))) == record
+    with pytest.raises(ValueError, match="version 99"):
+        from_json({**to_json(record), "version": 99})
+
+
+def test_the_origin_is_marked_on_a_device_that_has_caught_up() -> None:
+    """Else the two clocks would differ by what the device has yet to do."""
+    calls: list[str] = []
+
+    class Noting(VirtualDevice):
+        def mark_time(self, stream: str) -> Any:
+            calls.append("mark")
+            return super().mark_time(stream)
+
+        def milliseconds_between(self, first: Any, last: Any) -> float:
+            calls.append("wait")
+            return super().milliseconds_between(first, last)
+
+    device: Any = Noting()
+    Recorder(device, has_modules=False).discard()
+    assert calls == ["mark", "wait", "mark"]

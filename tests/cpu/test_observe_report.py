@@ -1,0 +1,197 @@
+"""Tables of recorded steps: sums, folding, why a tensor stayed, the moves, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload_engine import IterationStats
+from offload_engine._observe.chrome_trace import write_trace
+from offload_engine._observe.fold import link_use, module_rows, numbers_text, why_rows
+from offload_engine._observe.reasons import Reason
+from offload_engine._observe.record import (
+    Awaited,
+    CopyRecord,
+    GroupRecord,
+    MoveRecord,
+    SavedRecord,
+    StepRecord,
+    WaitRecord,
+)
+from offload_engine._observe.report import moves_text, report_table, summary_of_stats, why_text
+from offload_engine.planning.moves import DROP, IN, OUT
+from offload_engine.report import main
+
+MIB = 1 << 20
+NUM_LAYERS = 4
+
+
+def saved(
+    group: str, storage: int, reason: Reason, nbytes: int = MIB, *, name: str = "attn", module: str = ""
+) -> SavedRecord:
+    return SavedRecord(group, name if ":" in group else "", module, (512, 512), "float32", nbytes, storage, reason)
+
+
+def a_step(rank: int = 0, small_bytes: int = 1024) -> StepRecord:
+    """A chunk of four layers: two tensors over one storage in each, the last layer kept; outside: small and unasked."""
+    reasons = [Reason.MOVED] * (NUM_LAYERS - 1) + [Reason.KEPT]
+    groups = [GroupRecord(f"1.0:{i}", "attn", i, i == NUM_LAYERS - 1, MIB) for i in range(NUM_LAYERS)]
+    inside = [saved(f"1.0:{i}", i, reason) for i, reason in enumerate(reasons) for _ in range(2)]
+    outside = [
+        saved("1.0", -1, Reason.TOO_SMALL, small_bytes, module=f"module.decoder.layers.{i}.norm")
+        for i in range(NUM_LAYERS)
+    ]
+    return StepRecord(
+        rank=rank,
+        step=3,
+        begin_unix_ns=0,
+        duration_ms=10.0,
+        counts={"prefetch_misses": 5},
+        groups=tuple(groups),
+        moves=(MoveRecord(1.0, "F1.0:0", OUT, "1.0:0", MIB), MoveRecord(2.5, "F1.0:1", DROP, "1.0:0", MIB)),
+        copies=(
+            CopyRecord(OUT, "1.0:0", 4_000_000, 0.0, 1.0, 2.0),
+            CopyRecord(OUT, "1.0:1", 8_000_000, 0.0, 2.0, 3.0),
+            CopyRecord(IN, "1.0:0", 4_000_000, 0.0, 5.0, 7.0),
+        ),
+        waits=(
+            WaitRecord(Awaited.COPY_IN, "1.0:0", 6.0, 7.0),
+            WaitRecord(Awaited.COPY_IN, "1.0:2", 8.0, 8.5),
+            WaitRecord(Awaited.COPY_IN, "1.0:1", 9.0, 9.002),
+        ),
+        stages=(),
+        counters=(),
+        saved=(*inside, *outside, saved("1.0", 9, Reason.NOT_ASKED, module="module.decoder.layers.0.mlp.fc2")),
+    )
+
+
+def test_rows_are_sums_of_storages_folded_over_layers_that_are_alike() -> None:
+    rows = {(row.module, numbers_text(row.layers)): row.sums for row in module_rows([a_step()])}
+    assert set(rows) == {
+        ("attn", "0-2"),
+        ("attn", "3"),
+        ("decoder.layers.*.norm", "0-3"),
+        ("decoder.layers.*.mlp.fc2", "0"),
+    }
+    moved, kept = rows["attn", "0-2"], rows["attn", "3"]
+    assert (moved.num_groups, moved.moved_bytes, moved.kept_bytes) == (3, 3 * MIB, 0), "a storage counts once"
+    assert (kept.num_groups, kept.moved_bytes, kept.kept_bytes) == (1, 0, MIB)
+    assert rows["decoder.layers.*.norm", "0-3"].small_bytes == 4096
+    assert rows["decoder.layers.*.mlp.fc2", "0"].stayed_bytes == {Reason.NOT_ASKED: MIB}
+
+
+def test_waits_are_those_of_the_groups_and_very_short_ones_are_none() -> None:
+    rows = {numbers_text(row.layers): row.sums.wait_ms for row in module_rows([a_step()]) if row.module == "attn"}
+    assert rows == {"0-2": 1.5, "3": 0.0}
+
+
+def test_ranks_fold_where_they_are_alike_only() -> None:
+    rows = module_rows([a_step(0), a_step(1), a_step(2, small_bytes=2048)])
+    norms = {numbers_text(row.ranks): row.sums.small_bytes for row in rows if row.module == "decoder.layers.*.norm"}
+    assert norms == {"0-1": 8 * 1024, "2": 4 * 2048}
+    (attn,) = [row for row in rows if row.module == "attn" and row.sums.moved_bytes]
+    assert attn.ranks == {0, 1, 2} and attn.sums.moved_bytes == 9 * MIB and attn.one.moved_bytes == MIB
+
+
+def test_folded_rows_do_not_share_their_sums() -> None:
+    """To add one to the other once changed both."""
+    (first, *_) = module_rows([a_step(), a_step(1)])
+    assert first.one.moved_bytes == MIB and first.one.num_groups == 1
+
+
+def test_the_link_is_used_while_it_copies() -> None:
+    out, back = link_use(a_step())
+    assert (out.nbytes, out.busy_ms, out.gbps) == (12_000_000, 2.0, 6.0)
+    assert (back.nbytes, back.busy_ms, back.gbps) == (4_000_000, 2.0, 2.0)
+
+
+def test_the_report_has_both_tables() -> None:
+    lines = report_table([a_step(0), a_step(1)]).splitlines()
+    (row,) = [line for line in lines if "│ attn" in line and "0-2" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "0-1", "1", "0-2", "attn", "6", "6.0", "0.0", "0.0", "3.0", ""
+    ]  # fmt: skip
+    (total,) = [line for line in lines if "│ all" in line]
+    assert [cell.strip() for cell in total.strip("│").split("│")][4:] == [
+        "8", "6.0", "2.0", "0.0", "3.0", "not asked for 2.0"
+    ]  # fmt: skip
+    link = [cell.strip() for cell in lines[-2].strip("│").split("│")]
+    assert link == ["1", "10.0", "11.4", "6.0", "20%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
+    assert report_table([]) == "no step was recorded\n"
+
+
+def test_why_answers_for_module_shape_and_reason() -> None:
+    records = [a_step()]
+    assert {row.reason for row in why_rows(records, "attn")} == {Reason.MOVED, Reason.KEPT}
+    assert [row.module for row in why_rows(records, "not asked")] == ["decoder.layers.*.mlp.fc2"]
+    assert [row.layers for row in why_rows(records, r"layers\.2\.")] == [(2,)]
+    (row,) = why_rows(records, "too small")
+    assert (row.num_tensors, row.nbytes, row.layers) == (4, 4096, (0, 1, 2, 3))
+    assert why_rows(records, "512x513") == [] and len(why_rows(records, "512X512")) == 4
+    assert "lower min_tensor_bytes" in why_text(records, "norm")
+
+
+def test_moves_are_lines_of_one_group_or_chunk() -> None:
+    expected = [
+        "rank 0, step 3",
+        "     1.000 ms  F1.0:0       OUT  1.0:0     attn 1.0 MiB",
+        "     2.500 ms  F1.0:1       DROP 1.0:0     attn 1.0 MiB",
+    ]
+    for group in ("", "1.0:0", "1.0", "attn"):
+        assert moves_text([a_step()], group).splitlines() == expected
+    for group in ("1.0:1", "0.0", "att"):
+        assert moves_text([a_step()], group).splitlines() == expected[:1]
+
+
+def test_without_a_recording_the_counters_are_told() -> None:
+    stats = IterationStats(
+        num_groups=4, num_offloaded_groups=3, num_kept_groups=1, kept_bytes=MIB, copied_out_bytes=3 * MIB
+    )
+    text = summary_of_stats(stats)
+    assert text.startswith("3 of 4 groups offloaded: 3.0 MiB copied out") and "1 groups kept, 1.0 MiB" in text
+    assert "late" not in text and "no room" not in text and "record a step" not in text
+    stats = IterationStats(num_groups=4, prefetch_misses=2, num_host_limit_groups=4)
+    text = summary_of_stats(stats)
+    assert "2 storages came back late" in text and "no room" in text and "record a step to see why" in text
+
+
+def test_numbers_are_written_as_ranges() -> None:
+    assert numbers_text([5, 0, 1, 2, -1, 7, 8]) == "0-2, 5, 7-8"
+    assert numbers_text([-1]) == ""
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    return [str(write_trace(a_step(rank), tmp_path / f"rank{rank}.json.gz")) for rank in range(2)]
+
+
+def test_the_command_gathers_files(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(files) == 0
+    assert capsys.readouterr().out == report_table([a_step(0), a_step(1)])
+    assert main([*files, "--rank", "1"]) == 0
+    assert capsys.readouterr().out == report_table([a_step(1)])
+    assert main([files[0], "--why", "norm"]) == 0
+    assert capsys.readouterr().out == why_text([a_step(0)], "norm")
+    assert main([files[0], "--moves", "--group", "1.0:0"]) == 0
+    assert capsys.readouterr().out == moves_text([a_step(0)], "1.0:0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--rank", "7"], "no step of rank 7: the files have ranks 0, 1"), (["--why", "("], "unterminated")],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*files, *arguments]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_missing_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere.json"]) == 1
+    assert "nowhere.json" in capsys.readouterr().err

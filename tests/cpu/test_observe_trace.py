@@ -1,0 +1,196 @@
+"""Chrome traces of recorded steps: valid events, one time base with torch.profiler, and the records inside."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine._observe.chrome_trace import merge, read_records, trace_events, write_trace
+from offload_engine._observe.reasons import Reason
+from offload_engine._observe.record import (
+    Awaited,
+    CopyRecord,
+    CounterRecord,
+    GroupRecord,
+    MoveRecord,
+    SavedRecord,
+    StageRecord,
+    StepRecord,
+    WaitRecord,
+)
+from offload_engine.planning.moves import IN, OUT
+
+MIB = 1 << 20
+_PHASES = {
+    "X": {"ts", "dur", "tid", "name"},
+    "C": {"ts", "name", "args"},
+    "i": {"ts", "tid", "name", "s"},
+    "M": {"name", "args"},
+}
+
+
+def a_step(rank: int = 0, **changes: Any) -> StepRecord:
+    """Two groups that live at the same time, and one after them."""
+    groups = tuple(GroupRecord(f"0.0:{i}", name, 0, False, 8 * MIB) for i, name in enumerate(("attn", "mlp", "act")))
+    record = StepRecord(
+        rank=rank,
+        step=7,
+        begin_unix_ns=1_790_000_000_123_456_789,
+        duration_ms=20.0,
+        counts={"prefetch_misses": 1},
+        groups=groups,
+        moves=(MoveRecord(2.0, "F0.0:0", OUT, "0.0:0", 8 * MIB), MoveRecord(8.0, "B0.0:1", IN, "0.0:0", 8 * MIB)),
+        copies=(
+            CopyRecord(OUT, "0.0:0", 8 * MIB, 2.0, 2.5, 3.5),
+            CopyRecord(OUT, "0.0:1", 8 * MIB, 3.0, 3.5, 4.5),
+            CopyRecord(IN, "0.0:0", 8 * MIB, 8.0, 9.0, 11.0),
+        ),
+        waits=(WaitRecord(Awaited.COPY_IN, "0.0:0", 10.0, 11.0),),
+        stages=(
+            StageRecord("0.0:0", "packed", 1.0, 2.5),
+            StageRecord("0.0:0", "copying out", 2.5, 4.1),
+            StageRecord("0.0:1", "packed", 2.0, 12.0),
+            StageRecord("0.0:2", "packed", 12.0, 15.0),
+        ),
+        counters=(CounterRecord(1.0, 8 * MIB, 0, 0), CounterRecord(3.0, 16 * MIB, 8 * MIB, 8 * MIB)),
+        saved=(SavedRecord("0.0:0", "attn", "layers.0", (2, 3), "float32", 24, 0, Reason.MOVED),),
+    )
+    return replace(record, **changes)
+
+
+def check_schema(events: list[dict[str, Any]]) -> None:
+    """What Perfetto needs of them."""
+    named: dict[str, set[Any]] = {"process_name": set(), "thread_name": set()}
+    for event in events:
+        assert _PHASES[event["ph"]] <= event.keys() and isinstance(event["pid"], int)
+        if event["ph"] == "M" and event["name"] in named:
+            named[event["name"]].add((event["pid"], event["tid"]) if event["name"] == "thread_name" else event["pid"])
+    rest = [event for event in events if event["ph"] != "M"]
+    assert [event["ts"] for event in rest] == sorted(event["ts"] for event in rest)
+    assert {event["pid"] for event in rest} <= named["process_name"]
+    assert {(event["pid"], event["tid"]) for event in rest if "tid" in event} <= named["thread_name"]
+    tracks = defaultdict(list)
+    for event in rest:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            tracks[event["pid"], event["tid"]].append(event)
+    for slices in tracks.values():
+        for one, other in zip(slices, slices[1:], strict=False):
+            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, "slices of one track overlap"
+
+
+def test_events_are_valid(tmp_path: Path) -> None:
+    trace = json.loads(write_trace([a_step(0), a_step(1)], tmp_path / "trace.json").read_text())
+    events = trace["traceEvents"]
+    for pid in {event["pid"] for event in events}:
+        check_schema([event for event in events if event["pid"] == pid])
+    assert len({event["pid"] for event in events}) == 2
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"copies": (CopyRecord(OUT, "0.0:0", 1, 0.0, 3.0, 2.0),)},
+        {"copies": (CopyRecord(OUT, "0.0:0", 1, 0.0, 1.0, 3.0), CopyRecord(OUT, "0.0:1", 1, 0.0, 2.0, 4.0))},
+    ],
+)
+def test_the_check_itself(broken: dict[str, Any]) -> None:
+    """A copy that ends before it begins, and copies of one stream at the same time."""
+    with pytest.raises(AssertionError):
+        check_schema(trace_events(a_step(**broken), 0))
+
+
+def test_tracks_show_what_was_recorded() -> None:
+    events = trace_events(a_step(), 1_790_000_000_000_000_000)
+    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    slices = [(threads[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    begin = 123_456.789
+    assert ("copy-outs", "attn 0.0:0", pytest.approx(begin + 2500), pytest.approx(1000)) in slices
+    assert ("copy-ins", "attn 0.0:0", pytest.approx(begin + 9000), pytest.approx(2000)) in slices
+    waited = ("compute waits", "wait for copy_in of attn 0.0:0", pytest.approx(begin + 10000), pytest.approx(1000))
+    assert waited in slices
+    lives = {(track, name) for track, name, *_ in slices if track.startswith("groups")}
+    assert lives == {
+        ("groups 0", "attn 0.0:0 packed"),
+        ("groups 0", "attn 0.0:0 copying out"),
+        ("groups 1", "mlp 0.0:1 packed"),
+        ("groups 0", "act 0.0:2 packed"),
+    }
+    counters = [(e["name"], e["args"]["MiB"]) for e in events if e["ph"] == "C"]
+    assert counters == [
+        ("resident", 8.0),
+        ("in flight", 0.0),
+        ("on host", 0.0),
+        ("resident", 16.0),
+        ("in flight", 8.0),
+        ("on host", 8.0),
+    ]
+    moves = [(e["name"], e["args"]["boundary"]) for e in events if e["ph"] == "i"]
+    assert moves == [("OUT 0.0:0", "F0.0:0"), ("IN 0.0:0", "B0.0:1")]
+    rates = [e["args"]["GB/s"] for e in events if e["ph"] == "X" and "GB/s" in e["args"]]
+    assert rates == [8.389, 8.389, 4.194]
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_records_are_read_back(name: str, tmp_path: Path) -> None:
+    records = [a_step(0), a_step(1)]
+    assert read_records(write_trace(records, tmp_path / name)) == records
+    assert read_records(write_trace(a_step(3), tmp_path / name)) == [a_step(3)]
+
+
+def test_a_file_without_records_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="no recorded step"):
+        read_records(file)
+    with pytest.raises(ValueError, match="baseTimeNanoseconds"):
+        merge(write_trace(a_step(), tmp_path / "a.json"), file, tmp_path / "b.json")
+
+
+def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
+    """A range of the profiler and a copy of the record, at one moment, are at one moment of the merged trace."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.zeros(3)
+        begin = time.time_ns()
+        with torch.profiler.record_function("at that moment"):
+            time.sleep(0.005)
+    theirs = tmp_path / "profile.json.gz"
+    profile.export_chrome_trace(str(theirs))
+    record = a_step(begin_unix_ns=begin, copies=(CopyRecord(OUT, "0.0:0", MIB, 0.0, 0.0, 5.0),))
+    ours = write_trace(record, tmp_path / "ours.json.gz")
+    merged = merge(ours, theirs, tmp_path / "merged.json")
+    data = json.loads(merged.read_text())
+    (span,) = [event for event in data["traceEvents"] if event["name"] == "at that moment"]
+    (copy,) = [
+        event for event in data["traceEvents"] if event["name"] == "attn 0.0:0" and event.get("cat") == "offload"
+    ]
+    assert abs(span["ts"] - copy["ts"]) < 2000, "microseconds"
+    assert "schemaVersion" in data, "what torch has written stays"
+    assert read_records(merged) == [record]
+
+
+def test_another_base_is_shifted_to_that_of_the_profiler(tmp_path: Path) -> None:
+    ours, theirs = write_trace(a_step(), tmp_path / "ours.json"), tmp_path / "theirs.json"
+    base = json.loads(ours.read_text())["baseTimeNanoseconds"]
+    theirs.write_text(json.dumps({"baseTimeNanoseconds": base - 7_000, "traceEvents": [{"ph": "M", "name": "x"}]}))
+    merged = json.loads(merge(ours, theirs, tmp_path / "merged.json").read_text())
+    before = [event["ts"] for event in json.loads(ours.read_text())["traceEvents"] if "ts" in event]
+    after = [event["ts"] for event in merged["traceEvents"] if "ts" in event]
+    assert after == pytest.approx([ts + 7.0 for ts in before], abs=1e-2)
+
+
+def test_the_base_is_that_of_torch(tmp_path: Path) -> None:
+    """So that files can be laid over each other without a merge, too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.zeros(3)
+    profile.export_chrome_trace(str(tmp_path / "profile.json"))
+    ours = write_trace(a_step(begin_unix_ns=time.time_ns()), tmp_path / "ours.json")
+    bases = {json.loads(path.read_text())["baseTimeNanoseconds"] for path in (tmp_path / "profile.json", ours)}
+    assert len(bases) == 1
