@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,44 +84,3 @@ class Clocks:
     def is_over(self, at: float) -> bool:
         """Tell whether the host, asking now, finds a copy complete that completes at `at`."""
         return self.host >= at
-
-
-class _Piece(NamedTuple):
-    nbytes: int
-    free_at: float
-    is_ahead: Callable[[], bool]
-
-
-class HostBytes:
-    """Host bytes, lent to copy-outs and returned by copy-ins.
-
-    What a copy-in still reads that compute has not awaited is lent last: a copy-out would wait for it.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.lent_bytes: int = 0
-        self.peak_lent_bytes: int = 0
-        self._free: list[_Piece] = [_Piece(capacity, 0.0, lambda: False)]
-
-    def lend(self, nbytes: int) -> float:
-        """Lend so many bytes; returns from when on they may be written. Where none are free there are more."""
-        self.lent_bytes += nbytes
-        self.peak_lent_bytes = max(self.peak_lent_bytes, self.lent_bytes)
-        free_at = 0.0
-        for piece in sorted(self._free, key=lambda piece: piece.is_ahead()):  # stable: else the oldest first
-            if not nbytes:
-                break
-            taken = min(nbytes, piece.nbytes)
-            nbytes -= taken
-            free_at = max(free_at, piece.free_at)
-            self._replace(piece, piece.nbytes - taken)
-        return free_at
-
-    def give_back(self, nbytes: int, free_at: float, is_ahead: Callable[[], bool]) -> None:
-        """Return bytes that a copy reads until `free_at`; `is_ahead` tells whether compute has not awaited that yet."""
-        self.lent_bytes -= nbytes
-        self._free.append(_Piece(nbytes, free_at, is_ahead))
-
-    def _replace(self, piece: _Piece, nbytes: int) -> None:
-        position = next(number for number, other in enumerate(self._free) if other is piece)
-        self._free[position : position + 1] = [piece._replace(nbytes=nbytes)] if nbytes else []

@@ -101,13 +101,12 @@ def everything_leaves(lines: Sequence[Line], step: Step) -> list[Line]:
     The copy-out at the commit runs beside the rest of the forward, so the link is in use from the first group on. With
     nothing else, no copy-in runs beside anything: the plan of horizon 0.
     """
-    moves = {COMMIT: OUT, BACKWARD: IN}
-    return [
-        _add(
-            line, [PlannedMove(moves[line.boundary.kind], _group(line.boundary))] if line.boundary.kind in moves else ()
-        )
-        for line in lines
-    ]
+    ops = {COMMIT: OUT, BACKWARD: IN}
+    result = []
+    for boundary, _ in lines:
+        is_moved = boundary.kind in ops and step.size(_group(boundary))
+        result.append(Line(boundary, (PlannedMove(ops[boundary.kind], _group(boundary)),) if is_moved else ()))
+    return result
 
 
 def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:

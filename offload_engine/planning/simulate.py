@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offload_engine.planning.clocks import Clocks, Link, Span
+from offload_engine.planning.host_bytes import HostBytes
 from offload_engine.planning.moves import (
     BACKWARD,
     BACKWARD_END,
@@ -18,10 +19,8 @@ from offload_engine.planning.moves import (
     COMMIT,
     FORWARD_END,
     HEAD,
-    IN,
     ITERATION_END,
     LOSS_DONE,
-    OUT,
     Boundary,
     GroupKey,
 )
@@ -29,8 +28,6 @@ from offload_engine.planning.plan import Plan
 from offload_engine.planning.shapes import Bounds, ChunkShape, Shapes, step_boundaries
 from offload_engine.planning.simulated import Counters, SimulatedExecutor
 from offload_engine.schedule import Action, ChunkKey
-
-_HEADROOM = 33 / 32  # the host pool over the bytes that it lends at most
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Simulation(NamedTuple):
 
 
 def simulate(job: PipelineJob, plans: Sequence[Plan]) -> Simulation:
-    """Simulate one step.
+    """Simulate two steps, of which the first makes the host pools grow; the outcome is the second.
 
     Args:
         job: with bytes and times.
@@ -87,15 +84,9 @@ def simulate(job: PipelineJob, plans: Sequence[Plan]) -> Simulation:
     """
     if len(plans) != len(job.ranks):
         raise ValueError(f"{len(plans)} plans for {len(job.ranks)} ranks")
-    ranks = [_Rank(job, rank, plan) for rank, plan in enumerate(plans)]
-    over: _Over = {}
-    running, num_over = [rank.run(over) for rank in ranks], -1
-    while running:
-        if len(over) == num_over:
-            raise ValueError("the ranks wait for each other: their actions are not of one schedule")
-        num_over = len(over)
-        running = [actions for actions in running if next(actions, None) is not None]
-    outcomes = [rank.outcome for rank in ranks]
+    hosts = [HostBytes() for _ in plans]
+    _run_step(job, plans, hosts)
+    outcomes = [rank.outcome for rank in _run_step(job, plans, hosts)]
     return Simulation(max(outcome.milliseconds for outcome in outcomes), outcomes)
 
 
@@ -103,15 +94,27 @@ _Over = dict[tuple[str, int, int], float]
 """When the forward or backward of a stage for a microbatch was over, on any rank."""
 
 
+def _run_step(job: PipelineJob, plans: Sequence[Plan], hosts: Sequence[HostBytes]) -> list[_Rank]:
+    ranks = [_Rank(job, rank, plan, host) for rank, (plan, host) in enumerate(zip(plans, hosts, strict=True))]
+    over: _Over = {}
+    running, num_over = [rank.run(over) for rank in ranks], -1
+    while running:
+        if len(over) == num_over:
+            raise ValueError("the ranks wait for each other: their actions are not of one schedule")
+        num_over = len(over)
+        running = [actions for actions in running if next(actions, None) is not None]
+    return ranks
+
+
 class _Rank:
-    def __init__(self, job: PipelineJob, rank: int, plan: Plan) -> None:
+    def __init__(self, job: PipelineJob, rank: int, plan: Plan, host: HostBytes) -> None:
         self._job = job.ranks[rank]
         self._rank = rank
         self._num_ranks = len(job.ranks)
         self._last_stage = sum(len(other.shapes) for other in job.ranks) - 1
         self._clocks = Clocks(job.link)
-        host_bytes = int(_HEADROOM * _most_on_host(plan, self._job.shapes))
-        self._executor = SimulatedExecutor(plan, self._job.shapes, self._job.bounds, self._clocks, host_bytes)
+        host.begin_step(self._clocks)
+        self._executor = SimulatedExecutor(plan, self._job.shapes, self._job.bounds, self._clocks, host)
 
     @property
     def outcome(self) -> RankOutcome:
@@ -175,13 +178,3 @@ class _Rank:
 
     def _shape(self, chunk: ChunkKey) -> ChunkShape:
         return self._job.shapes[chunk.stage]
-
-
-def _most_on_host(plan: Plan, shapes: Shapes) -> int:
-    """Bytes that copies have on host, or on their way, at most."""
-    lent = most = 0
-    for _, (op, group) in plan.moves():
-        nbytes = shapes[group.chunk.stage].groups[group.index].nbytes
-        lent += nbytes if op is OUT else -nbytes if op is IN else 0
-        most = max(most, lent)
-    return most

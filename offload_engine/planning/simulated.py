@@ -6,7 +6,8 @@ import enum
 from collections import deque
 from typing import NamedTuple
 
-from offload_engine.planning.clocks import Clocks, HostBytes
+from offload_engine.planning.clocks import Clocks
+from offload_engine.planning.host_bytes import HostBytes, Lent
 from offload_engine.planning.moves import (
     BACKWARD,
     COMMIT,
@@ -45,6 +46,8 @@ class Group:
         """When its copy-out completes, in ms."""
         self.copied_in: float = 0.0
         """When its copy-in completes, in ms."""
+        self.lent: Lent | None = None
+        """Its host bytes; or those that its copy-in reads."""
 
 
 class Counters(NamedTuple):
@@ -67,7 +70,7 @@ class SimulatedExecutor:
     - A group that is on host when its backward begins is copied in then.
     """
 
-    def __init__(self, plan: Plan, shapes: Shapes, bounds: Bounds, clocks: Clocks, host_bytes: int) -> None:
+    def __init__(self, plan: Plan, shapes: Shapes, bounds: Bounds, clocks: Clocks, host: HostBytes) -> None:
         limit = bounds.max_inflight_bytes
         self.groups: dict[GroupKey, Group] = {}
         self._plan = plan
@@ -75,7 +78,7 @@ class SimulatedExecutor:
         self._limit = 2 * largest_bytes(shapes) if limit is None else limit
         self._has_budget = bounds.resident_bytes is not None
         self._clocks = clocks
-        self._host = HostBytes(host_bytes)
+        self._host = host
         self._queue: deque[Group] = deque()  # copied out and perhaps not released, oldest first
         self._queue_bytes = 0
         self._resident_bytes = self._peak_resident_bytes = 0
@@ -119,11 +122,11 @@ class SimulatedExecutor:
 
     def _do(self, move: PlannedMove) -> None:
         group = self.groups[move.group]
-        if move.op is OUT:
+        if move.op is OUT and group.nbytes:
             self._copy_out(group)
         elif move.op is DROP:
             self._drop(group)
-        else:
+        elif move.op is IN:
             self._bring_back(group)
 
     def _reach(self, group: Group) -> None:
@@ -131,10 +134,13 @@ class SimulatedExecutor:
         self._bring_back(group)
         if group.place is Place.ARRIVING:
             self._clocks.wait(group.copied_in, f"{self._waits_at} {group.name}")
+            assert group.lent is not None
+            self._host.note_awaited(group.lent)
             group.place, group.copied_out = Place.RESIDENT, 0.0
 
     def _copy_out(self, group: Group) -> None:
-        after = max(group.produced, self._host.lend(group.nbytes))
+        group.lent = self._host.lend(group.nbytes)
+        after = max(group.produced, group.lent.free_at)
         group.copied_out = self._clocks.copy_out(group.nbytes, after, str(group.key))
         group.place = Place.LEAVING
         self._queue.append(group)
@@ -144,16 +150,17 @@ class SimulatedExecutor:
     def _bring_back(self, group: Group) -> None:
         if group.place is Place.LEAVING:  # recalled: its copy-out still reads the bytes
             group.place = Place.RESIDENT
-            self._host.give_back(group.nbytes, group.copied_out, lambda: False)
+            self._give_back(group, group.copied_out, is_ahead=False)
         elif group.place is Place.ON_HOST:
             self._hold(group.nbytes)
             group.copied_in = self._clocks.copy_in(group.nbytes, str(group.key))
             group.place = Place.ARRIVING
             self._in_bytes += group.nbytes
-            self._host.give_back(group.nbytes, group.copied_in, lambda: self._is_ahead(group))
+            self._give_back(group, group.copied_in, is_ahead=True)
 
-    def _is_ahead(self, group: Group) -> bool:
-        return group.place is Place.ARRIVING and not self._clocks.is_over(group.copied_in)
+    def _give_back(self, group: Group, read_until: float, is_ahead: bool) -> None:
+        assert group.lent is not None
+        self._host.give_back(group.lent, read_until, is_ahead)
 
     def _release(self, limit: int | None = None) -> None:
         """Release what has been copied out, and as much more as the limit asks for."""
