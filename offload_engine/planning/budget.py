@@ -7,7 +7,6 @@ from typing import Final
 
 from offload_engine.planning.copy_ins import CopyInOrder, Step
 from offload_engine.planning.moves import (
-    BACKWARD,
     BACKWARD_END,
     COMMIT,
     DROP,
@@ -25,8 +24,10 @@ _SHARE_IN_FORWARD: Final = 0.25
 def fit_resident_bytes(lines: Sequence[Line], step: Step, limit_bytes: int) -> list[Line]:
     """Fit a step into `limit_bytes` of groups on the device, the one that runs included.
 
-    - Nothing is released before a group that begins would not fit. Then it is the one whose backward comes last, of
-      those whose copy-out has had the time of twice the largest group: the next backward finds what it needs first.
+    - Nothing is released before another group, as large as the largest, would not fit; in a backward, too, for what
+      comes back. Then it is the oldest, whose copy-out has had the most time. (To release what is needed last moves a
+      sixth less, but compute waits for its copies: 1.023 instead of 1.011 times no offload in tests/virtual_time.py,
+      with 2000 MiB for five modules.)
     - What was not released by the time its backward came does not leave at all: a copy in vain would do more harm than
       load the link, for a backward that has used the group would wait for a copy that stands behind all the others.
       (A reactive policy has to guess how much is still to be saved. A plan knows.)
@@ -49,7 +50,6 @@ class _Walk:
         self._lines = lines
         self._step = step
         self._limit = limit_bytes
-        self._last_use = {_group(b): k for k, (b, _) in enumerate(lines) if b.kind is BACKWARD}
         self._resident_bytes = self._ahead_bytes = 0
         self._leaving: dict[GroupKey, int] = {}  # released if there is need of room; in order of their copy-outs
         self._away: set[GroupKey] = set()
@@ -63,9 +63,8 @@ class _Walk:
         self._leaving |= {move.group: self._step.size(move.group) for move in leaving}
         if boundary.kind is BACKWARD_END:
             self._resident_bytes -= self._step.size(_group(boundary))
-        arriving_bytes = self._begun_behind(position)
-        dropped = self._make_room(arriving_bytes)
-        self._resident_bytes += arriving_bytes
+        dropped = self._make_room()
+        self._resident_bytes += self._begun_behind(position)
         coming = self._order.at(boundary)
         self._bring_back(coming)
         return (
@@ -105,24 +104,16 @@ class _Walk:
         following = self._lines[position + 1].boundary if position + 1 < len(self._lines) else None
         return self._step.size(_group(following)) if following and following.kind is COMMIT else 0
 
-    def _make_room(self, nbytes: int) -> list[GroupKey]:
-        """Choose what is released for `nbytes` more."""
+    def _make_room(self) -> list[GroupKey]:
+        """Choose what is released, so that the largest group would fit."""
         dropped = []
-        while self._leaving and nbytes and self._resident_bytes + nbytes > self._limit:
-            group = max(self._old_enough(), key=self._last_use.__getitem__)
+        while self._leaving and self._resident_bytes + self._step.largest_bytes > self._limit:
+            group = next(iter(self._leaving))
             self._resident_bytes -= self._leaving.pop(group)
             self._away.add(group)
             dropped.append(group)
         self.released.update(dropped)
         return dropped
-
-    def _old_enough(self) -> list[GroupKey]:
-        """List what is leaving but for the last of it, up to twice the largest group; at least the oldest."""
-        groups = list(self._leaving)
-        newer_bytes = 0
-        while len(groups) > 1 and newer_bytes + self._leaving[groups[-1]] <= self._step.default_limit():
-            newer_bytes += self._leaving[groups.pop()]
-        return groups
 
 
 def _group(boundary: Boundary) -> GroupKey:
