@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from offload_engine.planning.moves import (
@@ -192,7 +192,7 @@ class _Checker:
 def _parse_line(words: Sequence[str]) -> Line:
     boundary = parse_boundary(words[0])
     op, moves = None, []
-    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+    for word, following in pairwise([*words[1:], ""]):
         if word in _OPS:
             op = _OPS[word]
             if not following or following in _OPS:
