@@ -73,19 +73,18 @@ class _Walk:
             *(PlannedMove(IN, group) for group in coming),
         )
 
-    def has_room(self, nbytes: int, is_in_forward: bool) -> bool:
+    def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
         """See `Room`."""
-        if nbytes == 0:
-            return True
-        if is_in_forward and self._ahead_bytes and self._ahead_bytes + nbytes > _SHARE_IN_FORWARD * self._limit:
+        held_bytes = nbytes or self._leaving.get(group, 0)  # what is still leaving would have to stay
+        ahead_bytes = self._ahead_bytes + held_bytes
+        if is_in_forward and held_bytes and self._ahead_bytes and ahead_bytes > _SHARE_IN_FORWARD * self._limit:
             return False
-        return self._resident_bytes + nbytes <= self._limit
+        return nbytes == 0 or self._resident_bytes + nbytes <= self._limit
 
     def note_issued(self, group: GroupKey, nbytes: int) -> None:
         """See `Room`."""
-        self._leaving.pop(group, None)
-        self._ahead[group] = nbytes
-        self._ahead_bytes += nbytes
+        self._ahead[group] = nbytes or self._leaving.pop(group, 0)
+        self._ahead_bytes += self._ahead[group]
         self._resident_bytes += nbytes
 
     def note_reached(self, group: GroupKey) -> None:

@@ -43,11 +43,12 @@ class Step(NamedTuple):
 class Room(Protocol):
     """Bounds what comes back ahead of its backward."""
 
-    def has_room(self, nbytes: int, is_in_forward: bool) -> bool:
-        """Tell whether `nbytes` more may come back now.
+    def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
+        """Tell whether `group` may come back now, or be counted on to stay.
 
         Args:
-            nbytes: of the group that comes next; 0: it is on the device.
+            group: comes next.
+            nbytes: of it; 0: it is on the device.
             is_in_forward: no backward was reached since a forward began.
         """
 
@@ -66,7 +67,7 @@ class HorizonRoom:
         self._ahead: dict[GroupKey, int] = {}  # bytes of what is issued and not reached
         self._ahead_bytes = 0
 
-    def has_room(self, nbytes: int, is_in_forward: bool) -> bool:
+    def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
         """See `Room`."""
         ahead = self._ahead_bytes
         return self._limit > 0 and (ahead == 0 or nbytes == 0 or ahead + nbytes <= self._limit)
@@ -177,7 +178,7 @@ class CopyInOrder:
         if not (self._is_due(group, is_away) or self._is_needed_first(group)):
             return False
         nbytes = self._step.size(group) if is_away else 0
-        if not self._room.has_room(nbytes, self._in_backward is None):
+        if not self._room.has_room(group, nbytes, self._in_backward is None):
             return False
         self._next[chunk] -= 1
         self._room.note_issued(group, nbytes)

@@ -84,14 +84,13 @@ def test_nothing_leaves_that_fits_a_budget() -> None:
     assert sum(rank.stalled_ms for rank in ranks) == 0.0
 
 
-@pytest.mark.parametrize("virtual", [2, 4])
-def test_each_pass_is_worth_something(virtual: int) -> None:
-    """What a step costs without one of them: time, or bytes on the device at the peak."""
-    job = Job(ALL, virtual=virtual)
-    base = run_planned(job)
-    assert run_planned(job, skip=("place_copy_ins",)).milliseconds > base.milliseconds
-    assert run_planned(job, skip=("keep_turn_around",)).milliseconds > base.milliseconds
-    assert run_planned(job, skip=("drop_before_peaks",)).milliseconds < base.milliseconds  # it is paid for a lower peak
+def test_each_pass_is_worth_something() -> None:
+    """What a step takes without one of them."""
+    attention, most = run_planned(Job(ATTENTION)), run_planned(Job(MOST))
+    assert run_planned(Job(ATTENTION), skip=("place_copy_ins",)).milliseconds > attention.milliseconds + 100
+    assert run_planned(Job(MOST), skip=("keep_turn_around",)).milliseconds > most.milliseconds + 100
+    # Paid for a lower peak of what kernels allocate, which is not simulated.
+    assert run_planned(Job(ATTENTION), skip=("drop_before_peaks",)).milliseconds < attention.milliseconds - 5
 
 
 # One rank, one chunk, three groups of 100 MB that take 1 ms each and, at 100 GB/s, as long to copy.
@@ -199,7 +198,7 @@ def test_jobs_that_cannot_run() -> None:
     rank = RankJob(tuple(no_pipelining(1)), (ChunkShape(GROUPS),))
     with pytest.raises(ValueError, match="2 plans for 1 ranks"):
         simulate(PipelineJob((rank,)), [Plan(()), Plan(())])
-    turned = RankJob(tuple(parse_actions("F0.1 F0.0 B0.0 B0.1")), (ChunkShape(GROUPS),))
+    turned = RankJob(tuple(parse_actions("F0.1 B0.1 F0.0 B0.0")), (ChunkShape(GROUPS),))
     straight = RankJob(tuple(parse_actions("F0.0 B0.0 F0.1 B0.1")), (ChunkShape(GROUPS),))
     with pytest.raises(ValueError, match="the ranks wait for each other"):
         simulate(PipelineJob((turned, straight)), [Plan(()), Plan(())])
