@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from offload_engine import ManagedActivations, OffloadConfig, OffloadEngine, OffloadError, manage_activations
+from offload_engine import (
+    FixedBounds,
+    ManagedActivations,
+    OffloadConfig,
+    OffloadEngine,
+    OffloadError,
+    manage_activations,
+)
 from tests.adversarial import AdversarialDevice
 
 WIDTH, ROWS, DEPTH = 32, 16, 6
@@ -36,7 +43,7 @@ def compiler() -> Iterator[None]:
 
 @pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), device)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
     activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)
     yield activations
     activations.close()
