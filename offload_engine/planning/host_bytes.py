@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from offload_engine._host.extents import FreeExtents, Taken
+from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine.planning.clocks import Clocks
 
 _SMALLEST_SLAB: Final = 64 << 20
@@ -42,7 +43,7 @@ class HostBytes:
         self.lent_bytes: int = 0
         self.peak_lent_bytes: int = 0
         self._clocks: Clocks | None = None
-        self._ahead: dict[int, _Event] = {}
+        self._unawaited = UnawaitedCopies()
         self._slabs: list[int] = []
         self._free = self._no_extents()
 
@@ -50,7 +51,6 @@ class HostBytes:
         """Start a step with nothing lent; `clocks` tell which copies are complete."""
         total, peak = sum(self._slabs), self.peak_lent_bytes
         self._clocks, self.peak_lent_bytes = clocks, 0
-        self._ahead.clear()
         self._free.forget_events()
         if len(self._slabs) > 1 and total > _WASTE_TOLERATED * peak:
             self._slabs, self._free = [], self._no_extents()
@@ -67,23 +67,23 @@ class HostBytes:
         assert taken is not None
         return Lent(taken, nbytes)
 
-    def give_back(self, lent: Lent, read_until: float, is_ahead: bool) -> None:
-        """Return bytes that a copy touches until `read_until`; `is_ahead`: compute has not awaited that copy."""
+    def give_back(self, lent: Lent, read_until: float, is_unawaited: bool) -> None:
+        """Return bytes that a copy touches until `read_until`; `is_unawaited`: compute has not awaited that copy."""
         self.lent_bytes -= lent.nbytes
         lent.event = _Event(read_until)
         self._free.put(lent.slab, lent.start, lent.nbytes, (lent.event,))
-        if is_ahead:
-            self._ahead[id(lent.event)] = lent.event
+        if is_unawaited:
+            self._unawaited.add(lent.event)
 
     def note_awaited(self, lent: Lent) -> None:
         """Note that compute has awaited the copy with which `lent` was returned."""
-        self._ahead.pop(id(lent.event), None)
+        self._unawaited.discard(lent.event)
 
     def _is_complete(self, event: _Event) -> bool:
         return self._clocks is not None and self._clocks.is_over(event.at)
 
     def _no_extents(self) -> FreeExtents:
-        return FreeExtents(self._is_complete, self._ahead)
+        return FreeExtents(self._is_complete, self._unawaited)
 
     def _add_slab(self, nbytes: int) -> None:
         self._free.put(len(self._slabs), 0, nbytes)

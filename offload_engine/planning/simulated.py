@@ -150,17 +150,17 @@ class SimulatedExecutor:
     def _bring_back(self, group: Group) -> None:
         if group.place is Place.LEAVING:  # recalled: its copy-out still reads the bytes
             group.place = Place.RESIDENT
-            self._give_back(group, group.copied_out, is_ahead=False)
+            self._give_back(group, group.copied_out, is_unawaited=False)
         elif group.place is Place.ON_HOST:
             self._hold(group.nbytes)
             group.copied_in = self._clocks.copy_in(group.nbytes, str(group.key))
             group.place = Place.ARRIVING
             self._in_bytes += group.nbytes
-            self._give_back(group, group.copied_in, is_ahead=True)
+            self._give_back(group, group.copied_in, is_unawaited=True)
 
-    def _give_back(self, group: Group, read_until: float, is_ahead: bool) -> None:
+    def _give_back(self, group: Group, read_until: float, is_unawaited: bool) -> None:
         assert group.lent is not None
-        self._host.give_back(group.lent, read_until, is_ahead)
+        self._host.give_back(group.lent, read_until, is_unawaited)
 
     def _release(self, limit: int | None = None) -> None:
         """Release what has been copied out, and as much more as the limit asks for."""
