@@ -176,7 +176,7 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
     Only for chunks whose backward comes before the next forward. Of a chunk whose backward has not begun only the last
     layer comes back: what the loss has just freed is for the weight gradients of the tail, which would find it in
     pieces. Groups of the layers before follow when the backward is at the last of their name, and have the backward of
-    a whole layer to come. Whoever sets `Bounds.horizon_bytes` gets that, and the last layer no precedence.
+    a whole layer to come. Where `Bounds.horizon_bytes` is set it alone decides, and the last layer has no precedence.
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)

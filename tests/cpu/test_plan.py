@@ -175,6 +175,10 @@ def test_boundaries_of_a_step_in_order() -> None:
         "F0.0 F0.0:0 F0.0:tail F0.0:1 F0.0:launch2 F0.0:head F0.0:end "
         "B0.0 B0.0:loss B0.0:1 B0.0:1/end B0.0:0 B0.0:0/end end"
     )
+    early = (ChunkShape((GroupShape("mlp"),), tail_index=0, launch_counts=(0,)),)
+    assert " ".join(map(str, step_boundaries(parse_actions("F0.0"), early))) == (
+        "F0.0 F0.0:launch0 F0.0:tail F0.0:0 F0.0:end end"
+    )
     plain = (ChunkShape(()),)
     assert step_boundaries(parse_actions("F0.0 B0.0"), plain)[2] == Boundary(CHUNK_BACKWARD, ChunkKey(0, 0))
     assert Boundary(LAUNCH, ChunkKey(0, 1), 2) in step_boundaries(ACTIONS, SHAPES)
