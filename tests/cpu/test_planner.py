@@ -158,6 +158,8 @@ def test_behind_another_forward_what_left_before_the_tail_is_released() -> None:
     bounds = Bounds(max_inflight_bytes=3)
     assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=DROPS)) == ["B0.0 DROP 0.1:2"]
     assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, bounds, skip=DROPS)) == []  # the limit means what it says
+    nothing_kept = ChunkShape(layers(2, "attention", "mlp"), num_layers=5, tail_index=3)
+    assert drops(text_of("F0.0 B0.0", nothing_kept, skip=DROPS)) == []  # its own are needed soon
     without_tail = ChunkShape(layers(2, "attention", "mlp"))
     assert drops(text_of("F0.0 F0.1 B0.0 B0.1", without_tail, skip=DROPS)) == []
 
@@ -207,7 +209,19 @@ def test_a_horizon_of_zero_brings_nothing_ahead_and_a_small_one_one_group() -> N
         "B0.0:1 IN 0.0:1",
         "B0.0:0 IN 0.0:0",
     ]
-    assert copy_ins(text_of("F0.0 B0.0", shape, Bounds(horizon_bytes=1), skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
+    small = Bounds(horizon_bytes=1)
+    assert copy_ins(text_of("F0.0 B0.0", shape, small, skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
+    larger = ChunkShape(tuple(GroupShape("attention", layer, 3) for layer in range(3)))
+    assert copy_ins(text_of("F0.0 B0.0", larger, small, skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
+
+
+def test_the_last_layer_is_known_by_its_number_and_else_by_the_last_of_each_name() -> None:
+    twice, unknown = (
+        ChunkShape(tuple(GroupShape("expert", layer, 1) for layer in numbers)) for numbers in ((0, 1, 1), (-1, -1, -1))
+    )
+    actions = "F0.0 F0.1 B0.0 B0.1"
+    assert copy_ins(text_of(actions, twice, skip=COPY_INS))[0] == "F0.1 IN 0.0:2 0.0:1"
+    assert copy_ins(text_of(actions, unknown, skip=COPY_INS))[0] == "F0.1 IN 0.0:2"
 
 
 def test_behind_a_tail_a_group_comes_back_a_layer_ahead_and_no_earlier() -> None:
@@ -280,10 +294,11 @@ def test_plans_are_remembered_by_what_they_were_made_of() -> None:
     first = planner.plan_step(no_pipelining(1), shapes)
     assert planner.plan_step(no_pipelining(2), shapes) != first
     assert planner.plan_step(no_pipelining(1), tuple(shapes)) is first
-    assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) != first  # forgets no_pipelining(2)
-    assert planner.plan_step(no_pipelining(1), shapes) is first
-    assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first
-    assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is not first
+    under_budget = planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9))  # forgets no_pipelining(2)
+    assert planner.plan_step(no_pipelining(1), shapes) is first != under_budget
+    assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is under_budget
+    assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first  # forgets the first
+    assert planner.plan_step(no_pipelining(1), shapes) is not first
     with pytest.raises(ValueError, match="max_plans must be at least 1"):
         Planner(0)
 
