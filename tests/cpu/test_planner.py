@@ -261,6 +261,13 @@ def test_what_fits_a_budget_does_not_leave() -> None:
     assert len(drops(skipped)) == 0 < len(copy_ins(skipped))
 
 
+def test_what_is_leaving_is_counted_on_to_stay_within_a_quarter_of_the_budget_only() -> None:
+    """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
+    shape = ChunkShape(layers(4, "attention", "mlp"))
+    tight = text_of("F0.0 F0.1 B0.0 B0.1", shape, Bounds(resident_bytes=10))
+    assert drops(tight)[:2] == ["F0.1:1 DROP 0.0:0", "F0.1:2 DROP 0.0:1"]
+
+
 def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
     """Bytes on the device at most, between two boundaries."""
     now = most = 0

@@ -110,6 +110,10 @@ def test_nothing_planned_is_nothing_copied() -> None:
     assert outcome.counters == (300 * MB, 0, 0, 0, 0)
 
 
+def test_a_kernel_does_not_begin_before_the_host_has_launched_those_in_front_of_it() -> None:
+    assert run_one("", link=Link(100.0, 100.0, 2.0)).milliseconds == 2 * (9.0 - 2.0) + 2.0  # the last begins at 14
+
+
 def test_times_outside_the_groups_count() -> None:
     groups = (GroupShape("block", 0, 1, 1.0, 2.0, 0.25, 0.5),)
     shape = ChunkShape(groups, has_head=True, head_ms=3.0, head_backward_ms=6.0, rest_ms=0.125, rest_backward_ms=0.0625)
