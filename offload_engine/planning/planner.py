@@ -123,12 +123,12 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     """Delay the copy-out of groups in front of a layer's experts until those are launched.
 
     While something is copied, the host takes two to four times as long for what it has not cached, and behind the
-    dispatcher's wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds
-    of c-moe with `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half of what may be in
-    flight is delayed, so that compute never waits for a copy because that was issued late. A delayed group goes in
-    front of the next that is copied at once, at the latest where the tail begins, or the forward ends. Not under a
-    budget of resident bytes, whose room it would take. (Where the link is behind, a reactive policy does not delay; a
-    plan does not know.)
+    dispatcher's wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds of
+    c-moe with `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half
+    of what may be in flight is delayed, so that compute never waits for a copy because that was issued late. A delayed
+    group goes in front of the next that is copied at once, at the latest where the tail begins, or the forward ends.
+    Not under a budget of resident bytes, whose room it would take. (Where the link is behind, a reactive policy does
+    not delay; a plan does not know.)
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
