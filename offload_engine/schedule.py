@@ -126,6 +126,25 @@ def count_alive(actions: Iterable[Action]) -> list[int]:
     return list(accumulate(1 if action.kind == "F" else -1 for action in actions))
 
 
+def backward_at_once(actions: Sequence[Action], is_combined: bool = False) -> frozenset[ChunkKey]:
+    """Find the chunks whose backward is the next thing after their forward.
+
+    Args:
+        actions: of one rank.
+        is_combined: a forward and the backward behind it run together, unless they are of the same chunk. (A pipeline
+            so short that it combines nothing is treated alike: it keeps the last groups of one chunk more.)
+    """
+    steps: list[list[Action]] = []
+    for action in actions:
+        is_behind_forward = bool(steps) and steps[-1][0].kind == "F" and len(steps[-1]) == 1
+        if is_combined and action.kind == "B" and is_behind_forward and steps[-1][0].chunk != action.chunk:
+            steps[-1].append(action)
+        else:
+            steps.append([action])
+    pairs = zip(steps, steps[1:], strict=False)
+    return frozenset(a.chunk for step, following in pairs for a in step if Action("B", a.chunk) in following)
+
+
 def _forward_order(num_virtual_stages: int, num_microbatches: int, group_size: int) -> list[ChunkKey]:
     """Group by group of microbatches, each through all virtual stages; the last group may be smaller."""
     return [

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._hooks.attach import backward_at_once
 from offload_engine import (
     Action,
     ChunkKey,
@@ -25,7 +24,7 @@ from offload_engine import (
     OffloadEngine,
 )
 from offload_engine._devices.regions import new_buffer
-from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
+from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
 
 MIB = 1 << 20
 KIB = 1 << 10  # stands for a MiB

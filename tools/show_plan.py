@@ -5,6 +5,13 @@ python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 [--rank R] [--png FILE
 
 F1.3 is the forward of virtual stage 1 for microbatch 3, B1.3 its backward. The number below an action is how many
 chunks wait then: their forward is done, their backward is not, so their activations are alive.
+
+With --moves also which groups are copied out, released and copied in at which boundary of the step:
+
+python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 --moves --layers 2 --names core_attn=321,2.2 mlp_fc1=128,2.9
+
+Each name is a group of every layer, with its MiB and the milliseconds of its forward, as far as they are known. With
+milliseconds the step is simulated, and --png draws its timeline.
 """
 
 from __future__ import annotations
@@ -14,12 +21,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from offload_engine.planning.clocks import Span
+from offload_engine.planning.plan import Plan, format_plan
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape
+from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
 from offload_engine.schedule import (
     Action,
     ChunkKey,
@@ -43,13 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         plans = {rank: make_plan(options, rank) for rank in selected_ranks(options)}
+        moves = plan_moves(options) if options.moves else None
     except ValueError as error:
         parser.error(str(error))
     console = Console()
     console.print(order_table(plans, describe(options), console.width))
+    simulation = None
+    if moves is not None:
+        print_moves(console, moves, list(plans))
+        simulation = simulate_moves(moves)
+        if simulation is not None:
+            console.print(outcome_table(simulation))
     if options.png is not None:
         try:
-            draw(plans, describe(options), options.png)
+            if simulation is None:
+                draw(plans, describe(options), options.png)
+            else:
+                draw_timeline(simulation, list(plans), describe(options), options.png)
         except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
             print(f"show_plan.py: error: cannot write {options.png}: {error}", file=sys.stderr)
             return 1
@@ -68,7 +90,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--overlap-expert-comm", action="store_true", help="as with --overlap-moe-expert-parallel-comm of megatron-core"
     )
     parser.add_argument("--rank", type=int, metavar="R", help="this pipeline rank only (default: all)")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw which chunks are alive when")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="also draw which chunks are alive when, or the timeline of --moves"
+    )
+    moves = parser.add_argument_group("moves of groups")
+    moves.add_argument("--moves", action="store_true", help="print the plan of each rank")
+    moves.add_argument("--layers", type=int, default=2, metavar="N", help="layers of each model chunk (default: 2)")
+    moves.add_argument(
+        "--names", nargs="+", default=["layer"], metavar="NAME[=MIB[,MS]]", help="groups of each layer, in order"
+    )
+    moves.add_argument("--tail", metavar="NAME", help="the last block of a forward begins with this group")
+    moves.add_argument("--head-ms", type=float, metavar="MS", help="the last stage ends with a head that takes so long")
+    moves.add_argument("--resident-mib", type=int, metavar="MIB", help="a budget of groups on the device")
     return parser
 
 
@@ -142,6 +175,91 @@ def order_text(actions: Sequence[Action], width: int) -> Text:
     return text
 
 
+class Moves(NamedTuple):
+    """What all ranks run, and the plan of each."""
+
+    job: PipelineJob
+    plans: list[Plan]
+
+
+def plan_moves(options: argparse.Namespace) -> Moves:
+    """The plans of all ranks.
+
+    Raises:
+        ValueError: for contents of chunks that are none.
+    """
+    num_virtual = options.vpp or 1
+    bounds = Bounds(resident_bytes=None if options.resident_mib is None else options.resident_mib << 20)
+    ranks = []
+    for rank in range(options.pp):
+        is_last = [rank == options.pp - 1 and stage == num_virtual - 1 for stage in range(num_virtual)]
+        shapes = tuple(chunk_shape(options, has_head) for has_head in is_last)
+        ranks.append(RankJob(tuple(make_plan(options, rank)), shapes, bounds))
+    is_combined = options.overlap_expert_comm
+    plans = [plan_step(rank.actions, rank.shapes, rank.bounds, is_combined=is_combined) for rank in ranks]
+    return Moves(PipelineJob(tuple(ranks)), plans)
+
+
+def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
+    """A chunk with the groups that the options name.
+
+    Raises:
+        ValueError: for a name that is not followed by bytes and milliseconds, and for a tail that is none of them.
+    """
+    if options.layers < 1:
+        raise ValueError(f"--layers must be at least 1, got {options.layers}")
+    groups = [parse_group(text, layer) for layer in range(options.layers) for text in options.names]
+    names = [group.name for group in groups]
+    if options.tail is not None and options.tail not in names:
+        raise ValueError(f"--tail must be one of {', '.join(dict.fromkeys(names))}, got {options.tail}")
+    # Without several layers there is no tail: see megatron_patches/_model/sites.py.
+    has_tail = options.tail is not None and options.layers > 1
+    tail_index = len(names) - 1 - names[::-1].index(options.tail) if has_tail else None
+    head_ms = (options.head_ms or 0.0) if is_last else 0.0
+    has_head = is_last and options.head_ms is not None
+    return ChunkShape(tuple(groups), options.layers, tail_index, (), has_head, head_ms, 2 * head_ms)
+
+
+def parse_group(text: str, layer: int) -> GroupShape:
+    """The group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward.
+
+    Raises:
+        ValueError: for another text.
+    """
+    name, _, sizes = text.partition("=")
+    mib, _, milliseconds = sizes.partition(",")
+    try:
+        nbytes, forward_ms = round(float(mib or 0) * (1 << 20)), float(milliseconds or 0)
+    except ValueError:
+        raise ValueError(f"--names: expected NAME, NAME=MIB or NAME=MIB,MS, got {text!r}") from None
+    return GroupShape(name, layer, nbytes, forward_ms, 2 * forward_ms)
+
+
+def print_moves(console: Console, moves: Moves, ranks: Sequence[int]) -> None:
+    """Prints the plans of some ranks, as `parse_plan` reads them."""
+    for rank in ranks:
+        console.print(Text(f"# rank {rank}\n{format_plan(moves.plans[rank])}"), soft_wrap=True)
+
+
+def simulate_moves(moves: Moves) -> Simulation | None:
+    """The simulated step; None where no milliseconds are known."""
+    groups = [group for rank in moves.job.ranks for shape in rank.shapes for group in shape.groups]
+    return simulate(moves.job, moves.plans) if any(group.forward_ms for group in groups) else None
+
+
+def outcome_table(simulation: Simulation) -> Table:
+    """One row a rank: how long it takes, where it waits, and its bytes."""
+    table = Table(title=f"simulated step: {simulation.milliseconds:.1f} ms", title_justify="left")
+    for column in ("rank", "ms", "waits ms", "device MiB", "host MiB", "copied out MiB"):
+        table.add_column(column, justify="right")
+    for rank, outcome in enumerate(simulation.ranks):
+        counters = outcome.counters
+        sizes = counters.peak_resident_bytes, counters.peak_host_bytes, counters.copied_out_bytes
+        times = f"{outcome.milliseconds:.1f}", f"{outcome.stalled_ms:.1f}"
+        table.add_row(str(rank), *times, *(f"{size / (1 << 20):,.0f}" for size in sizes))
+    return table
+
+
 def waiting_spans(actions: Sequence[Action]) -> dict[ChunkKey, tuple[int, int]]:
     """From the end of its forward to the end of its backward, in numbers of actions, for each chunk."""
     end = {action: position + 1 for position, action in enumerate(actions)}
@@ -167,6 +285,38 @@ def draw(plans: dict[int, list[Action]], title: str, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
+
+
+def draw_timeline(simulation: Simulation, ranks: Sequence[int], title: str, path: Path) -> None:
+    """Writes the simulated timeline: for each rank a row for each of its streams."""
+    os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(ranks), 1, figsize=(16, 1.2 + 1.6 * len(ranks)), sharex=True, squeeze=False)
+    for rank, panel in zip(ranks, axes[:, 0], strict=True):
+        outcome = simulation.ranks[rank]
+        draw_spans(panel, outcome.spans)
+        panel.set_title(f"rank {rank}: waits {outcome.stalled_ms:.1f} ms for copies (red)", loc="left", fontsize=10)
+    axes[-1, 0].set_xlim(0, simulation.milliseconds)
+    axes[-1, 0].set_xlabel("simulated ms")
+    figure.suptitle(f"{simulation.milliseconds:.1f} ms a step: {title}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_spans(panel: Axes, spans: Sequence[Span]) -> None:
+    """A row for compute, where it waits, one for each direction of copies."""
+    rows = ["compute", "copy-out", "copy-in"]
+    for track, color in TRACKS.items():
+        bars = [(span.start, span.end - span.start) for span in spans if span.track == track]
+        row = rows.index("compute" if track == "wait" else track)
+        panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
+    panel.set_yticks(range(len(rows)), rows)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
 
 
 def draw_count(panel: Axes, rank: int, actions: Sequence[Action]) -> None:

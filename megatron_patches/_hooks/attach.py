@@ -22,6 +22,7 @@ from megatron_patches._model.experts import linears_of_experts
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._model.unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
+from offload_engine.schedule import backward_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -309,22 +310,3 @@ def last_checkpoint(num_layers: int, layers_per_checkpoint: int | None) -> froze
     if not layers_per_checkpoint or not num_layers:
         return frozenset()
     return frozenset({(num_layers - 1) // layers_per_checkpoint})
-
-
-def backward_at_once(actions: Sequence[Action], is_combined: bool = False) -> frozenset[ChunkKey]:
-    """The chunks whose backward is the next thing after their forward.
-
-    Args:
-        actions: of one rank.
-        is_combined: a forward and the backward behind it run together, unless they are of the same chunk. (A pipeline
-            so short that it combines nothing is treated alike: it keeps the last groups of one chunk more.)
-    """
-    steps: list[list[Action]] = []
-    for action in actions:
-        is_behind_forward = bool(steps) and steps[-1][0].kind == "F" and len(steps[-1]) == 1
-        if is_combined and action.kind == "B" and is_behind_forward and steps[-1][0].chunk != action.chunk:
-            steps[-1].append(action)
-        else:
-            steps.append([action])
-    pairs = zip(steps, steps[1:], strict=False)
-    return frozenset(a.chunk for step, following in pairs for a in step if Action("B", a.chunk) in following)

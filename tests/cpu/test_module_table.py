@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 from megatron_patches.__main__ import module_table  # noqa: E402
-from megatron_patches._hooks.attach import backward_at_once, last_of_each_name  # noqa: E402
+from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
 from megatron_patches._model.modules import MODULES, canonical_names, drop_parts, known_names, row_of  # noqa: E402
 from megatron_patches._model.sites import (  # noqa: E402
     Site,
@@ -27,7 +27,7 @@ from megatron_patches._model.sites import (  # noqa: E402
 from megatron_patches._model.unshared import unshared_modules  # noqa: E402
 from megatron_patches._model.validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
-from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
+from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 
 USER_NAMES = "core_attn core_attention qkv_linear attn_linear router_fc1 router_fc2 shared_fc1 shared_fc2 self_attn"
 MEGATRON_NAMES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from offload_engine.planning.plan import parse_plan, validate_plan
 from offload_engine.schedule import Action, ChunkKey, format_actions, interleaved, parse_actions
 from tests.tool_scripts import load_tool
 
@@ -81,9 +82,51 @@ def test_png_that_cannot_be_written(capsys, monkeypatch, tmp_path):
     assert re.search(r"cannot write .*plan\.png: .*No such file", capsys.readouterr().err)
 
 
+MOVES = "--pp 2 --microbatches 3 --moves --layers 2 --tail mlp --head-ms 2.5"
+
+
+def test_prints_the_moves_of_each_rank(capsys):
+    printed = show(capsys, f"{MOVES} --names attention=200 mlp=100")
+    texts = printed[printed.index("# rank 0") :].split("# rank ")[1:]
+    assert "simulated" not in printed
+    for rank, text in enumerate(texts):
+        options = show_plan.make_parser().parse_args(f"{MOVES} --names attention=200 mlp=100".split())
+        planned = show_plan.plan_moves(options)
+        number, _, plan = text.partition("\n")
+        assert (int(number), parse_plan(plan)) == (rank, planned.plans[rank])
+        validate_plan(parse_plan(plan), planned.job.ranks[rank].actions, planned.job.ranks[rank].shapes)
+    assert "F0.0:head  DROP 0.0:1" in texts[1] and "B0.0       DROP 0.1:1 0.1:2" in texts[0]
+
+
+def test_prints_the_moves_of_one_rank_where_nothing_but_names_is_known(capsys):
+    printed = show(capsys, "--pp 2 --microbatches 1 --moves --rank 1")
+    assert "# rank 1" in printed and "# rank 0" not in printed
+    assert show(capsys, "--microbatches 1 --moves --names a b=1").count("OUT") == 1  # of b in the first layer
+
+
+def test_simulates_what_has_milliseconds_and_draws_it(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "timeline.png"
+    printed = show(capsys, f"{MOVES} --names attention=200,2 mlp=100,3 --png {target}")
+    options = show_plan.make_parser().parse_args(f"{MOVES} --names attention=200,2 mlp=100,3".split())
+    simulation = show_plan.simulate_moves(show_plan.plan_moves(options))
+    assert f"simulated step: {simulation.milliseconds:.1f} ms" in printed
+    assert f"plot: {target}" in printed
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_budget_keeps_what_fits(capsys):
+    assert "OUT" not in show(capsys, f"{MOVES} --names attention=200 mlp=100 --resident-mib 5000")
+    assert "OUT" in show(capsys, f"{MOVES} --names attention=200 mlp=100 --resident-mib 700")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ("--microbatches 1 --moves --layers 0", "--layers must be at least 1, got 0"),
+        ("--microbatches 1 --moves --names a=x", "expected NAME, NAME=MIB or NAME=MIB,MS, got 'a=x'"),
+        ("--microbatches 1 --moves --names a --tail b", "--tail must be one of a, got b"),
+        ("--microbatches 1 --moves --names a=-1", "nbytes must not be negative"),
         ("--microbatches 0", "num_microbatches must be at least 1, got 0"),
         ("--pp 0 --microbatches 1", "--pp must be at least 1, got 0"),
         ("--pp 2 --microbatches 4 --rank 2", "--rank must be in [0, 1] with --pp 2, got 2"),

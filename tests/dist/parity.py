@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_patches import Handle, apply
-from megatron_patches._hooks.attach import backward_at_once, last_of_each_name
+from megatron_patches._hooks.attach import last_of_each_name
 from megatron_patches._model.modules import canonical_names, drop_parts
 from megatron_patches._rows.runtime import unwrap
 from megatron_patches._model.sites import count_layers, find_sites
 from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
-from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
+from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run
 
 EXPERTS = ["router_fc1", "moe_act", "router_fc2"]

@@ -187,6 +187,6 @@ def _stats(handle: Handle) -> IterationStats:
 
 
 def _at_once(case: Case, num_microbatches: int) -> frozenset[Any]:
-    from megatron_patches._hooks.attach import backward_at_once
+    from offload_engine.schedule import backward_at_once
 
     return backward_at_once(actions(case, num_microbatches))

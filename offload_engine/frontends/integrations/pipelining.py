@@ -23,7 +23,7 @@ from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends._layers.layer_groups import GroupHook
 from offload_engine.meter import ResidencyMeter
-from offload_engine.schedule import Action, ChunkKey, one_forward_one_backward
+from offload_engine.schedule import Action, ChunkKey, backward_at_once, one_forward_one_backward
 from offload_engine.stats import IterationStats
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -153,8 +153,7 @@ class ScheduleOffload:
     def _begin_step(self) -> None:
         # Anew for each step: whoever made the schedule may have given it another order.
         actions = read_actions(self._schedule)
-        pairs = zip(actions, actions[1:], strict=False)
-        self._comes_back_at_once = frozenset(a.chunk for a, b in pairs if a.chunk == b.chunk)
+        self._comes_back_at_once = backward_at_once(actions)
         self._session.engine.begin_iteration(actions, weights_of(self._modules))
 
     def _keep_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

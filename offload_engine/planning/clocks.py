@@ -1,0 +1,86 @@
+"""Clocks of one rank: its compute stream, its two copy streams, and a host that runs ahead of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast a device copies, and how far ahead of it the host runs.
+
+    Raises:
+        ValueError: for a bandwidth that is not positive.
+    """
+
+    out_gbps: float = 50.0
+    """Bandwidth of copy-outs, in 10^9 bytes a second."""
+    in_gbps: float = 48.0
+    """Bandwidth of copy-ins, at the same time."""
+    host_share: float = 0.6
+    """Of a kernel's time, the host's time to launch it."""
+
+    def __post_init__(self) -> None:
+        if self.out_gbps <= 0 or self.in_gbps <= 0:
+            raise ValueError(f"bandwidths must be positive, got {self.out_gbps} out and {self.in_gbps} in")
+
+
+class Span(NamedTuple):
+    """Something on a track of the timeline; times in ms from the begin of the step."""
+
+    track: str
+    """"compute", "wait" (of compute, for a copy), "copy-out" or "copy-in"."""
+    start: float
+    end: float
+    label: str
+
+
+class Clocks:
+    """Times in ms from the begin of the step; work is issued in the order of the host."""
+
+    def __init__(self, link: Link) -> None:
+        self.compute: float = 0.0
+        self.host: float = 0.0
+        self.stalled: dict[str, float] = {}
+        """How long compute has waited for copies, by what for."""
+        self.spans: list[Span] = []
+        self._link = link
+        self._copy_out = self._copy_in = 0.0
+
+    def run(self, milliseconds: float, label: str) -> None:
+        """Launch kernels."""
+        if milliseconds:
+            start = max(self.compute, self.host)
+            self.compute = start + milliseconds
+            self.host += self._link.host_share * milliseconds
+            self.spans.append(Span("compute", start, self.compute, label))
+
+    def wait(self, until: float, label: str) -> None:
+        """Have compute wait for a copy that completes at `until`."""
+        if until > self.compute:
+            self.stalled[label] = self.stalled.get(label, 0.0) + until - self.compute
+            self.spans.append(Span("wait", self.compute, until, label))
+            self.compute = until
+
+    def receive(self, at: float) -> None:
+        """Have compute wait for another rank, which has sent at `at`."""
+        self.compute = max(self.compute, at)
+
+    def copy_out(self, nbytes: int, after: float, label: str) -> float:
+        """Issue a copy-out that waits until `after`; returns when it completes."""
+        start = max(self._copy_out, after, self.host)
+        self._copy_out = start + nbytes / self._link.out_gbps / 1e6
+        self.spans.append(Span("copy-out", start, self._copy_out, label))
+        return self._copy_out
+
+    def copy_in(self, nbytes: int, label: str) -> float:
+        """Issue a copy-in, behind what compute has been given by now; returns when it completes."""
+        start = max(self._copy_in, self.compute, self.host)
+        self._copy_in = start + nbytes / self._link.in_gbps / 1e6
+        self.spans.append(Span("copy-in", start, self._copy_in, label))
+        return self._copy_in
+
+    def is_over(self, at: float) -> bool:
+        """Tell whether the host, asking now, finds a copy complete that completes at `at`."""
+        return self.host >= at

@@ -1,0 +1,194 @@
+"""Shapes of chunks and bounds: what a plan is made of, besides the order of forwards and backwards.
+
+All are frozen and hashable, so that a plan can be memoised by them. Names and layers may be known before bytes (then
+`nbytes` is 0 everywhere), bytes before times (then every `_ms` is 0): planning needs no times, simulating needs both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from offload_engine.planning.moves import (
+    BACKWARD,
+    BACKWARD_END,
+    CHUNK_BACKWARD,
+    COMMIT,
+    FORWARD,
+    FORWARD_END,
+    HEAD,
+    ITERATION_END,
+    LAUNCH,
+    LOSS_DONE,
+    TAIL,
+    Boundary,
+    GroupKey,
+)
+from offload_engine.schedule import Action, ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One group of a chunk, in the order of its forward.
+
+    Raises:
+        ValueError: for a negative size or time.
+    """
+
+    name: str
+    layer: int = -1
+    """Of the chunk, from 0; -1: unknown, or of no layer."""
+    nbytes: int = 0
+    """Bytes that its copy-out moves; 0: unknown, or nothing."""
+    forward_ms: float = 0.0
+    """Of compute, from its begin to its commit."""
+    backward_ms: float = 0.0
+    """Of compute, from the begin of its backward to its end."""
+    lead_ms: float = 0.0
+    """Of compute in forward, from the commit before (or the begin of the chunk) to its begin."""
+    lead_backward_ms: float = 0.0
+    """Of compute in backward, from the end of its backward to the begin of the next."""
+    may_delay: bool = False
+    """Its copy-out may wait for the launch of the experts behind it."""
+    keep: bool = False
+    """Stays resident where the backward of its chunk comes at once, whatever its name and layer."""
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, ("nbytes", "forward_ms", "backward_ms", "lead_ms", "lead_backward_ms"))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """The contents of one model chunk: the same for every microbatch.
+
+    Raises:
+        ValueError: for a negative time, and for an index that is not one of the groups.
+    """
+
+    groups: tuple[GroupShape, ...]
+    num_layers: int = 0
+    """Layers of the chunk; 0: up to the last that has a group."""
+    tail_index: int | None = None
+    """So many groups have begun when the tail of the forward begins; None: it has no tail."""
+    launch_counts: tuple[int, ...] = ()
+    """At these numbers of committed groups the device has work again that it waited for the host to launch."""
+    has_head: bool = False
+    """Logits and loss end its forward."""
+    head_ms: float = 0.0
+    """Of compute, in the forward of the head."""
+    head_backward_ms: float = 0.0
+    """Of compute, in the backward of the head."""
+    rest_ms: float = 0.0
+    """Of compute in forward, from the commit of the last group to the head, or to the end."""
+    rest_backward_ms: float = 0.0
+    """Of compute in backward, from its begin, or that of the head's end, to the last group."""
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, ("num_layers", "head_ms", "head_backward_ms", "rest_ms", "rest_backward_ms"))
+        counts = self.launch_counts if self.tail_index is None else (*self.launch_counts, self.tail_index)
+        for count in counts:
+            if not 0 <= count <= len(self.groups):
+                raise ValueError(f"tail_index and launch_counts must be in [0, {len(self.groups)}], got {count}")
+
+    def kept_at_once(self) -> frozenset[int]:
+        """Find the groups that stay where the backward follows at once: of each name the last, in the last two layers.
+
+        Such a backward needs these before a copy could be out and back. Two layers, because a layer may be an attention
+        or an MLP alone. Besides them all with `GroupShape.keep`.
+        """
+        num_layers = self.num_layers or 1 + max((group.layer for group in self.groups), default=-1)
+        last = self.last_of_name()
+        in_layers = {i for i in last.values() if -1 < self.groups[i].layer >= num_layers - 2}
+        return frozenset(in_layers | {i for i, group in enumerate(self.groups) if group.keep})
+
+    def last_of_name(self) -> dict[str, int]:
+        """Find the index of the last group of each name."""
+        return {group.name: index for index, group in enumerate(self.groups)}
+
+
+Shapes = tuple[ChunkShape, ...]
+"""The chunks of one rank, by virtual stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of a plan, as `OffloadConfig` has them.
+
+    Raises:
+        ValueError: for a negative bound, and for another one beside `resident_bytes`, which bounds the same things.
+    """
+
+    horizon_bytes: int | None = None
+    """Bytes whose copy-in is issued ahead of their use. None: twice the largest group, and of a chunk whose backward
+    has not come near its groups only the last layer."""
+    max_inflight_bytes: int | None = None
+    """Bytes of copy-out that are unreleased before compute waits for the oldest. None: twice the largest group, and
+    less at peaks."""
+    resident_bytes: int | None = None
+    """Bytes of groups on the device, the group that runs included: a budget. None: everything leaves that may."""
+
+    def __post_init__(self) -> None:
+        given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        _check_not_negative(self, given)
+        if self.resident_bytes is not None and len(given) > 1:
+            raise ValueError(f"resident_bytes bounds what {given[0]} bounds: set one of them")
+
+
+def largest_bytes(shapes: Iterable[ChunkShape]) -> int:
+    """Find the bytes of the largest group; 0 where none are known."""
+    return max((group.nbytes for shape in shapes for group in shape.groups), default=0)
+
+
+def step_boundaries(actions: Sequence[Action], shapes: Shapes) -> list[Boundary]:
+    """List every boundary of one step of one rank, in order.
+
+    Where forward and backward of two chunks run together, those of the forward come first.
+
+    Raises:
+        ValueError: for an action of a virtual stage without a shape.
+    """
+    boundaries: list[Boundary] = []
+    for kind, key in actions:
+        if key.stage >= len(shapes):
+            raise ValueError(f"{kind}{key.stage}.{key.microbatch}: there are shapes of {len(shapes)} virtual stages")
+        boundaries += (_forward if kind == "F" else _backward)(key, shapes[key.stage])
+    return [*boundaries, Boundary(ITERATION_END)]
+
+
+def group_keys(actions: Iterable[Action], shapes: Shapes) -> list[GroupKey]:
+    """List the groups of one step of one rank, in the order of their forwards."""
+    chunks = [action.chunk for action in actions if action.kind == "F"]
+    return [GroupKey(key, index) for key in chunks for index in range(len(shapes[key.stage].groups))]
+
+
+def _forward(key: ChunkKey, shape: ChunkShape) -> Iterator[Boundary]:
+    yield Boundary(FORWARD, key)
+    yield from _marks(key, shape, 0)
+    for index in range(len(shape.groups)):
+        yield Boundary(COMMIT, key, index)
+        yield from _marks(key, shape, index + 1)
+    if shape.has_head:
+        yield Boundary(HEAD, key)
+    yield Boundary(FORWARD_END, key)
+
+
+def _marks(key: ChunkKey, shape: ChunkShape, num_committed: int) -> Iterator[Boundary]:
+    if num_committed in shape.launch_counts:
+        yield Boundary(LAUNCH, key, num_committed)
+    if num_committed == shape.tail_index:
+        yield Boundary(TAIL, key)
+
+
+def _backward(key: ChunkKey, shape: ChunkShape) -> Iterator[Boundary]:
+    yield Boundary(CHUNK_BACKWARD, key)
+    if shape.has_head:
+        yield Boundary(LOSS_DONE, key)
+    for index in reversed(range(len(shape.groups))):
+        yield Boundary(BACKWARD, key, index)
+        yield Boundary(BACKWARD_END, key, index)
+
+
+def _check_not_negative(record: object, names: Iterable[str]) -> None:
+    for name in names:
+        if getattr(record, name) < 0:
+            raise ValueError(f"{name} must not be negative, got {getattr(record, name)}")

@@ -1,0 +1,180 @@
+"""Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, what is where.
+
+Kernels and copies move clocks; ranks wait for each other where the schedule says so. Where forward and backward of two
+chunks run together, they are simulated one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from offload_engine.planning.clocks import Clocks, Link, Span
+from offload_engine.planning.host_bytes import HostBytes
+from offload_engine.planning.moves import (
+    BACKWARD,
+    BACKWARD_END,
+    CHUNK_BACKWARD,
+    COMMIT,
+    FORWARD_END,
+    HEAD,
+    ITERATION_END,
+    LOSS_DONE,
+    Boundary,
+    GroupKey,
+)
+from offload_engine.planning.plan import Plan
+from offload_engine.planning.shapes import Bounds, ChunkShape, Shapes, step_boundaries
+from offload_engine.planning.simulated import Counters, SimulatedExecutor
+from offload_engine.schedule import Action, ChunkKey
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What one pipeline rank runs."""
+
+    actions: tuple[Action, ...]
+    shapes: Shapes
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+@dataclass(frozen=True)
+class PipelineJob:
+    """What all ranks of a pipeline run. Virtual stage `v` of rank `r` is stage `v * number of ranks + r`."""
+
+    ranks: tuple[RankJob, ...]
+    link: Link = field(default_factory=Link)
+
+
+class RankOutcome(NamedTuple):
+    """One rank's step."""
+
+    milliseconds: float
+    stalls: dict[str, float]
+    """How long compute waited for copies, in ms, by kind of boundary and name of group, as "BACKWARD core_attn". END is
+    the end of a backward whose group a copy-out still read."""
+    counters: Counters
+    spans: list[Span]
+    """The timeline, in the order of the host."""
+
+    @property
+    def stalled_ms(self) -> float:
+        """Return how long compute waited for copies."""
+        return sum(self.stalls.values())
+
+
+class Simulation(NamedTuple):
+    """One step of a pipeline."""
+
+    milliseconds: float
+    """Until the last rank is through."""
+    ranks: list[RankOutcome]
+
+
+def simulate(job: PipelineJob, plans: Sequence[Plan]) -> Simulation:
+    """Simulate two steps, of which the first makes the host pools grow; the outcome is the second.
+
+    Args:
+        job: with bytes and times.
+        plans: of each rank.
+
+    Raises:
+        ValueError: for another number of plans than ranks, or if the ranks wait for each other for ever.
+    """
+    if len(plans) != len(job.ranks):
+        raise ValueError(f"{len(plans)} plans for {len(job.ranks)} ranks")
+    hosts = [HostBytes() for _ in plans]
+    _run_step(job, plans, hosts)
+    outcomes = [rank.outcome for rank in _run_step(job, plans, hosts)]
+    return Simulation(max(outcome.milliseconds for outcome in outcomes), outcomes)
+
+
+_Over = dict[tuple[str, int, int], float]
+"""When the forward or backward of a stage for a microbatch was over, on any rank."""
+
+
+def _run_step(job: PipelineJob, plans: Sequence[Plan], hosts: Sequence[HostBytes]) -> list[_Rank]:
+    ranks = [_Rank(job, rank, plan, host) for rank, (plan, host) in enumerate(zip(plans, hosts, strict=True))]
+    over: _Over = {}
+    running, num_over = [rank.run(over) for rank in ranks], -1
+    while running:
+        if len(over) == num_over:
+            raise ValueError("the ranks wait for each other: their actions are not of one schedule")
+        num_over = len(over)
+        running = [actions for actions in running if next(actions, None) is not None]
+    return ranks
+
+
+class _Rank:
+    def __init__(self, job: PipelineJob, rank: int, plan: Plan, host: HostBytes) -> None:
+        self._job = job.ranks[rank]
+        self._rank = rank
+        self._num_ranks = len(job.ranks)
+        self._last_stage = sum(len(other.shapes) for other in job.ranks) - 1
+        self._clocks = Clocks(job.link)
+        host.begin_step(self._clocks)
+        self._executor = SimulatedExecutor(plan, self._job.shapes, self._job.bounds, self._clocks, host)
+
+    @property
+    def outcome(self) -> RankOutcome:
+        clocks = self._clocks
+        return RankOutcome(clocks.compute, clocks.stalled, self._executor.counters, clocks.spans)
+
+    def run(self, over: _Over) -> Iterator[bool]:
+        """Run all actions; yields while another rank has to go on first."""
+        for action in self._job.actions:
+            step = -1 if action.kind == "F" else 1
+            stage, microbatch = action.chunk.stage * self._num_ranks + self._rank, action.chunk.microbatch
+            before = (action.kind, stage + step, microbatch)
+            if 0 <= before[1] <= self._last_stage:
+                while before not in over:
+                    yield True
+                self._clocks.receive(over[before])
+            for boundary in step_boundaries([action], self._job.shapes)[:-1]:
+                self._run_to(boundary)
+            over[action.kind, stage, microbatch] = self._clocks.compute
+        self._executor.at(Boundary(ITERATION_END))
+
+    def _run_to(self, boundary: Boundary) -> None:
+        """Run what comes before a boundary, pass it, and run what comes right behind it."""
+        kind, chunk, index = boundary
+        assert chunk is not None
+        before, behind = self._around(boundary)
+        if kind is COMMIT:
+            self._run(self._shape(chunk).groups[index].lead_ms, boundary, "before ")
+            self._executor.open_group(GroupKey(chunk, index))
+        self._run(before, boundary)
+        if kind is BACKWARD_END:
+            self._executor.close_group(GroupKey(chunk, index))
+        self._executor.at(boundary)
+        self._run(behind, boundary, "behind ")
+
+    def _around(self, boundary: Boundary) -> tuple[float, float]:
+        """Milliseconds of compute before and behind a boundary."""
+        kind, chunk, index = boundary
+        assert chunk is not None
+        shape = self._shape(chunk)
+        if kind is COMMIT:
+            return shape.groups[index].forward_ms, 0.0
+        if kind is BACKWARD_END:
+            return shape.groups[index].backward_ms, shape.groups[index].lead_backward_ms
+        if kind is HEAD:
+            return shape.rest_ms, shape.head_ms
+        if kind is FORWARD_END:
+            return (0.0 if shape.has_head else shape.rest_ms), 0.0
+        if kind is LOSS_DONE:
+            return shape.head_backward_ms, shape.rest_backward_ms
+        return 0.0, (shape.rest_backward_ms if kind is CHUNK_BACKWARD and not shape.has_head else 0.0)
+
+    def _run(self, milliseconds: float, boundary: Boundary, where: str = "") -> None:
+        if milliseconds:
+            self._clocks.run(milliseconds, f"{where}{boundary} {self._name(boundary)}".rstrip())
+
+    def _name(self, boundary: Boundary) -> str:
+        if boundary.chunk is None or boundary.kind not in (COMMIT, BACKWARD, BACKWARD_END):
+            return ""
+        return self._shape(boundary.chunk).groups[boundary.index].name
+
+    def _shape(self, chunk: ChunkKey) -> ChunkShape:
+        return self._job.shapes[chunk.stage]

@@ -1,0 +1,350 @@
+"""What each pass of the planner does, and the plan of every schedule of the golden files.
+
+`python -m tests.cpu.test_planner` writes the golden plans again. Read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
+from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
+from offload_engine.planning.planner import PASSES, Planner, plan_step
+from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
+from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
+from tests.planned import chunk_shape
+from tests.virtual_time import MIB
+
+DENSE = ("core_attn", "mlp_fc1")
+# A layer with experts in each of two layers, under the all-to-all overlap: no chunk is called, so no tail and no head.
+EXPERTS = ChunkShape(
+    tuple(
+        GroupShape(name, layer, mib * MIB, may_delay=may_delay)
+        for layer in range(2)
+        for name, mib, may_delay in (("core_attn", 100, True), ("expert_fc1", 400, False))
+    ),
+    launch_counts=(2, 4),
+)
+
+
+def shapes_of(shape: Shape, rank: int) -> Shapes:
+    """Two layers in each chunk; the last stage has a head."""
+    num_virtual = shape.vpp or 1
+    if shape.overlap:
+        return (EXPERTS,) * num_virtual
+    is_last_rank = rank == shape.pp - 1
+    return tuple(chunk_shape(DENSE, 2, is_last_rank and stage == num_virtual - 1) for stage in range(num_virtual))
+
+
+def plan_of(shape: Shape, rank: int) -> Plan:
+    return plan_step(shape.actions(rank), shapes_of(shape, rank), is_combined=shape.overlap)
+
+
+def golden_file(shape: Shape) -> Path:
+    return ARTIFACTS / f"plan_{shape.name}.txt"
+
+
+def write_golden_files() -> None:
+    for shape in GOLDEN:
+        texts = [f"# rank {rank}\n{format_plan(plan_of(shape, rank))}" for rank in range(shape.pp)]
+        golden_file(shape).write_text("\n".join(texts))
+
+
+@pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
+def test_golden(shape: Shape) -> None:
+    texts = golden_file(shape).read_text().split("\n\n")
+    assert len(texts) == shape.pp
+    for rank, text in enumerate(texts):
+        plan, golden = plan_of(shape, rank), parse_plan(text)
+        validate_plan(golden, shape.actions(rank), shapes_of(shape, rank))
+        assert diff_plans(golden, plan) == ""
+        assert text.strip() == f"# rank {rank}\n{format_plan(plan)}".strip()
+
+
+def test_no_golden_file_without_a_test() -> None:
+    assert set(ARTIFACTS.glob("plan_*.txt")) == {golden_file(shape) for shape in GOLDEN}
+
+
+def layers(num_layers: int, *names: str, **fields: object) -> tuple[GroupShape, ...]:
+    """Groups of one byte each."""
+    return tuple(GroupShape(name, layer, 1, **fields) for layer in range(num_layers) for name in names)  # type: ignore[arg-type]
+
+
+def text_of(actions: str, shape: ChunkShape, bounds: Bounds | None = None, skip: tuple[str, ...] = ()) -> list[str]:
+    plan = plan_step(parse_actions(actions), (shape,), bounds, skip=skip)
+    validate_plan(plan, parse_actions(actions), (shape,))
+    return [" ".join(line.split()) for line in format_plan(plan).splitlines()]
+
+
+ALL_BUT_LEAVING = tuple(each.__name__ for each in PASSES[1:])
+
+
+def only(*names: str) -> tuple[str, ...]:
+    """What to skip so that besides `everything_leaves` only these passes run."""
+    return tuple(name for name in ALL_BUT_LEAVING if name not in names)
+
+
+def test_everything_leaves_at_its_commit_and_comes_back_at_its_backward() -> None:
+    shape = ChunkShape(layers(1, "attention", "mlp"))
+    assert text_of("F0.0 B0.0", shape, skip=ALL_BUT_LEAVING) == [
+        "F0.0:0 OUT 0.0:0",
+        "F0.0:1 OUT 0.0:1",
+        "B0.0:1 IN 0.0:1",
+        "B0.0:0 IN 0.0:0",
+    ]
+    assert text_of("F0.0 B0.0", shape, skip=tuple(each.__name__ for each in PASSES)) == []
+
+
+def test_a_group_without_bytes_does_not_move_where_others_have_some() -> None:
+    groups = (GroupShape("projection"), GroupShape("mlp", nbytes=1))
+    assert text_of("F0.0 B0.0", ChunkShape(groups), skip=ALL_BUT_LEAVING) == ["F0.0:1 OUT 0.0:1", "B0.0:1 IN 0.0:1"]
+
+
+def test_what_a_backward_at_once_needs_first_is_kept() -> None:
+    shape = ChunkShape(layers(3, "attention"))
+    kept_last = ["F0.0:0 OUT 0.0:0", "F0.0:1 OUT 0.0:1", "B0.0:1 IN 0.0:1", "B0.0:0 IN 0.0:0"]
+    assert text_of("F0.0 B0.0", shape, skip=only("keep_turn_around")) == kept_last
+    in_between = text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=only("keep_turn_around"))
+    assert "B0.0:2 IN 0.0:2" in in_between and "B0.1:2 IN 0.1:2" in in_between
+
+
+def test_copies_before_experts_wait_for_their_launch() -> None:
+    moe = ChunkShape(
+        tuple(GroupShape(name, 0, size, may_delay=size == 1) for name, size in (("a", 1), ("b", 1), ("c", 4))),
+        launch_counts=(2,),
+    )
+    delayed = text_of("F0.0 F0.1 B0.0 B0.1", moe, skip=only("delay_before_experts"))
+    assert delayed[:2] == ["F0.0:launch2 OUT 0.0:0 0.0:1", "F0.0:2 OUT 0.0:2"]
+    assert text_of("F0.0 F0.1 B0.0 B0.1", moe, skip=ALL_BUT_LEAVING)[:2] == ["F0.0:0 OUT 0.0:0", "F0.0:1 OUT 0.0:1"]
+    under_budget = text_of("F0.0 F0.1 B0.0 B0.1", moe, Bounds(resident_bytes=9), skip=only("delay_before_experts"))
+    assert under_budget[0] == "F0.0:0 OUT 0.0:0"
+
+
+@pytest.mark.parametrize(
+    ("marks", "first_line"),
+    [
+        ({}, "F0.0:end OUT 0.0:0"),
+        ({"tail_index": 1}, "F0.0:tail OUT 0.0:0"),
+        ({"launch_counts": (1,)}, "F0.0:launch1 OUT 0.0:0"),
+    ],
+)
+def test_what_is_delayed_leaves_at_the_next_mark(marks: dict, first_line: str) -> None:
+    shape = ChunkShape((GroupShape("attention", 0, 1, may_delay=True),), **marks)
+    assert text_of("F0.0 B0.0", shape, skip=only("delay_before_experts"))[0] == first_line
+
+
+def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_takes_it_along() -> None:
+    groups = tuple(GroupShape("attention", layer, 2, may_delay=True) for layer in range(3))
+    texts = text_of("F0.0 F0.1 B0.0 B0.1", ChunkShape(groups), skip=only("delay_before_experts"))
+    assert texts[:2] == ["F0.0:1 OUT 0.0:0 0.0:1", "F0.0:end OUT 0.0:2"]
+    bounds = Bounds(max_inflight_bytes=3)
+    assert text_of("F0.0 B0.0", ChunkShape(groups), bounds, skip=only("delay_before_experts"))[0] == "F0.0:0 OUT 0.0:0"
+
+
+DROPS = only("keep_turn_around", "drop_before_peaks")
+
+
+def drops(lines: list[str]) -> list[str]:
+    return [line for line in lines if "DROP" in line]
+
+
+def test_behind_another_forward_what_left_before_the_tail_is_released() -> None:
+    shape = ChunkShape(layers(2, "attention", "mlp"), tail_index=3)
+    bounds = Bounds(max_inflight_bytes=3)
+    assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=DROPS)) == ["B0.0 DROP 0.1:2"]
+    assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, bounds, skip=DROPS)) == []  # the limit means what it says
+    nothing_kept = ChunkShape(layers(2, "attention", "mlp"), num_layers=5, tail_index=3)
+    assert drops(text_of("F0.0 B0.0", nothing_kept, skip=DROPS)) == []  # its own are needed soon
+    without_tail = ChunkShape(layers(2, "attention", "mlp"))
+    assert drops(text_of("F0.0 F0.1 B0.0 B0.1", without_tail, skip=DROPS)) == []
+
+
+def test_without_a_head_all_is_released_at_each_group_that_is_kept() -> None:
+    shape = ChunkShape(layers(2, "attention", "mlp"))
+    assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:2 DROP 0.0:0 0.0:1"]
+
+
+def test_before_a_head_the_layer_before_is_released_and_then_the_rest() -> None:
+    shape = ChunkShape(layers(2, "attention", "mlp"), has_head=True)
+    assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:2 DROP 0.0:0", "F0.0:head DROP 0.0:1"]
+
+
+def test_what_the_limit_in_flight_has_released_is_not_named() -> None:
+    shape = ChunkShape(layers(5, "attention"))
+    assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:4 DROP 0.0:2 0.0:3"]
+    unknown = ChunkShape(tuple(GroupShape("attention", layer) for layer in range(5)))
+    assert drops(text_of("F0.0 B0.0", unknown, skip=DROPS)) == ["F0.0:4 DROP 0.0:0 0.0:1 0.0:2 0.0:3"]
+
+
+COPY_INS = only("keep_turn_around", "place_copy_ins")
+
+
+def copy_ins(lines: list[str]) -> list[str]:
+    return [line for line in lines if "IN" in line]
+
+
+def test_copy_ins_run_ahead_by_twice_the_largest_group() -> None:
+    shape = ChunkShape(layers(4, "attention"))
+    assert copy_ins(text_of("F0.0 B0.0", shape, skip=COPY_INS)) == ["B0.0:3 IN 0.0:2 0.0:1", "B0.0:2 IN 0.0:0"]
+
+
+def test_of_a_chunk_whose_backward_has_not_begun_the_last_layer_comes_first() -> None:
+    shape = ChunkShape(layers(3, "attention", "mlp"))
+    assert copy_ins(text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=COPY_INS))[:2] == [
+        "F0.1 IN 0.0:5 0.0:4",
+        "B0.0:5 IN 0.0:3",
+    ]
+    wide = Bounds(horizon_bytes=4)
+    assert copy_ins(text_of("F0.0 F0.1 B0.0 B0.1", shape, wide, skip=COPY_INS))[0] == "F0.1 IN 0.0:5 0.0:4 0.0:3 0.0:2"
+
+
+def test_a_horizon_of_zero_brings_nothing_ahead_and_a_small_one_one_group() -> None:
+    shape = ChunkShape(layers(3, "attention"))
+    assert copy_ins(text_of("F0.0 B0.0", shape, Bounds(horizon_bytes=0), skip=COPY_INS)) == [
+        "B0.0:1 IN 0.0:1",
+        "B0.0:0 IN 0.0:0",
+    ]
+    small = Bounds(horizon_bytes=1)
+    assert copy_ins(text_of("F0.0 B0.0", shape, small, skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
+    larger = ChunkShape(tuple(GroupShape("attention", layer, 3) for layer in range(3)))
+    assert copy_ins(text_of("F0.0 B0.0", larger, small, skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
+
+
+def test_the_last_layer_is_known_by_its_number_and_else_by_the_last_of_each_name() -> None:
+    twice, unknown = (
+        ChunkShape(tuple(GroupShape("expert", layer, 1) for layer in numbers)) for numbers in ((0, 1, 1), (-1, -1, -1))
+    )
+    actions = "F0.0 F0.1 B0.0 B0.1"
+    assert copy_ins(text_of(actions, twice, skip=COPY_INS))[0] == "F0.1 IN 0.0:2 0.0:1"
+    assert copy_ins(text_of(actions, unknown, skip=COPY_INS))[0] == "F0.1 IN 0.0:2"
+
+
+def test_behind_a_tail_a_group_comes_back_a_layer_ahead_and_no_earlier() -> None:
+    attention = ChunkShape(layers(3, "attention", "mlp"), tail_index=5)
+    without_tail = ChunkShape(layers(3, "attention", "mlp"))
+    ahead = Bounds(horizon_bytes=None)
+    # In a tail, attention (index 4) has been left behind when the backward is at the last MLP (5).
+    assert "B0.0:5 IN 0.0:3" in text_of("F0.0 B0.0", attention, ahead, skip=COPY_INS)
+    assert "B0.0:5 IN 0.0:3 0.0:2" in text_of("F0.0 B0.0", without_tail, ahead, skip=COPY_INS)
+    assert "B0.0:4 IN 0.0:2" in text_of("F0.0 B0.0", attention, ahead, skip=COPY_INS)
+
+
+def test_copy_ins_begin_when_the_backward_is_through_the_loss() -> None:
+    shape = ChunkShape(layers(2, "attention"), has_head=True)
+    skip = only("place_copy_ins")
+    assert copy_ins(text_of("F0.0 B0.0", shape, skip=skip)) == ["B0.0:loss IN 0.0:1 0.0:0"]
+
+
+def test_nothing_comes_back_over_another_forward_unless_that_runs_together_with_a_backward() -> None:
+    shape = (ChunkShape(layers(1, "attention", "mlp")),)
+    actions = no_pipelining(3, overlap_expert_comm=True)  # F0 F1 B0 F2 B1 B2
+    skip = only("place_copy_ins")
+    alone = format_plan(plan_step(actions, shape, skip=skip)).split("\n")
+    combined = format_plan(plan_step(actions, shape, skip=skip, is_combined=True)).split("\n")
+    assert any(line.startswith("F0.1 ") and "IN 0.0:1 0.0:0" in line for line in combined)
+    assert any(line.startswith("F0.2 ") and "IN 0.1:1 0.1:0" in line for line in alone)
+    assert not any(line.startswith("B0.0:0 ") and "IN 0.1" in line for line in [*alone, *combined])
+
+
+def test_what_fits_a_budget_does_not_leave() -> None:
+    shape = ChunkShape(layers(4, "attention"))
+    actions = "F0.0 F0.1 B0.0 B0.1"
+    assert text_of(actions, shape, Bounds(resident_bytes=9)) == []
+    tight = text_of(actions, shape, Bounds(resident_bytes=5))
+    assert sum(line.count("OUT") for line in tight) == sum("DROP" in line for line in tight) > 0
+    skipped = text_of(actions, shape, Bounds(resident_bytes=9), skip=("fit_budget",))
+    assert len(drops(skipped)) == 0 < len(copy_ins(skipped))
+
+
+def test_what_is_leaving_is_counted_on_to_stay_within_a_quarter_of_the_budget_only() -> None:
+    """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
+    shape = ChunkShape(layers(4, "attention", "mlp"))
+    tight = text_of("F0.0 F0.1 B0.0 B0.1", shape, Bounds(resident_bytes=10))
+    assert drops(tight)[:2] == ["F0.1:1 DROP 0.0:0", "F0.1:2 DROP 0.0:1"]
+
+
+def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
+    """Bytes on the device at most, between two boundaries."""
+    now = most = 0
+    boundaries = step_boundaries(parse_actions(actions), (shape,))
+    for boundary, following in zip(boundaries, boundaries[1:], strict=False):
+        now -= shape.groups[boundary.index].nbytes if boundary.kind is BACKWARD_END else 0
+        for op, group in plan.at(boundary):
+            now += {OUT: 0, DROP: -1, IN: 1}[op] * shape.groups[group.index].nbytes
+        now += shape.groups[following.index].nbytes if following.kind is COMMIT else 0
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("budget", [4, 5, 6, 8, 10, 12])
+def test_the_bytes_of_a_plan_stay_within_the_budget(budget: int) -> None:
+    shape = ChunkShape(layers(4, "attention", "mlp"))
+    actions = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
+    plan = plan_step(parse_actions(actions), (shape,), Bounds(resident_bytes=budget))
+    validate_plan(plan, parse_actions(actions), (shape,))
+    assert peak_bytes(plan, actions, shape) <= budget
+
+
+def test_a_pass_that_is_none() -> None:
+    with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
+        plan_step(parse_actions("F0.0 B0.0"), (ChunkShape(()),), skip=("keep",))
+
+
+def test_plans_are_remembered_by_what_they_were_made_of() -> None:
+    planner = Planner(max_plans=2)
+    shapes = (ChunkShape(layers(2, "attention")),)
+    first = planner.plan_step(no_pipelining(1), shapes)
+    assert planner.plan_step(no_pipelining(2), shapes) != first
+    assert planner.plan_step(no_pipelining(1), tuple(shapes)) is first
+    under_budget = planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9))  # forgets no_pipelining(2)
+    assert planner.plan_step(no_pipelining(1), shapes) is first != under_budget
+    assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is under_budget
+    assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first  # forgets the first
+    assert planner.plan_step(no_pipelining(1), shapes) is not first
+    with pytest.raises(ValueError, match="max_plans must be at least 1"):
+        Planner(0)
+
+
+SIZES = st.integers(0, 5)
+CHUNKS = st.builds(
+    lambda sizes, has_head, marks: ChunkShape(
+        tuple(GroupShape("ab"[i % 2], i // 2, size, may_delay=i % 2 == 0) for i, size in enumerate(sizes)),
+        tail_index=marks % (len(sizes) + 1) if marks % 3 else None,
+        launch_counts=tuple(range(2, len(sizes) + 1, 2)) if marks % 2 else (),
+        has_head=has_head,
+    ),
+    st.lists(SIZES, max_size=7),
+    st.booleans(),
+    st.integers(0, 30),
+)
+BOUNDS = st.one_of(
+    st.builds(
+        Bounds,
+        horizon_bytes=st.one_of(st.none(), st.integers(0, 12)),
+        max_inflight_bytes=st.one_of(st.none(), st.integers(0, 12)),
+    ),
+    st.builds(Bounds, resident_bytes=st.integers(0, 40)),
+)
+SCHEDULES = st.one_of(
+    st.builds(no_pipelining, st.integers(1, 4), st.booleans()),
+    st.builds(one_forward_one_backward, st.just(3), st.integers(0, 2), st.integers(1, 5)),
+    st.builds(interleaved, st.just(2), st.integers(0, 1), st.just(2), st.sampled_from([2, 4, 6])),
+)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(SCHEDULES, CHUNKS, BOUNDS, st.booleans(), st.sets(st.sampled_from([each.__name__ for each in PASSES])))
+def test_every_plan_is_valid(actions, shape, bounds, is_combined, skip) -> None:
+    shapes = (shape, shape)
+    plan = plan_step(actions, shapes, bounds, is_combined=is_combined, skip=skip)
+    validate_plan(plan, actions, shapes)
+    assert sum(move.op is IN for _, move in plan.moves()) == sum(move.op is OUT for _, move in plan.moves())
+
+
+if __name__ == "__main__":
+    write_golden_files()
