@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError
 from offload_engine._devices.regions import HostRegion, check_copy
 
@@ -24,6 +25,7 @@ _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _OVERLAP_WITH_COMPUTE = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by the copy engines, not the multiprocessors
 _BATCH_SINCE = 13000  # in CUDA 12 the function of that name takes other arguments
 
+_current_device: Final[Any] = torch_private.cuda_current_device
 _HANDLE = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaStreamCreateWithFlags": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
@@ -154,7 +156,7 @@ class CudaRuntime:
     @property
     def _is_current(self) -> bool:
         """The default stream has the handle 0 on every device, and means that of the current one."""
-        return bool(torch._C._cuda_getDevice() == self._index)
+        return bool(_current_device() == self._index)
 
     def _new_event(self) -> int:
         return self._create(self._library.cudaEventCreateWithFlags, _DISABLE_TIMING)

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices.base import Event, HostRead, PlainRead
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.pinned import PinnedSlab
@@ -85,7 +86,7 @@ class MappedReader:
     def __init__(self, device: torch.device, runtime: CudaRuntime) -> None:
         slab = PinnedSlab(SLOT_BYTES * _NUM_SLOTS)
         self._runtime = runtime
-        self._current_stream = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self._current_stream = partial(torch_private.cuda_current_stream, device.index)
         with torch.inference_mode(False):  # else, if the first read is in that mode, no later one could write
             mapped = _device_view(slab, device)
             self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}

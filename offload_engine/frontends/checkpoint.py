@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from offload_engine._compat.torch_private import tree_leaves
 from offload_engine._saved.handles import PackedTensor, StayingTensor
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices import host_read
 from offload_engine._devices.base import PlainRead
 from offload_engine._devices.host_read import SLOT_BYTES, MappedRead, MappedReader
@@ -63,7 +64,7 @@ def new_reader(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Callable[[]
     monkeypatch.setattr(host_read, "PinnedSlab", Slab)
     monkeypatch.setattr(host_read, "_NUM_SLOTS", NUM_SLOTS)
     monkeypatch.setattr(host_read, "_device_view", view)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch_private, "cuda_current_stream", lambda index: 7)
     made: Any = runtime  # stands in for CudaRuntime
     return lambda: MappedReader(torch.device("cuda", 0), made)
 
