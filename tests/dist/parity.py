@@ -12,8 +12,8 @@ import torch
 from megatron_patches import Handle, apply
 from megatron_patches._hooks.attach import backward_at_once, last_of_each_name
 from megatron_patches._model.modules import canonical_names, drop_parts
-from megatron_patches._rows.schedules import unwrap
 from megatron_patches._model.sites import count_layers, find_sites
+from megatron_patches._rows.schedules import unwrap
 from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run

@@ -101,7 +101,7 @@ def test_hybrid_models(shape: Pipeline) -> None:
 
 
 @pytest.mark.skipif(
-    not find_spec("megatron.core.models.hybrid"), reason="before HybridModel such models have no virtual stages: runs with 0.19.2"
+    not find_spec("megatron.core.models.hybrid"), reason="HybridModel, of 0.19.2, has virtual stages first"
 )
 def test_hybrid_models_with_virtual_stages() -> None:
     """Some hold experts, and some Mamba layers."""
