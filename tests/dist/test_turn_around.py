@@ -78,7 +78,7 @@ def test_copies_are_in_flight_up_to_the_head_and_come_back_behind_the_loss(shape
 
 
 def _at_the_head(case: Case) -> list[dict[str, bool]]:
-    """Of each microbatch: are groups in flight before and behind the head, and what does the engine know in backward?"""
+    """Of each microbatch: are groups in flight before and behind the head, what does the engine know in backward?"""
     gc.disable()
     found: list[dict[str, bool]] = []
     with adversarial_device(None), apply(OffloadConfig(min_tensor_bytes=1), modules=case.names) as handle:
