@@ -18,6 +18,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
+from offload_engine.frontends._common.compiling import refuse_when_compiled
 from offload_engine.frontends._common.groups import SavedInGroup
 from offload_engine.frontends._common.session import Session, is_in_backward
 from offload_engine.stats import IterationStats
@@ -124,8 +125,12 @@ class CheckpointOffload:
 
         Raises:
             CopyError: if a copy has failed.
+            OffloadError: in code that torch.compile compiles.
         """
-        if self._is_inside or not torch.is_grad_enabled() or is_in_backward():
+        if self._is_inside or not torch.is_grad_enabled():
+            return original(function, *args, **options)
+        refuse_when_compiled("a checkpoint that offloads its inputs")
+        if is_in_backward():
             return original(function, *args, **options)
         function, args, options = _keywords_as_inputs(function, args, options)
         chunk = self._session.chunk or self._session.start_forward()
