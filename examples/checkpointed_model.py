@@ -11,7 +11,14 @@ import torch
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_engine import OffloadConfig, OffloadEngine, ResidencyMeter, SavedTensorTracker, offload_wrapper
+from offload_engine import (
+    GroupWindow,
+    OffloadConfig,
+    OffloadEngine,
+    ResidencyMeter,
+    SavedTensorTracker,
+    offload_wrapper,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, LENGTH, HIDDEN, DEPTH = 4, 128, 128, 12
@@ -47,7 +54,7 @@ if __name__ == "__main__":
     plain = train(make_model(), steps, before)
     # A real model needs no more than `model = offload_wrapper(model)`. The inputs of this one are below 1 MiB, which is
     # the smallest that leaves by default, and a meter is there for the figures below.
-    small = OffloadConfig(min_tensor_bytes=64 << 10, horizon_groups=2)
+    small = OffloadConfig(min_tensor_bytes=64 << 10, policy=GroupWindow(2))
     model = offload_wrapper(make_model(), engine=OffloadEngine(small, meter=after))
     offloaded, stats = train(model, steps, after), model.activation_offload.stats
     print(f"loss {plain[0]:.4f} -> {plain[-1]:.4f}; with offload equal to the last bit: {plain == offloaded}")

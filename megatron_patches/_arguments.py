@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Optional
 
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
 from megatron_patches._rows.registry import Patch
-from offload_engine import OffloadConfig
+from offload_engine import FixedBounds, OffloadConfig, ResidentBudget
 from offload_engine.config import HOST_POLICIES
+from offload_engine.policies import PolicySettings
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
@@ -293,7 +294,16 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
     given = {field.name: getattr(source, _source_name(field.name), None) for field in dataclasses.fields(base)}
     changes = {name: value for name, value in given.items() if value is not None and value is not False}
-    return base.replace(**changes)
+    return base.replace(**changes, **_policy(source))
+
+
+def _policy(source: Any) -> dict[str, PolicySettings]:
+    """The policy that the flags choose; nothing where none of them was given."""
+    resident_bytes = getattr(source, "offload_resident_bytes", None)
+    bounds = {name: getattr(source, _PREFIX + name, None) for name in ("horizon_bytes", "max_inflight_bytes")}
+    if resident_bytes is not None:
+        return {"policy": ResidentBudget(resident_bytes)}
+    return {"policy": FixedBounds(**bounds)} if any(size is not None for size in bounds.values()) else {}
 
 
 def _source_name(field: str) -> str:

@@ -4,7 +4,7 @@ from offload_engine._compat import torch_private as _torch_private  # noqa: F401
 from offload_engine._compat.build import IS_COMPILED
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
-from offload_engine.engine import OffloadEngine
+from offload_engine.engine import EngineSnapshot, OffloadEngine
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends.any_model import ManagedActivations, manage_activations
 from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint
@@ -12,11 +12,28 @@ from offload_engine.frontends.layers import LayerOffload, enable_activation_offl
 from offload_engine.frontends.wrapper import WrapperHandle, offload_wrapper
 from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
 from offload_engine.meter import ResidencyMeter
+from offload_engine.policies import (
+    FixedBounds,
+    GroupWindow,
+    LowestPeak,
+    PrefetchWindow,
+    ResidentBudget,
+    ResidentLayers,
+)
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 from offload_engine.tracker import SavedTensorTracker
+from offload_engine.traits import GroupTraits
 
 __all__ = [
+    "GroupTraits",
+    "ResidentLayers",
+    "ResidentBudget",
+    "PrefetchWindow",
+    "LowestPeak",
+    "GroupWindow",
+    "FixedBounds",
+    "EngineSnapshot",
     "IS_COMPILED",
     "Action",
     "CheckpointOffload",

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from offload_engine._compat.smp import config_fields
+from offload_engine._compat.smp import smp_policy
+from offload_engine.policies import PolicySettings
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
-HORIZONS = ("horizon_bytes", "horizon_groups", "prefetch_layers", "resident_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +35,9 @@ class OffloadConfig:
     """What happens to a group that finds no room below that bound: it stays resident and is counted, or the step ends
     with an error that names it."""
 
-    horizon_bytes: int | None = None
-    """How many bytes of copy-in may be issued ahead of their use. None: twice the largest group seen so far, and of a
-    chunk whose backward has not come near its groups only those of its last layer; unless one of the next three bounds
-    the same thing in another way: one of the four at most."""
-
-    horizon_groups: int | None = None
-    """How many groups may be on the device at once: in forward those being copied out, one of them still in use, in
-    backward those copied in and not gone yet, the one in use included. With 1 no copy overlaps anything. A retained
-    graph keeps what its first backward brought back, beyond this bound. The `activation_loading_horizon` of SMP v2."""
-
-    prefetch_layers: int | None = None
-    """How early to load: while the backward of a group runs, copy-ins of up to this many groups after it are issued.
-    The `activation_loading_horizon` of SMP v1."""
-
-    resident_bytes: int | None = None
-    """How many bytes of saved tensors groups may have on the device at once, the group that runs included: a budget.
-    Compute waits for a copy-out only where it would be exceeded. What fits when the backward begins stays, and copy-ins
-    run as far ahead as there is room, during a forward within a quarter of it. None: everything leaves as soon as it
-    can, for the lowest peak."""
-
-    max_inflight_bytes: int | None = None
-    """How many bytes of copy-out may wait for their release before the compute stream waits for the oldest.
-    None: twice the largest group seen so far, and less where the backward of another chunk follows a forward.
-    Where the link is behind, more than that makes steps shorter and the peak higher (docs/benchmarks_details.md)."""
+    policy: PolicySettings | None = None
+    """What stays on the device, what waits, and what comes back when: one of `offload_engine.policies`. None: the
+    default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
 
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
@@ -68,17 +47,14 @@ class OffloadConfig:
     """Mark groups and account for their bytes, but move nothing: shows what offloading would have to work with."""
 
     def __post_init__(self) -> None:
-        for field in ("min_tensor_bytes", "host_limit_bytes", "horizon_bytes", "resident_bytes", "max_inflight_bytes"):
+        for field in ("min_tensor_bytes", "host_limit_bytes"):
             self._check_size(field)
-        for field in ("horizon_groups", "prefetch_layers"):
-            self._check_count(field)
-        if self.resident_bytes is not None and self.max_inflight_bytes is not None:
-            raise ValueError("resident_bytes bounds the copies in flight too: leave max_inflight_bytes out")
+        if self.policy is not None and not isinstance(self.policy, PolicySettings):
+            raise TypeError(
+                f"policy must be an object such as LowestPeak() or ResidentBudget(nbytes), got {self.policy!r}"
+            )
         if self.host_policy not in HOST_POLICIES:
             raise ValueError(f"host_policy must be one of {', '.join(HOST_POLICIES)}, got {self.host_policy!r}")
-        horizons = [f for f in HORIZONS if getattr(self, f) is not None]
-        if len(horizons) > 1:
-            raise ValueError(f"{' and '.join(horizons)} bound the same thing: set one of them")
         if self.host_limit_bytes is not None and self.host_limit_bytes < self.min_tensor_bytes:
             raise ValueError(
                 f"host_limit_bytes={self.host_limit_bytes:,} is below min_tensor_bytes={self.min_tensor_bytes:,}: "
@@ -99,24 +75,16 @@ class OffloadConfig:
         if value < 0:
             raise ValueError(f"{field} must not be negative, got {value:,}")
 
-    def _check_count(self, field: str) -> None:
-        value = getattr(self, field)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{field} must be a positive number of groups, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{field} must be a positive number of groups, got {value:,}")
-
     @classmethod
     def from_smp(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> OffloadConfig:
         """The settings of a SageMaker model parallel (SMP) configuration, given as it is.
 
-        SMP v2: `activation_loading_horizon` (positive integer, default 2) becomes `horizon_groups`. Where
+        SMP v2: `activation_loading_horizon` (positive integer, default 2) becomes `policies.GroupWindow`. Where
         `sm_activation_offloading` (default true) is false SMP leaves the work to PyTorch's own offload, which still
         moves every activation but overlaps no copy; so does the result, and a warning says so.
 
-        SMP v1, known by `offload_activations`: `activation_loading_horizon` (default 4) becomes `prefetch_layers`.
+        SMP v1, known by `offload_activations`: `activation_loading_horizon` (default 4) becomes
+        `policies.PrefetchWindow`.
 
         All other keys (`hybrid_shard_degree`, `tensor_parallel_degree`, `pipeline_parallel_degree`, ...) are SMP's own
         and do not concern activation offload; a log record of level INFO names them.
@@ -129,13 +97,7 @@ class OffloadConfig:
             ValueError: for a value outside its range, a misspelt key, or `offload_activations` that is false.
             OSError: for a file that cannot be read.
         """
-        return cls(**config_fields(config))
-
-    @property
-    def max_inflight_groups(self) -> int | None:
-        """How many groups may wait for their release: one less than `horizon_groups`, for the output of the group that
-        runs is the input of the next."""
-        return None if self.horizon_groups is None else self.horizon_groups - 1
+        return cls(policy=smp_policy(config))
 
     def replace(self, **changes: object) -> OffloadConfig:
         """A copy with some fields changed, validated again."""

@@ -5,27 +5,49 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, HostRead, Stream
 from offload_engine._host.pool import HostPool
-from offload_engine._policy.horizon import make_horizon
-from offload_engine._policy.moves import Mover
-from offload_engine._policy.prefetch import Prefetcher
-from offload_engine._policy.release import ReleaseQueue
+from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine._policy.choose import make_policy
+from offload_engine._policy.executor import Executor
+from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
+from offload_engine.planning.moves import HELD
+from offload_engine.policies import LowestPeak
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
+
+
+class EngineSnapshot(NamedTuple):
+    """How many bytes and copies are where; see `OffloadEngine.snapshot`."""
+
+    saved_bytes: int
+    """Saved by groups, with a handle left, wherever they are."""
+    resident_bytes: int
+    """Of these, on the device."""
+    prefetched_bytes: int
+    """Copy-ins that are issued and not used yet."""
+    inflight_bytes: int
+    """Copy-outs that are issued and not released."""
+    leaving: tuple[TensorGroup, ...]
+    """The group of each of these copy-outs, oldest first."""
+    num_live: int
+    """Saved storages with a handle left."""
+    lent_bytes: int
+    """Host bytes lent to them."""
 
 
 class OffloadEngine:
@@ -55,15 +77,12 @@ class OffloadEngine:
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter
-        self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes)
+        unawaited, leaving = UnawaitedCopies(), LeavingQueue()
+        self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=unawaited)
         self.current_chunk: ChunkOffloadHandler | None = None
-        context = TransferContext(self.device)
-        self._store = ActivationStore(context, self.pool, self.meter, self.config)
-        releases = ReleaseQueue(
-            self._store, self.device, self.config.max_inflight_bytes, self.config.max_inflight_groups
-        )
-        prefetcher = Prefetcher(self._store, make_horizon(self.config, self._store.accounts))
-        self._mover = Mover(self._store, releases, prefetcher, self.config.dry_run)
+        self._store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
+        policy = make_policy(self.config.policy or LowestPeak(), self._store.counters, leaving)
+        self._executor = Executor(self._store, self.device, policy, leaving, self.config.dry_run)
         self._is_in_iteration = False
         self._is_closed = False
         self._num_chunks = 0
@@ -91,12 +110,12 @@ class OffloadEngine:
     @property
     def has_failed(self) -> bool:
         """True after a copy has failed, until `reset_iteration()`: what was saved in this iteration is not complete."""
-        return self._store.has_failed
+        return self._store.failures.has_failed
 
     @property
     def stats(self) -> IterationStats:
         """Counters of the running iteration, or of the last one."""
-        return self._store.accounts.stats
+        return self._store.counters.stats
 
     def begin_iteration(
         self,
@@ -125,7 +144,7 @@ class OffloadEngine:
                 "reset_iteration() if it raised"
             )
         self._store.begin(weights)
-        self._mover.prefetcher.begin(actions, is_combined)
+        self._executor.policy.begin(actions or (), is_combined)
         self._num_chunks = 0
         self._is_in_iteration = True
 
@@ -156,21 +175,18 @@ class OffloadEngine:
         """
         if not self._is_in_iteration:
             raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
-        options: dict[str, Any] = {}
-        if tensor_need_offloading_checker is not None:
-            options["tensor_need_offloading_checker"] = tensor_need_offloading_checker
         chunk = ChunkOffloadHandler(
             key if key is not None else ChunkKey(0, self._num_chunks),
-            self._mover,
+            self._executor,
             keep_groups=keep_groups,
             num_offload_group=num_offload_group,
+            tensor_need_offloading_checker=tensor_need_offloading_checker,
             double_buffering=double_buffering,
             has_head=has_head,
-            **options,
         )
         self._num_chunks += 1
         self.current_chunk = chunk
-        self._mover.start_chunk(chunk.chunk_groups)
+        chunk.begin_forward()
         return chunk
 
     def exclude(self, tensor: torch.Tensor) -> None:
@@ -194,28 +210,33 @@ class OffloadEngine:
                 them.
             num_copies: how many detached aliases exist besides, where they cannot be named.
         """
-        self._mover.issue_waiting()  # of what stays resident the storage would stay, too
+        self._executor.at(HELD)  # a delayed copy-out first: the storage of what stays resident would stay, too
         self._store.empty_for_holders(holders, num_copies)
 
-    def note_home(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Say which compute stream made `tensor`, where another one is about to save it.
+    def set_allocation_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Declare which compute stream made `tensor`, where another one is about to save it.
 
-        The memory goes back to the pool of the stream that made it, which then waits for the copy-out as well. To name
-        one that may have made it is safe, too: the one that saves it waits anyhow.
+        The memory returns to the pool of the stream that made it, which then waits for the copy-out as well. It is safe
+        to name one that may have made it: the stream that saves it waits anyway.
 
         Args:
             tensor: not saved yet.
             stream: as `engine.device.current_stream()` names it.
         """
-        self._store.note_home(tensor, stream)
+        self._store.alloc_streams.declare(tensor, stream)
 
-    def limit_resident(self, nbytes: int) -> None:
-        """From now on keep at most `nbytes` of saved tensors on the device.
-
-        As `OffloadConfig.resident_bytes`, for callers who learn it only when something has been saved. Takes the place
-        of the bounds on copies in flight and on the horizon.
-        """
-        self._mover.limit_resident(nbytes)
+    def snapshot(self) -> EngineSnapshot:
+        """Return how many bytes and copies are where now."""
+        counters, leaving = self._store.counters, self._executor.leaving
+        return EngineSnapshot(
+            saved_bytes=counters.saved_bytes,
+            resident_bytes=counters.resident_bytes,
+            prefetched_bytes=counters.prefetched_bytes,
+            inflight_bytes=leaving.inflight_bytes,
+            leaving=tuple(leaving.groups),
+            num_live=len(self._store.live),
+            lent_bytes=self.pool.lent_bytes,
+        )
 
     def trim_host_memory(self) -> int:
         """Give host memory that nothing uses, and no copy reads any more, back to the system.
@@ -251,7 +272,7 @@ class OffloadEngine:
         """
         if not self._is_in_iteration:
             raise OffloadError("end_iteration() outside an iteration")
-        self._mover.end_iteration()
+        self._executor.end_iteration()
         self._is_in_iteration = False
         self.current_chunk = None
         stats = self._store.finish()
@@ -272,7 +293,7 @@ class OffloadEngine:
         """
         if self._is_closed:  # the device takes no more work, not even the events of a reset
             return
-        self._mover.reset_iteration()
+        self._executor.reset()
         self._store.abandon_all()
         self.pool.forget_events()  # no copy is left; a failed one would never complete, and stop the next step
         self._is_in_iteration = False

@@ -11,23 +11,26 @@ import torch
 
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.traits import GroupTraits
 
 
 class GroupStartFunction(torch.autograd.Function):
     """Identity on the input of a bracketed submodule. Its backward is the end of the group's backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str, traits: GroupTraits | None = None
+    ) -> torch.Tensor:
         """Open the group `name` of `chunk`."""
         ctx.chunk = chunk
-        chunk.open_group(name)
+        chunk.open_group(name, traits)
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Tell the chunk; the gradient passes unchanged."""
         ctx.chunk.on_group_start_backward()
-        return grads[0], None, None
+        return grads[0], None, None, None
 
 
 class GroupCommitFunction(torch.autograd.Function):
@@ -60,14 +63,16 @@ class _BackwardBegins:
         self._chunk.on_group_commit_backward(self._group)
 
 
-def group_start(tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str) -> torch.Tensor:
+def group_start(
+    tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str, traits: GroupTraits | None = None
+) -> torch.Tensor:
     """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input.
 
     Do not mark an input that the submodule writes into in place and that is used again behind it: autograd sees that
     write on the returned alias only. Nor one that others read too, where the last bit matters: its gradients are then
     summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
     """
-    return GroupStartFunction.apply(tensor, chunk, name)
+    return GroupStartFunction.apply(tensor, chunk, name, traits)
 
 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:

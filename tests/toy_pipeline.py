@@ -22,14 +22,22 @@ from offload_engine import (
     ChunkKey,
     ChunkOffloadHandler,
     CopyError,
+    FixedBounds,
+    GroupTraits,
+    GroupWindow,
     IterationStats,
+    LowestPeak,
     OffloadConfig,
     OffloadEngine,
+    PrefetchWindow,
     ResidencyMeter,
+    ResidentBudget,
+    ResidentLayers,
     SavedTensorTracker,
     group_commit,
     group_start,
 )
+from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice, AdversarialStream
 
 HIDDEN = 8
@@ -286,8 +294,7 @@ class Case:
         config = OffloadConfig(
             min_tensor_bytes=min_bytes,
             host_limit_bytes=None if limit is None else max(limit, min_bytes),
-            horizon_bytes=rng.choice((None, None, 0, 1, 400, 2000, 1 << 30)),
-            max_inflight_bytes=rng.choice((None, None, 0, 1, 400, 2000, 1 << 30)),
+            policy=_draw_policy(rng, random.Random(seed + 3)),
         )
         case = cls(
             seed=seed,
@@ -337,6 +344,24 @@ class Case:
         )
 
 
+def _draw_policy(rng: random.Random, other: random.Random) -> PolicySettings:
+    """Half of the pipelines run under bounds in bytes, or none; the others under one of the other policies."""
+    sizes = (None, None, 0, 1, 400, 2000, 1 << 30)
+    horizon_bytes, max_inflight_bytes = rng.choice(sizes), rng.choice(sizes)
+    if other.random() < 0.5:
+        return other.choice(
+            (
+                ResidentBudget(other.choice((0, 300, 1000, 4000, 1 << 30))),
+                ResidentLayers(other.randint(1, 3)),
+                GroupWindow(other.randint(1, 4)),
+                PrefetchWindow(other.randint(1, 4)),
+            )
+        )
+    if horizon_bytes is None and max_inflight_bytes is None:
+        return LowestPeak()
+    return FixedBounds(horizon_bytes=horizon_bytes, max_inflight_bytes=max_inflight_bytes)
+
+
 def _draw_actions(rng: random.Random, num_stages: int, num_microbatches: int, is_chained: bool) -> list[Action]:
     """A random order that respects the data: 1F1B-like, all forwards first, or anything in between."""
     max_in_flight = rng.choice((1, 2, 3, num_stages * num_microbatches)) * (num_stages if is_chained else 1)
@@ -370,6 +395,11 @@ def _draw_actions(rng: random.Random, num_stages: int, num_microbatches: int, is
 # ---- the model, and one run of a case
 
 
+def has_layers(case: Case) -> bool:
+    """Whether groups are given their layers: two units each."""
+    return random.Random(case.seed + 11).random() < 0.7
+
+
 class Unit(nn.Module):
     """One block, with the brackets around it."""
 
@@ -390,8 +420,9 @@ class Unit(nn.Module):
         drawn_apart = random.Random(runner.case.seed + 2 + index)
         self.is_input_held = index >= 0 and drawn_apart.random() < 0.3 and not isinstance(block, InPlaceInput)
         self.is_input_held &= self.is_bracketed or runner.case.manages_rest  # else no hook sees who reads it
+        self.layer = index // 2 if has_layers(runner.case) else -1
         # Its copy-out waits; the device has work again behind it; it begins the tail of the forward.
-        self.may_wait, self.ends_wait, self.begins_tail = (drawn_apart.random() < share for share in (0.4, 0.3, 0.15))
+        self.may_delay, self.ends_wait, self.begins_tail = (drawn_apart.random() < share for share in (0.4, 0.3, 0.15))
         self._runner: tuple[Runner] = (runner,)  # in a tuple: not a submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -422,10 +453,9 @@ class Unit(nn.Module):
             return self._inner(x, runner)
         if self.is_excluded:
             engine.exclude(x)
-        x = group_start(x, chunk, type(self.block).__name__)
+        x = group_start(x, chunk, type(self.block).__name__, GroupTraits(may_delay=self.may_delay, layer=self.layer))
         group = chunk.innermost_group
         assert group is not None
-        group.may_wait = self.may_wait
         with chunk.saved_tensors_hooks():
             out = self._inner(x, runner)
         out = group_commit(out, chunk)
@@ -568,7 +598,7 @@ class Runner:
             if self.case.tells_backward:
                 self._chunks[key] = chunk
             if self.case.manages_rest:
-                rest = chunk.rest_hooks()
+                rest = chunk.hooks.around_groups()
         with self._tracker(), rest:
             out = self.stages[key.stage](x)
             if not self._is_sent(key):

@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_patches._hooks.attach import backward_at_once
-from offload_engine import Action, ChunkKey, ChunkOffloadHandler, IterationStats, OffloadConfig, OffloadEngine
+from offload_engine import (
+    Action,
+    ChunkKey,
+    ChunkOffloadHandler,
+    GroupTraits,
+    IterationStats,
+    OffloadConfig,
+    OffloadEngine,
+)
 from offload_engine._devices.regions import new_buffer
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
+from tests.configs import sized_config
 
 MIB = 1 << 20
 KIB = 1 << 10  # stands for a MiB
@@ -163,7 +172,7 @@ class Outcome(NamedTuple):
 def run(job: Job, **config: Any) -> Outcome:
     """Two steps; sizes in `config` are in MiB."""
     scaled = {name: value * KIB if name.endswith("bytes") else value for name, value in config.items()}
-    ranks = [_Rank(job, rank, OffloadConfig(min_tensor_bytes=1, **scaled)) for rank in range(job.pipeline)]
+    ranks = [_Rank(job, rank, sized_config(min_tensor_bytes=1, **scaled)) for rank in range(job.pipeline)]
     for _ in range(2):
         stats = _step(ranks)
     outcome = Outcome(max(rank.now for rank in ranks), [rank.device.stalled for rank in ranks], stats)
@@ -234,8 +243,7 @@ class _Rank:
         if module.name not in self._job.names:
             self.device.compute(module.milliseconds)
             return None, []
-        group = chunk.open_group(module.name)
-        group.is_kept, group.layer = is_kept, layer
+        group = chunk.open_group(module.name, GroupTraits(keep=is_kept, layer=layer))
         handles = [chunk.tensor_push(torch.empty(mib * KIB, dtype=torch.uint8)) for mib in module.saved_mib]
         self.device.compute(module.milliseconds)
         chunk.close_group()

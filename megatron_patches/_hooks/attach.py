@@ -21,7 +21,7 @@ from megatron_patches._hooks.nodes import PlanNodes
 from megatron_patches._model.experts import linears_of_experts
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._model.unshared import unshared_modules
-from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadEngine
+from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class _Called(NamedTuple):
     """A chunk between the call of its forward and the return."""
 
     chunk: ChunkOffloadHandler
-    rest_hooks: AbstractContextManager[Any]
+    ungrouped_hooks: AbstractContextManager[Any]
     has_begun_head: bool = False
 
 
@@ -162,7 +162,8 @@ class Attachment:
         """
         # The set, not a function of self: without a cycle an attachment goes as soon as its model does.
         keeps = self._comes_back_at_once if is_last else ()
-        bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, site.is_before_experts, site.layer)
+        traits = GroupTraits(layer=site.layer, may_delay=site.is_before_experts)
+        bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, traits)
         self._brackets.append(bracket)
         return bracket
 
@@ -173,8 +174,8 @@ class Attachment:
         def enter_chunk(module: torch.nn.Module, args: Any) -> None:
             handler = self.start_chunk(stage, has_head=has_head)
             if handler is not None:
-                self._called = _Called(handler, handler.rest_hooks())
-                self._called.rest_hooks.__enter__()
+                self._called = _Called(handler, handler.hooks.around_groups())
+                self._called.ungrouped_hooks.__enter__()
 
         def begin_last_block(module: torch.nn.Module, args: Any) -> None:
             if self._called is not None:
@@ -207,7 +208,7 @@ class Attachment:
         self._pause.leave()  # on still only after an interrupt, which runs no hook behind a forward
         if called is None:
             return None
-        called.rest_hooks.__exit__(None, None, None)
+        called.ungrouped_hooks.__exit__(None, None, None)
         return called.chunk
 
     def _attach_sites(self, chunk: torch.nn.Module, sites: Sequence[Site]) -> None:

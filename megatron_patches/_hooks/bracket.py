@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from megatron_patches._model.experts import saves_only_weights_behind
-from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadEngine, group_commit
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine, group_commit
 
 _Replace = Callable[[torch.Tensor], torch.Tensor]
+_NO_TRAITS = GroupTraits()
 
 
 class GroupBracket:
@@ -26,8 +27,7 @@ class GroupBracket:
         name: str,
         counter: Counter[str],
         keeps: Collection[ChunkKey] = (),
-        may_wait: bool = False,
-        layer: int = -1,
+        traits: GroupTraits = _NO_TRAITS,
     ) -> None:
         """
         Args:
@@ -35,15 +35,13 @@ class GroupBracket:
             name: of the groups.
             counter: of groups opened, by name.
             keeps: the chunks whose groups of this place stay resident.
-            may_wait: its copies may wait for the experts behind it (`ChunkOffloadHandler.pass_host_wait`).
-            layer: of the chunk, from 0; -1: not of one.
+            traits: of the groups.
         """
         self._engine = engine
         self._name = name
         self._counter = counter
         self._keeps = keeps
-        self._may_wait = may_wait
-        self._layer = layer
+        self._traits = traits
         self._chunk: ChunkOffloadHandler | None = None  # whose group is open
         self._has_hooks = False  # else the bracket is suspended, or not open
 
@@ -62,14 +60,12 @@ class GroupBracket:
             return False
         if self._chunk is not None:
             self.leave()  # the place is entered again before its end was reached
-        if not chunk.has_innermost_hooks():
+        if not chunk.hooks.are_innermost():
             return False  # torch's checkpoint recomputes without this group: it must see what is saved now, too
         is_kept = chunk.key in self._keeps
         if is_kept:
-            self._keep_no_longer(chunk)
-        group = chunk.open_group(self._name)
-        group.is_kept = group.is_kept or is_kept
-        group.may_wait, group.layer = self._may_wait, self._layer
+            chunk.offload_kept_groups(self._name)  # the place is called again: its last call comes back first
+        chunk.open_group(self._name, self._traits._replace(keep=True) if is_kept else self._traits)
         self._chunk = chunk
         self.resume()
         self._counter[self._name] += 1
@@ -78,13 +74,13 @@ class GroupBracket:
     def suspend(self) -> None:
         """Something else runs before the bracket's end is reached: what is saved belongs to no group. Idempotent."""
         if self._chunk is not None and self._has_hooks:
-            self._chunk.pop_hooks()
+            self._chunk.hooks.pop()
             self._has_hooks = False
 
     def resume(self) -> None:
         """What is saved belongs to the open group again. Idempotent; nothing if it is not open."""
         if self._chunk is not None and not self._has_hooks:
-            self._chunk.push_hooks()
+            self._chunk.hooks.push()
             self._has_hooks = True
 
     def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,12 +111,6 @@ class GroupBracket:
         if chunk is not None:
             chunk.abandon_group()
 
-    def _keep_no_longer(self, chunk: ChunkOffloadHandler) -> None:
-        """The place is called again, as a layer that is there several times: its last call comes back first."""
-        for group in chunk.chunk_groups.groups:
-            if group.name == self._name:
-                chunk.keep_no_longer(group)
-
     def _commit(self, chunk: ChunkOffloadHandler) -> _Replace:
         return lambda tensor: group_commit(tensor, chunk)
 
@@ -146,13 +136,13 @@ class HooksPause:
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
         chunk = self._engine.active_chunk
-        if chunk is not None and chunk.pause_rest_hooks():
+        if chunk is not None and chunk.hooks.pause_around_groups():
             self._chunk, self._module = chunk, module
 
     def enter_linear(self, linear: Any, args: tuple[Any, ...]) -> None:
         """The engine takes the input of such a layer of experts and nothing behind it. Nothing while it is passive."""
         chunk = self._engine.active_chunk
-        if chunk is not None and saves_only_weights_behind(linear, args) and chunk.pause_hooks_behind(args[0]):
+        if chunk is not None and saves_only_weights_behind(linear, args) and chunk.hooks.pause_behind(args[0]):
             self._chunk, self._module = chunk, linear
             self._saves_original_input, linear.save_original_input = linear.save_original_input, True
 
@@ -160,7 +150,7 @@ class HooksPause:
         """The engine takes what is saved again; nothing if nothing was entered, or `module` was not."""
         if self._chunk is None or module not in (None, self._module):
             return
-        self._chunk.resume_hooks()
+        self._chunk.hooks.resume()
         if self._saves_original_input is not None:
             self._module.save_original_input = self._saves_original_input
         self._chunk = self._module = self._saves_original_input = None

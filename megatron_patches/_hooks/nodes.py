@@ -85,8 +85,8 @@ class PlanNodes:
         residual = node.layer_state.residual if is_combine else None
         is_computation = is_attention or node.name == "mlp"
         if is_computation:
-            self._engine.note_home(inputs[0], self._communication)
-        with chunk.rest_hooks(), self._open_stretches():
+            self._engine.set_allocation_stream(inputs[0], self._communication)
+        with chunk.hooks.around_groups(), self._open_stretches():
             outputs = forward(*inputs)
         if is_attention:
             self._held.end_layer()

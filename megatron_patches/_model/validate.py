@@ -9,7 +9,7 @@ import torch
 
 from megatron_patches._model.modules import ModuleRow, drop_parts, row_of, whole_of
 from megatron_patches._model.sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
-from offload_engine import IterationStats, OffloadConfig
+from offload_engine import IterationStats, OffloadConfig, ResidentBudget
 
 _UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
@@ -215,7 +215,7 @@ def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | Non
         stats: of the step.
         config: of its engine.
     """
-    if not stats.num_groups or config.dry_run or config.resident_bytes is not None:
+    if not stats.num_groups or config.dry_run or isinstance(config.policy, ResidentBudget):
         return None
     if not stats.managed_bytes:
         return (

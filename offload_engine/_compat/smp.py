@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offload_engine.policies import FixedBounds, GroupWindow, PolicySettings, PrefetchWindow
+
 logger = logging.getLogger(__name__)
 
 HORIZON = "activation_loading_horizon"
@@ -17,8 +19,8 @@ SWITCH_V2 = "sm_activation_offloading"
 SWITCH_V1 = "offload_activations"
 
 
-def config_fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of `OffloadConfig` that an SMP configuration amounts to.
+def smp_policy(config: Mapping[str, Any] | str | os.PathLike[str]) -> PolicySettings:
+    """Return the policy that an SMP configuration amounts to.
 
     Raises:
         TypeError: for a configuration, or a value in it, of the wrong type.
@@ -31,28 +33,28 @@ def config_fields(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[st
             f"an SMP configuration has {SWITCH_V2!r} (SMP v2) or {SWITCH_V1!r} (SMP v1), got both: remove one"
         )
     _tell_what_is_left(found)
-    return _fields_v1(found) if SWITCH_V1 in found else _fields_v2(found)
+    return _policy_v1(found) if SWITCH_V1 in found else _policy_v2(found)
 
 
-def _fields_v2(config: Mapping[str, Any]) -> dict[str, Any]:
+def _policy_v2(config: Mapping[str, Any]) -> PolicySettings:
     horizon = _positive(config, default=2)
     if _boolean(config, SWITCH_V2, default=True):
-        return {"horizon_groups": horizon}
+        return GroupWindow(horizon)
     logger.warning(
         "%s is false, which in SMP means PyTorch's own offload: copies are not overlapped, and %s does not apply",
         SWITCH_V2,
         HORIZON,
     )
-    return {"horizon_bytes": 0, "max_inflight_bytes": 0}
+    return FixedBounds(horizon_bytes=0, max_inflight_bytes=0)
 
 
-def _fields_v1(config: Mapping[str, Any]) -> dict[str, Any]:
+def _policy_v1(config: Mapping[str, Any]) -> PolicySettings:
     horizon = _positive(config, default=4)
     if not _boolean(config, SWITCH_V1, default=False):
         raise ValueError(
             f"{SWITCH_V1} is false: this SMP configuration asks for no offload. Set it to true, or wrap no model"
         )
-    return {"prefetch_layers": horizon}
+    return PrefetchWindow(horizon)
 
 
 def _boolean(config: Mapping[str, Any], key: str, default: bool) -> bool:

@@ -10,8 +10,10 @@ bytes it does not touch, and would grow with every merge.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from offload_engine._host.unawaited import UnawaitedCopies
 
 Event = Any
 
@@ -62,12 +64,12 @@ class FreeExtents:
 
     Args:
         is_complete: tells whether an event has completed; completed events are dropped.
-        ahead: events by their id; bytes that wait for one of them are taken last.
+        unawaited: bytes that one of these copies reads are taken last.
     """
 
-    def __init__(self, is_complete: Callable[[Event], bool], ahead: Mapping[int, Event]) -> None:
+    def __init__(self, is_complete: Callable[[Event], bool], unawaited: UnawaitedCopies) -> None:
         self._is_complete = is_complete
-        self._ahead = ahead
+        self._unawaited = unawaited
         self._by_size: list[tuple[int, int, Extent]] = []  # (nbytes, order, extent): orders differ, so a total order
         self._by_start: dict[tuple[int, int], Extent] = {}
         self._by_end: dict[tuple[int, int], Extent] = {}
@@ -88,8 +90,8 @@ class FreeExtents:
         index = bisect_left(self._by_size, (nbytes,))
         if index == len(self._by_size):
             return None
-        if self._ahead:
-            index = self._first_not_ahead(index, nbytes)
+        if len(self._unawaited):
+            index = self._first_awaited(index, nbytes)
         extent = self._by_size.pop(index)[2]
         slab, start = extent.slab, extent.start
         del self._by_start[slab, start]
@@ -135,20 +137,20 @@ class FreeExtents:
         for extent in self:
             extent.guards.clear()
 
-    def _first_not_ahead(self, begin: int, nbytes: int) -> int:
-        """Index, from `begin` on, of the smallest extent whose front waits for nothing ahead; else `begin`."""
+    def _first_awaited(self, begin: int, nbytes: int) -> int:
+        """Index, from `begin` on, of the smallest extent whose front no unawaited copy reads; else `begin`."""
         for index in range(begin, len(self._by_size)):
             extent = self._by_size[index][2]
-            if not self._is_ahead(extent.guards, extent.start + nbytes):
+            if not self._is_unawaited(extent.guards, extent.start + nbytes):
                 return index
         return begin
 
-    def _is_ahead(self, guards: Sequence[Guard], end: int) -> bool:
+    def _is_unawaited(self, guards: Sequence[Guard], end: int) -> bool:
         for guard in guards:
             if guard.start >= end:
                 return False
             for event in guard.events:
-                if id(event) in self._ahead and not self._is_complete(event):
+                if self._unawaited.has(event) and not self._is_complete(event):
                     return True
         return False
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from offload_engine._devices.base import CopyError, Device, Event, HostSlab
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.extents import Extent, FreeExtents
+from offload_engine._host.unawaited import UnawaitedCopies
 
 MIB = 1 << 20
 _GROWTH_DIVISOR = 16
@@ -71,17 +72,20 @@ class HostPool:
         device: where slabs come from.
         limit_bytes: the pool never holds more slab bytes than this; None: `DEFAULT_SHARE` of what is free.
         slab_bytes: smallest slab to ask for at first, where the limit allows it.
+        unawaited: copy-ins whose bytes are lent last; None: there are none.
 
     Raises:
         ValueError: for a negative limit or a slab size that is not positive.
 
-    Attributes:
-        ahead: by their id, events of copy-ins that compute has not been told to wait for. A copy-out into bytes that
-            such a copy reads would have to wait for it, and the two would not run side by side, so these bytes are lent
-            last. Whoever issues the copies keeps it.
     """
 
-    def __init__(self, device: Device, limit_bytes: int | None = None, slab_bytes: int = 64 * MIB) -> None:
+    def __init__(
+        self,
+        device: Device,
+        limit_bytes: int | None = None,
+        slab_bytes: int = 64 * MIB,
+        unawaited: UnawaitedCopies | None = None,
+    ) -> None:
         if limit_bytes is not None and limit_bytes < 0:
             raise ValueError(f"limit_bytes must not be negative, got {limit_bytes:,}")
         if slab_bytes <= 0:
@@ -89,8 +93,7 @@ class HostPool:
         self._device = device
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes
-        self.ahead: dict[int, Event] = {}
-        self._free = FreeExtents(device.is_complete, self.ahead)
+        self._free = FreeExtents(device.is_complete, UnawaitedCopies() if unawaited is None else unawaited)
         self._slabs: dict[int, HostSlab] = {}
         self._next_slab = 0
         self._lock = threading.Lock()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from offload_engine._saved.retirement import Retirement
-from offload_engine._saved.storage import SavedStorage
+from offload_engine._saved.storage import SavedStorage, StorageOwner
 
 
 class PackedTensor:
@@ -15,10 +14,10 @@ class PackedTensor:
     retained graph, an unused branch and an abandoned one all end well.
     """
 
-    __slots__ = ("storage", "dtype", "_store", "_shape", "_stride", "_offset", "_is_conj", "_is_neg", "gives_form")
+    __slots__ = ("storage", "dtype", "_owner", "_shape", "_stride", "_offset", "_is_conj", "_is_neg", "gives_form")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, store: Retirement, is_first: bool) -> None:
-        self._store = store
+    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, owner: StorageOwner, is_first: bool) -> None:
+        self._owner = owner
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
@@ -54,7 +53,7 @@ class PackedTensor:
             return
         storage.num_handles -= 1
         if storage.num_handles == 0:
-            self._store.retire(storage)
+            self._owner.retire(storage)
 
 
 class StayingTensor:

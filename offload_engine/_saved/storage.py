@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, Final
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
+from offload_engine._devices.base import Event, Form, HostRegion, Stream
+from offload_engine._host.leases import GroupLease
 from offload_engine.schedule import ChunkKey
-
-if TYPE_CHECKING:
-    from offload_engine._devices.base import Event, Stream
-    from offload_engine._devices.regions import Form, HostRegion
-    from offload_engine._host.leases import GroupLease
+from offload_engine.traits import GroupTraits
 
 
 class Residency(enum.Enum):
-    """Where the bytes of a storage are. One transition leads to each member."""
+    """Where the bytes of a storage are. `may_follow` is the table of legal transitions."""
 
     RESIDENT = "resident"
-    """On the device only: just saved, kept by the plan, recalled before its release, or copied in and used."""
+    """On the device only: just saved, kept, recalled before its release, or copied in and used."""
     COPYING_OUT = "copying out"
-    """Still whole on the device, with a copy-out issued (`ActivationStore.issue_copy_out`)."""
+    """Still whole on the device, with a copy-out issued."""
     ON_HOST = "on host"
-    """On the host only, as far as the store has it (`ActivationStore.release`, or handed over by `unpack`)."""
+    """On the host only, as far as the store has it."""
     COPYING_IN = "copying in"
-    """A copy-in is issued; the compute stream has not waited for it (`ActivationStore.issue_copy_in`)."""
+    """A copy-in is issued; the compute stream has not waited for it."""
     RETIRED = "retired"
-    """No handle is left: the bytes are gone (`ActivationStore.retire`)."""
+    """No handle is left: the bytes are gone."""
 
 
 # The compiled core reads a constant in no time, a member of an enumeration as slowly as any attribute of a class.
@@ -37,9 +37,72 @@ ON_HOST: Final = Residency.ON_HOST
 COPYING_IN: Final = Residency.COPYING_IN
 RETIRED: Final = Residency.RETIRED
 
+# From each residency the legal next ones.
+_AFTER_RESIDENT: Final = (COPYING_OUT, ON_HOST, RETIRED)  # ON_HOST: handed over to the tensor that is read once
+_AFTER_COPYING_OUT: Final = (ON_HOST, RESIDENT, RETIRED)  # RESIDENT: recalled
+_AFTER_ON_HOST: Final = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outside reference still has the bytes
+_AFTER_COPYING_IN: Final = (RESIDENT, RETIRED)
+
 _free_weak_ref: Final[Any] = torch.UntypedStorage._free_weak_ref
-_next_node: Final[Any] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+_sequence_nr: Final[Any] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 _storage_use_count: Final[Any] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+def may_follow(residency: Residency) -> tuple[Residency, ...]:
+    """Return the residencies that a storage may have after `residency`."""
+    # A chain of identities: to hash a member of an enumeration takes longer than all of it.
+    if residency is RESIDENT:
+        return _AFTER_RESIDENT
+    if residency is COPYING_OUT:
+        return _AFTER_COPYING_OUT
+    if residency is ON_HOST:
+        return _AFTER_ON_HOST
+    return _AFTER_COPYING_IN if residency is COPYING_IN else ()
+
+
+def move(storages: Sequence[SavedStorage], to: Residency) -> None:
+    """Change the residency of storages, and the byte counters of the groups that saved them: the one place that does.
+
+    Raises:
+        AssertionError: for a transition that `may_follow` does not list; names the storage.
+    """
+    # Linear, without a call for each storage, because it runs five times for each of them.
+    last: Residency | None = None
+    on_host = leaving = arriving = on_device = 0  # how the counters change, in units of the storage's bytes
+    for saved in storages:
+        before = saved.residency
+        if before is not last:
+            if to not in may_follow(before):
+                expected = ", ".join(legal.value for legal in may_follow(before)) or "nothing"
+                raise AssertionError(f"{saved!r}: cannot go from {before.value} to {to.value}; expected {expected}")
+            on_host = int(to is ON_HOST) - int(before is ON_HOST)
+            leaving = int(to is COPYING_OUT) - int(before is COPYING_OUT)
+            arriving = int(to is COPYING_IN) - int(before is COPYING_IN)
+            on_device = int(to is not ON_HOST and to is not RETIRED) - int(before is not ON_HOST)
+            last = before
+        saved.residency = to
+        nbytes, group = saved.nbytes, saved.group
+        group.on_host_bytes += on_host * nbytes
+        group.leaving_bytes += leaving * nbytes
+        group.arriving_bytes += arriving * nbytes
+        group.own_device_bytes += on_device * nbytes
+        if saved.is_recalled:
+            saved.is_recalled = False
+            group.recalled_bytes -= nbytes
+        elif before is COPYING_OUT and to is RESIDENT:
+            saved.is_recalled = True
+            group.recalled_bytes += nbytes
+        for sharer in saved.sharers:
+            sharer.on_host_bytes += on_host * nbytes
+            sharer.leaving_bytes += leaving * nbytes
+
+
+class StorageOwner(ABC):
+    """Takes back a storage whose last handle autograd has dropped."""
+
+    @abstractmethod
+    def retire(self, saved: SavedStorage) -> None:
+        """Release everything that `saved` holds, now or after the operation under way. Must not raise."""
 
 
 class SavedStorage:
@@ -66,10 +129,12 @@ class SavedStorage:
         "region",
         "num_handles",
         "group",
+        "sharers",
         "is_leaving",
-        "num_holders",
+        "is_recalled",
+        "num_external_refs",
         "emptied",
-        "home",
+        "alloc_stream",
         "last_read",
         "_pin",
     )
@@ -83,7 +148,7 @@ class SavedStorage:
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
-        self.pending: Event | None = None  # last copy touching `buffer`, as long as `stream` has not waited for it
+        self.pending: Event | None = None  # last copy touching `buffer`, until `stream` has waited for it
         self.copied_out: Event | None = None
         self.copied_in: Event | None = None
         self.ready_on: Stream = None  # the stream that waited for `copied_in` last
@@ -91,15 +156,17 @@ class SavedStorage:
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
         self.group: TensorGroup = group  # the first to save it inside a bracket, if any did; that one moves it out
-        self.is_leaving: bool = False  # its copy-out is issued, or waits to be: it may lack what is written from now on
-        self.num_holders: int | None = None  # tensors that hold it to no end until its backward; None: not known
+        self.sharers: tuple[TensorGroup, ...] = ()  # other groups that saved it
+        self.is_leaving: bool = False  # its copy-out is issued or delayed: it may lack what is written from now on
+        self.is_recalled: bool = False  # it left the queue of copy-outs without leaving the device
+        self.num_external_refs: int | None = None  # outside references not read before backward; None: none declared
         self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
-        self.home: Stream = None  # another stream, whose pool the bytes may have come from
-        self.last_read: Event | None = None  # by the holders, as far as `stream` or `home` may not know of it
+        self.alloc_stream: Stream = None  # another stream, whose pool the bytes may have come from
+        self.last_read: Event | None = None  # by outside references, if `stream` or `alloc_stream` may not know of it
         self._pin: _AddressPin | None = None
 
     def pin_address(self) -> bool:
-        """Before the buffer goes: keep the address `key` from being given to another storage, but no byte alive.
+        """Keep the address `key` from being given to another storage after the buffer is released; keeps no bytes.
 
         Returns:
             False, and nothing is kept, if no tensor is left that could be saved under this address once more.
@@ -112,33 +179,35 @@ class SavedStorage:
         return True
 
     def may_lack_writes_to(self, tensor: torch.Tensor) -> bool:
-        """True if bytes that are leaving may lack what `tensor`, of the same storage and version, has at its save.
+        """Return whether bytes that are leaving may lack what `tensor`, of the same storage and version, holds.
 
         The parts that unsafe_chunk and the like make of a storage each have a version counter of their own, which is
         also that of their views. They may be written in place one by one, each between the saves of others.
         """
-        if tensor._version == 0:  # nobody has written to it: a detached part, say
+        if tensor._version == 0:  # never written in place: a detached part, say
             return False
         base = tensor._base if tensor._is_view() else tensor
         return base is None or base.nbytes != self.nbytes
 
     def is_modified(self) -> bool:
-        """True if the saved bytes were written in place, or discarded, since they were saved."""
+        """Return whether the saved bytes were written in place, or discarded, since they were saved."""
         assert self.buffer is not None
         return self.buffer._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
 
     def may_be_emptied(self) -> bool:
-        """True if nobody holds the storage but `buffer` and the `num_holders` tensors that are not read."""
-        assert self.buffer is not None and self.num_holders is not None
+        """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""
+        assert self.buffer is not None and self.num_external_refs is not None
         storage = self.buffer.untyped_storage()
-        return storage.resizable() and _num_tensors(storage) <= 1 + self.num_holders
+        return storage.resizable() and _num_tensors(storage) <= 1 + self.num_external_refs
 
     def may_be_handed_over(self) -> bool:
-        """True if nobody but the tensor of its one handle needs `buffer`, nor any stream but `stream`."""
-        return self.num_handles == 1 and self.num_holders is None and not self.readers and self.home is None
+        """Return whether `buffer` is needed by the tensor of one handle only, on `stream` only."""
+        return (
+            self.num_handles == 1 and self.num_external_refs is None and not self.readers and self.alloc_stream is None
+        )
 
     def is_still_held(self) -> bool:
-        """True if a tensor is left whose storage was emptied."""
+        """Return whether an outside reference to the emptied storage is left."""
         return self.emptied is not None and _num_tensors(self.emptied) > 0
 
     def __repr__(self) -> str:
@@ -159,63 +228,98 @@ class _AddressPin:
 
 
 def _num_tensors(storage: torch.UntypedStorage) -> int:
-    """How many tensors there are over `storage`: aliases and views, in Python, C++ and graphs, each once."""
+    """Count the tensors over `storage`: aliases and views, in Python, C++ and graphs, each once."""
     num_tensors: int = _storage_use_count(storage._cdata) - 1  # one is `storage`
     return num_tensors
 
 
 class TensorGroup:
-    """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_rest`).
+    """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_ungrouped`).
 
-    The inputs of a checkpoint are read once (`is_read_once`): its recomputation lets go of them, unless it saves them,
-    long before autograd drops their handles. So `ActivationStore.unpack` hands their buffers over and keeps the host
-    bytes instead, from which a second backward, of a retained graph, gets them again. For what is dropped right after
-    it is read that would only keep host bytes for longer.
+    The byte counters are kept by `move`, so that policies read numbers and walk no storages. "Own" are
+    storages that no group saved before.
+
+    Attributes:
+        nbytes: saved by this group.
+        own_bytes: of these, own.
+        foreign_bytes: of these, not own, and first saved outside this group's layer.
+        on_host_bytes: on host now.
+        leaving_bytes: with a copy-out issued and on the device.
+        arriving_bytes: own, with a copy-in issued and not used.
+        recalled_bytes: own, recalled before their release.
+        own_device_bytes: own, with a buffer on the device.
     """
 
     __slots__ = (
         "chunk",
         "index",
         "name",
-        "is_kept",
-        "is_rest",
-        "is_read_once",
-        "may_wait",
         "layer",
+        "is_kept",
+        "is_read_once",
+        "may_delay",
+        "is_ungrouped",
         "storages",
         "nbytes",
         "own_bytes",
-        "_first_node",
+        "foreign_bytes",
+        "on_host_bytes",
+        "leaving_bytes",
+        "arriving_bytes",
+        "recalled_bytes",
+        "own_device_bytes",
+        "_first_sequence_nr",
     )
 
-    def __init__(self, chunk: ChunkKey, index: int, name: str, is_kept: bool, is_rest: bool = False) -> None:
+    def __init__(self, chunk: ChunkKey, index: int, name: str, traits: GroupTraits, is_ungrouped: bool = False) -> None:
         self.chunk = chunk
         self.index = index
         self.name = name
-        self.is_kept = is_kept  # the plan leaves it resident
-        self.is_rest = is_rest  # never copied out: such a storage moves only with a group that saves it too
-        self.is_read_once: bool = False  # in each backward, and needed no longer than the tensor that it is read as
-        self.may_wait: bool = False  # with its copy-out, until `ChunkOffloadHandler.pass_host_wait`
-        self.layer: int = -1  # of its chunk, from 0; -1: nobody has said
-        self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; its own go as they retire
+        self.layer = traits.layer
+        self.is_kept = traits.keep  # until the chunk or the executor learns otherwise
+        self.is_read_once = traits.read_once
+        self.may_delay = traits.may_delay
+        self.is_ungrouped = is_ungrouped  # never copied out: such a storage moves only with a group that saves it too
+        self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; they go as they retire
         self.nbytes = 0
-        self.own_bytes = 0  # of what no group saved before
-        self._first_node: int = _next_node()
+        self.own_bytes = 0
+        self.foreign_bytes = 0
+        self.on_host_bytes = 0
+        self.leaving_bytes = 0
+        self.arriving_bytes = 0
+        self.recalled_bytes = 0
+        self.own_device_bytes = 0
+        self._first_sequence_nr: int = _sequence_nr()
 
-    def add(self, storage: SavedStorage) -> None:
-        """Note that this group saved `storage`. Idempotent."""
-        if storage not in self.storages:
-            self.storages[storage] = None
-            self.nbytes += storage.nbytes
-            if storage.group is self:
-                self.own_bytes += storage.nbytes
+    def add(self, saved: SavedStorage) -> None:
+        """Record that this group saved `saved`. Idempotent."""
+        if saved in self.storages:
+            return
+        self.storages[saved] = None
+        nbytes = saved.nbytes
+        self.nbytes += nbytes
+        if saved.group is self:  # just saved: resident
+            self.own_bytes += nbytes
+            self.own_device_bytes += nbytes
+            return
+        if not any(other.is_of_layer(self) for other in (saved.group, *saved.sharers)):
+            self.foreign_bytes += nbytes
+        saved.sharers = (*saved.sharers, self)
+        if saved.residency is ON_HOST:
+            self.on_host_bytes += nbytes
+        elif saved.residency is COPYING_OUT:
+            self.leaving_bytes += nbytes
+
+    def is_of_layer(self, other: TensorGroup) -> bool:
+        """Return whether both groups belong to one layer of one chunk."""
+        return self.layer == other.layer and self.chunk == other.chunk and not self.is_ungrouped
 
     def has_made(self, node: torch.autograd.graph.Node) -> bool:
-        """True if `node` came into the graph after the group was opened, in the same thread."""
+        """Return whether `node` came into the graph after the group was opened, in the same thread."""
         number: int = node._sequence_nr()  # type: ignore[attr-defined]
-        return number >= self._first_node
+        return number >= self._first_sequence_nr
 
     def __repr__(self) -> str:
         stage, microbatch = self.chunk
-        group = "no group" if self.is_rest else f"group {self.index} ({self.name})"
+        group = "no group" if self.is_ungrouped else f"group {self.index} ({self.name})"
         return f"{group} of chunk (stage {stage}, microbatch {microbatch})"

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from offload_engine._devices.base import CopyError, Device, Event, Stream
-from offload_engine._host.pool import HostLease
+from offload_engine._host.leases import GroupLease
 from offload_engine._saved.storage import SavedStorage
 
 
@@ -48,15 +48,15 @@ class TransferContext:
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
 
 
-def note_produced(storages: Sequence[SavedStorage], context: TransferContext) -> list[Event]:
-    """What the copy-out of `storages` has to wait for: all that their streams have been given by now."""
+def record_produced(storages: Sequence[SavedStorage], context: TransferContext) -> list[Event]:
+    """Record what the copy-out of `storages` has to wait for: all work queued on their streams by now."""
     return [context.device.record_event(compute) for compute in _streams_of(storages)]
 
 
 def copy_out(
-    storages: Sequence[SavedStorage], lease: HostLease, produced: Sequence[Event], context: TransferContext
+    storages: Sequence[SavedStorage], lease: GroupLease, produced: Sequence[Event], context: TransferContext
 ) -> Event:
-    """Issue the copy-out of `storages` into their regions of `lease`; returns the event after the last byte."""
+    """Issue the copy-out of `storages` into their regions of `lease`; return the event after the last byte."""
     device, stream = context.device, context.copy_out_stream
     for event in produced:
         device.wait_event(stream, event)  # Rule 1
@@ -76,7 +76,7 @@ def copy_out(
 
 
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
-    """Allocate a buffer for each of `storages` and issue its copy-in; returns the event after the last byte."""
+    """Allocate a buffer for each of `storages` and issue its copy-in; return the event after the last byte."""
     device, stream = context.device, context.copy_in_stream
     copies = []
     for storage in storages:
@@ -98,12 +98,12 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     for i, storage in enumerate(storages):
         if storage.emptied is not None:  # restored: the tensors over it are whatever they were
             storage.form = None
-        storage.buffer, storage.emptied, storage.home = copies[i][1], None, None
+        storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
     return copied_in
 
 
-def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
-    """Before the buffers of `storages` are dropped: order the last copy that touched each before what comes next.
+def wait_for_last_copy(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+    """Make compute wait for the last copy that touched each buffer of `storages`, before they are released.
 
     Raises:
         CopyError: if such a copy failed.
@@ -122,8 +122,8 @@ def settle(storages: Sequence[SavedStorage], context: TransferContext) -> None:
 
 
 def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """Let go of the device bytes of `storage`, which is settled."""
-    if storage.readers or storage.last_read is not None or storage.home is not None:
+    """Release the device bytes of `storage`, whose last copy compute has waited for."""
+    if storage.readers or storage.last_read is not None or storage.alloc_stream is not None:
         _follow_readers(storage, context.device)
     assert storage.buffer is not None
     context.device.on_release(storage.buffer)
@@ -131,12 +131,12 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
 
 
 def hand_over_buffer(storage: SavedStorage) -> None:
-    """As `drop_buffer`, where the current stream is `storage.stream` and reads what it has been given of the buffer."""
+    """Leave the buffer to its one reader, on the current stream, which is `storage.stream`."""
     storage.buffer = storage.copied_in = None
 
 
 def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """As `drop_buffer`, where others hold the buffer: what they hold has no bytes from now on."""
+    """Release the bytes in place, where outside references hold the buffer: these have no bytes from now on."""
     _follow_readers(storage, context.device)
     assert storage.buffer is not None
     storage.emptied = storage.buffer.untyped_storage()
@@ -165,15 +165,15 @@ def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) ->
             storage.readers = (*storage.readers, reader)
 
 
-def note_last_read(storage: SavedStorage, context: TransferContext) -> None:
-    """Nobody reads `storage` any more but for the current stream, in what it has been given by now."""
+def record_last_read(storage: SavedStorage, context: TransferContext) -> None:
+    """Record the last read of `storage`: work already queued on the current stream."""
     reader = context.device.current_stream()
-    if reader != storage.stream or storage.home is not None:
+    if reader != storage.stream or storage.alloc_stream is not None:
         storage.last_read = context.device.record_event(reader)
 
 
 def _finish(stream: Stream, device: Device) -> None:
-    """Something went wrong, or somebody interrupted, before an event told of a copy: nobody else would wait for it."""
+    """Wait on the host for copies that have no event, after a fault or an interrupt between the two."""
     with suppress(CopyError):
         device.synchronize(device.record_event(stream))
 
@@ -184,15 +184,15 @@ def _follow_readers(storage: SavedStorage, device: Device) -> None:
     storage.readers = ()
     if storage.last_read is not None:
         device.wait_event(storage.stream, storage.last_read)  # Rule 6
-    if storage.home is not None:
+    if storage.alloc_stream is not None:
         for event in (storage.copied_out, storage.last_read):
             if event is not None:
-                device.wait_event(storage.home, event)  # Rule 7
+                device.wait_event(storage.alloc_stream, event)  # Rule 7
     storage.last_read = None
 
 
 def _streams_of(storages: Sequence[SavedStorage]) -> list[Stream]:
-    """Each once; storages of one group nearly always share theirs."""
+    """Return each compute stream of `storages` once; those of one group nearly always share theirs."""
     found = [storages[0].stream]
     for storage in storages:
         if storage.stream not in found:

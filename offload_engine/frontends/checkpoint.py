@@ -21,7 +21,9 @@ from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import refuse_when_compiled
 from offload_engine.frontends._common.groups import SavedInGroup
 from offload_engine.frontends._common.session import Session, is_in_backward
+from offload_engine.policies import GroupWindow
 from offload_engine.stats import IterationStats
+from offload_engine.traits import GroupTraits
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,8 @@ class CheckpointOffload:
         if config is not None and engine is not None:
             raise ValueError("CheckpointOffload() takes a config or an engine, which has one already; got both")
         if engine is None:
-            engine = OffloadEngine(config if config is not None else OffloadConfig(horizon_groups=2))
+            config = config or OffloadConfig()
+            engine = OffloadEngine(config if config.policy is not None else config.replace(policy=GroupWindow(2)))
         self._session = Session(engine, weights)
         self._tokens: list[Token[Checkpoint | None]] = []
         self._is_inside = False  # a checkpointed function runs
@@ -139,8 +142,7 @@ class CheckpointOffload:
         self._is_inside = True
         try:
             # Here and not where autograd saves them, which may be after the function: so the copy-out overlaps it.
-            group = chunk.open_group("checkpoint")
-            group.is_read_once = True
+            group = chunk.open_group("checkpoint", GroupTraits(read_once=True))
             inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
             with torch.autograd.graph.saved_tensors_hooks(partial(_pack, chunk, group), self._unpack):
@@ -205,7 +207,7 @@ def checkpoint_of_all_inputs(function: Callable[..., Any], *args: Any, **options
 
 def _pack(chunk: ChunkOffloadHandler, group: TensorGroup, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
     """What autograd keeps for an input, which `group` has taken charge of already. Anything else stays."""
-    packed = chunk.pack_rest(tensor)
+    packed = chunk.hooks.pack_ungrouped(tensor)
     return SavedInGroup(packed, group, chunk) if isinstance(packed, PackedTensor) else packed
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from offload_engine.config import HORIZONS, OffloadConfig
+from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.device import device_for
@@ -16,16 +16,13 @@ from offload_engine.frontends._common.groups import GROUP_BYTES
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends._layers.find_layers import Layer, body_of, check_strategy, find_layers
-from offload_engine.frontends._layers.layer_budget import LayerBudget
 from offload_engine.frontends._layers.layer_checkpoint import LayerCheckpoints
 from offload_engine.frontends._layers.layer_groups import GroupHook, LayerGroups
 from offload_engine.meter import ResidencyMeter
+from offload_engine.policies import GroupWindow, PrefetchWindow, ResidentLayers
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
-
-NUM_RESIDENT_LAYERS = 2
-"""One computes while another is on its way."""
 
 
 class LayerOffload:
@@ -40,13 +37,11 @@ class LayerOffload:
         self.layers: tuple[str, ...] = tuple(layer.name for layer in layers)
         self.engine: OffloadEngine = engine
         self._session = Session(engine, lambda: weights_of((model,)))
-        is_bounded = any(getattr(engine.config, name) is not None for name in (*HORIZONS, "max_inflight_bytes"))
         self._groups = LayerGroups(
             body_of(model, layers),
             layers,
             self._session,
-            group_bytes=None if engine.config.horizon_groups or engine.config.prefetch_layers else GROUP_BYTES,
-            budget=None if is_bounded else LayerBudget(engine, NUM_RESIDENT_LAYERS),
+            group_bytes=None if isinstance(engine.config.policy, (GroupWindow, PrefetchWindow)) else GROUP_BYTES,
         )
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
         # Of a model that never calls the module with the layers, too.
@@ -98,8 +93,7 @@ def enable_activation_offloading(
         enable_ckpt: checkpoint each layer as well, so that its input is all that is kept, and offloaded. The model's
             own checkpointing is then switched off. Without it, a model whose own checkpointing is on stays as it is;
             the inputs of its layers are offloaded.
-        config: bounds and thresholds. Where it bounds neither horizon nor resident bytes nor copies in flight, the
-            bytes of two layers, the largest so far, are the bound.
+        config: bounds and thresholds. Without a policy it has `policies.ResidentLayers(2)`.
         layers: the modules to group by, in the order in which they run; None: they are found.
         meter: counts resident bytes as well.
 
@@ -115,6 +109,8 @@ def enable_activation_offloading(
             "enable_activation_offloading() gave the first time"
         )
     config = config or OffloadConfig()
+    if config.policy is None:
+        config = config.replace(policy=ResidentLayers())
     engine = OffloadEngine(config, device_for((model,), config), meter)
     handle = LayerOffload(model, found, engine, enable_ckpt)
     logger.info(

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from offload_engine.config import HORIZONS, OffloadConfig
+from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._common.device import device_for
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
+from offload_engine.policies import GroupWindow
 from offload_engine.stats import IterationStats
 
 DEFAULT_HORIZON = 2
@@ -61,12 +62,12 @@ def offload_wrapper(
     """
     if config is not None and engine is not None:
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
-    if engine is not None and activation_loading_horizon not in (None, engine.config.horizon_groups):
+    settings = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
+    if engine is not None and activation_loading_horizon is not None and engine.config.policy != settings.policy:
         raise ValueError(
             f"activation_loading_horizon={activation_loading_horizon} comes too late for this engine: make it with "
-            "OffloadConfig(horizon_groups=...)"
+            f"OffloadConfig(policy={settings.policy})"
         )
-    settings = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
     _check_model(model)
     if engine is None:
         engine = OffloadEngine(settings, device_for((model,), settings))
@@ -195,16 +196,17 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _with_horizon(config: OffloadConfig, horizon: int | None) -> OffloadConfig:
-    """`config`, and `horizon` unless there is one in it."""
+    """Return `config` with `horizon`, unless it has a policy of its own.
+
+    Raises:
+        ValueError: for a wrong horizon, and for two of them.
+    """
     if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1):
         raise ValueError(f"activation_loading_horizon must be a positive integer, got {horizon!r}")
-    for name in HORIZONS:
-        found = getattr(config, name)
-        if found is None:
-            continue
-        if horizon is not None and (name, found) != ("horizon_groups", horizon):
-            raise ValueError(
-                f"activation_loading_horizon={horizon} and {name}={found} of the config are two horizons: set one"
-            )
-        return config
-    return config.replace(horizon_groups=DEFAULT_HORIZON if horizon is None else horizon)
+    if config.policy is None:
+        return config.replace(policy=GroupWindow(DEFAULT_HORIZON if horizon is None else horizon))
+    if horizon is not None and config.policy != GroupWindow(horizon):
+        raise ValueError(
+            f"activation_loading_horizon={horizon} and policy={config.policy} of the config are two horizons: set one"
+        )
+    return config

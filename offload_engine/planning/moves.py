@@ -57,7 +57,7 @@ class GroupKey(NamedTuple):
     """A group of one step: `0.3:5` is group 5 of the chunk (stage 0, microbatch 3)."""
 
     chunk: ChunkKey
-    index: int
+    index: int  # type: ignore[assignment]  # hides `tuple.index`
 
     def __str__(self) -> str:
         return f"{self.chunk.stage}.{self.chunk.microbatch}:{self.index}"
@@ -69,7 +69,7 @@ class Boundary(NamedTuple):
     kind: BoundaryKind
     chunk: ChunkKey | None = None
     """None for `ITERATION_END`."""
-    index: int = -1
+    index: int = -1  # type: ignore[assignment]  # hides `tuple.index`
     """Group, or number of groups committed, where the kind has one; else -1."""
 
     def __str__(self) -> str:

@@ -16,7 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import (
     IS_COMPILED,
+    ChunkKey,
     ChunkOffloadHandler,
+    FixedBounds,
+    GroupTraits,
     OffloadConfig,
     OffloadEngine,
     ResidencyMeter,
@@ -29,6 +32,7 @@ from offload_engine._devices.memory_slab import MemorySlab
 from offload_engine._saved import store
 from offload_engine._saved.storage import SavedStorage, TensorGroup
 from tests.adversarial import AdversarialDevice
+from tests.engine_state import release_all
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "saves its input": torch.sin,
@@ -150,7 +154,9 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if step == "pack" and IS_COMPILED:
         pytest.skip("the compiled core asks nobody between finding a storage and its handle: needs the pure Python one")
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 30), AdversarialDevice())
+    engine = OffloadEngine(
+        OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30)), AdversarialDevice()
+    )
     owner, name = {
         "pack": (store, "PackedTensor"),
         "copy-out": (engine.device, "copy_out"),
@@ -172,7 +178,7 @@ def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.Monkey
         begin("copy-out")
         chunk.close_group()
         begin("release")
-        engine._mover.releases.drain()
+        release_all(engine)
         begin("copy-in")
         chunk.bulk_reload_group(0)
         assert len(engine._store.live) == 1, "the cycle was not collected, or more than that"
@@ -185,7 +191,9 @@ def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.Monkey
 @pytest.mark.timeout(60)  # a thread that waits for itself keeps the reset waiting, too
 def test_collected_in_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What retires there would wait for a copy that only this thread can do."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 30), CpuDevice("none"))
+    engine = OffloadEngine(
+        OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30)), CpuDevice("none")
+    )
     gate, write = threading.Event(), collecting(MemorySlab.write)
     monkeypatch.setattr(MemorySlab, "write", lambda *args: (gate.wait(30), write(*args)))
     with engine.iteration():
@@ -201,7 +209,7 @@ def test_collected_in_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) ->
             assert time.monotonic() < end, "the thread waits for itself"
             time.sleep(0.001)
         assert len(engine._store.live) == 2 and not engine._store._lock.locked()
-        engine._mover.releases.drain()
+        release_all(engine)
         assert len(engine._store.live) == 1
         assert chunk.tensor_pop(kept.pop()).eq(1).all()
     assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
@@ -212,6 +220,7 @@ def test_an_interrupt_leaves_no_step_under_way() -> None:
     """Whenever it comes: a lock that nobody gives back would block the reset as well."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), CpuDevice("none"))
     store, num_interrupts = engine._store, 0
+    group = TensorGroup(ChunkKey(0, 0), 0, "empty", GroupTraits())
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     end = time.monotonic() + 0.5
     try:
@@ -219,7 +228,7 @@ def test_an_interrupt_leaves_no_step_under_way() -> None:
             with suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.0005)
                 while True:
-                    store.issue_copy_in(())
+                    store.issue_copy_in(group)
             num_interrupts += 1
             assert not store._lock.locked(), f"after {num_interrupts} interrupts"
     finally:

@@ -18,7 +18,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_patches import Handle, PatchError, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
 from megatron_patches import _handle as handle_module  # noqa: E402
 from megatron_patches._arguments import Settings, check_fields, resolve, split_flags  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine import (  # noqa: E402
+    FixedBounds,
+    OffloadConfig,  # noqa: E402
+    ResidentBudget,
+)
 
 FIELDS = {
     "offload_activation",
@@ -165,10 +169,10 @@ def test_what_megatrons_paged_stash_takes_is_refused(applied: Handle) -> None:
 
 
 def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:
-    defaults = Settings(OffloadConfig(min_tensor_bytes=7, horizon_bytes=9), ("core_attn",))
+    defaults = Settings(OffloadConfig(min_tensor_bytes=7, policy=FixedBounds(horizon_bytes=9)), ("core_attn",))
     assert resolve(make(), defaults) == defaults
     own = make(offload_activation=True, offload_modules=["expert_fc1"], offload_min_tensor_bytes=0, offload_dir="none")
-    wanted = OffloadConfig(min_tensor_bytes=0, horizon_bytes=9, directory="none")
+    wanted = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(horizon_bytes=9), directory="none")
     assert resolve(own, defaults) == Settings(wanted, ("router_fc1",))
     assert resolve(make(offload_activation=True), NO_DEFAULTS) == Settings(OffloadConfig(), ("core_attn",))
 
@@ -196,7 +200,7 @@ def test_flags_reject_bad_sizes(value: str, message: str, capsys: pytest.Capture
 @pytest.mark.parametrize("other", ["offload_horizon_bytes", "offload_max_inflight_bytes"])
 def test_a_budget_beside_what_it_bounds_is_rejected(other: str, applied: Handle) -> None:
     budget = {"offload_activation": True, "offload_resident_bytes": 1 << 30}
-    assert resolve(make(**budget), NO_DEFAULTS).engine == OffloadConfig(resident_bytes=1 << 30)
+    assert resolve(make(**budget), NO_DEFAULTS).engine == OffloadConfig(policy=ResidentBudget(1 << 30))
     with pytest.raises(ValueError, match=f"offload_resident_bytes bounds what {other} does"):
         make(**budget, **{other: 1})
 
@@ -225,7 +229,7 @@ def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(app
     args = parser.parse_args(f"{size} {flags}".split())
     args.params_dtype = torch.float32
     config = arguments.core_transformer_config_from_args(args)
-    engine = OffloadConfig(horizon_bytes=3, directory="none")
+    engine = OffloadConfig(policy=FixedBounds(horizon_bytes=3), directory="none")
     assert resolve(config, NO_DEFAULTS) == Settings(engine, ("core_attn", "router_fc1"))
 
 

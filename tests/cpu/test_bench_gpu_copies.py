@@ -14,6 +14,7 @@ from offload_engine import ChunkKey, OffloadConfig, OffloadEngine, ResidencyMete
 from offload_engine.schedule import parse_actions  # noqa: E402
 from tests.adversarial import AdversarialDevice  # noqa: E402
 from tests.cpu.test_bench_gpu import FakeEvent, tools_on_path  # noqa: E402
+from tests.engine_state import release_all
 
 with tools_on_path():
     from bench_gpu import contenders, copies, settings
@@ -85,7 +86,7 @@ class Step:
             chunk.end_forward()
             self.engine.start_chunk(ChunkKey(0, 1)).end_forward()
             while self._handles:
-                chunk.on_group_commit_backward(chunk.chunk_groups.groups[len(self._handles) - 1])
+                chunk.on_group_commit_backward(chunk.groups[len(self._handles) - 1])
                 chunk.tensor_pop(self._handles[-1])
                 self._compute()
                 self._handles.pop()
@@ -105,7 +106,7 @@ def test_of_ours_each_storage_counts_as_a_copy() -> None:
         chunk.open_group("group")
         handles = [chunk.tensor_push(torch.ones(numel)) for numel in (1, 2, 3)]
         chunk.close_group()
-        engine._mover.releases.drain()
+        release_all(engine)
         chunk.bulk_reload_group(0)
         assert [chunk.tensor_pop(handle).sum() for handle in handles] == [1, 2, 3]
     for direction in (counter.out, counter.back):

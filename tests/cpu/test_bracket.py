@@ -17,7 +17,12 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_patches._hooks.attach import Attachment  # noqa: E402
 from megatron_patches._model.sites import Site  # noqa: E402
-from offload_engine import ChunkKey, OffloadConfig, OffloadEngine  # noqa: E402
+from offload_engine import (  # noqa: E402
+    ChunkKey,
+    FixedBounds,  # noqa: E402
+    OffloadConfig,
+    OffloadEngine,
+)
 from offload_engine.schedule import no_pipelining  # noqa: E402
 
 
@@ -154,7 +159,10 @@ def test_what_the_rest_of_a_chunk_saves_too_leaves_with_the_group() -> None:
             self.shared = StorageWeakRef(shared.untyped_storage())
             return shared.cos() + self.part(hidden=shared) + shared.exp().sin() * shared
 
-    chunk, engine = Chunk(), OffloadEngine(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0, directory="none"))
+    chunk, engine = (
+        Chunk(),
+        OffloadEngine(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0), directory="none")),
+    )
     expected = without(chunk)
     attachment = attach(engine, chunk, Site("part", "part", None))
     x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()

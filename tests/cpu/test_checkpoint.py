@@ -16,6 +16,7 @@ import offload_engine
 from offload_engine import (
     CheckpointOffload,
     CopyError,
+    GroupWindow,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
@@ -46,7 +47,7 @@ Checkpoint = Callable[..., Any]
 
 @pytest.fixture
 def offload(device: AdversarialDevice) -> Iterator[CheckpointOffload]:
-    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=2)
+    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(2))
     offload = CheckpointOffload(engine=OffloadEngine(config, device))
     yield offload
     offload.close()
@@ -111,7 +112,7 @@ def test_in_a_wrapped_model(device: AdversarialDevice) -> None:
     """The engine is that of `offload_wrapper`."""
     model = make_language_model("llama")
     model._set_gradient_checkpointing(True, offload_engine.checkpoint)
-    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=2)
+    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(2))
     model = offload_engine.offload_wrapper(model, engine=OffloadEngine(config, device))
     tokens = random_tokens(0)
     model(tokens, labels=tokens).loss.backward()
@@ -146,7 +147,7 @@ def test_the_storages_really_go(offload: CheckpointOffload, is_reentrant: bool) 
 def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: str, horizon: int) -> None:
     """In the rest of its layer's backward only those are there that come next, of which one less than the horizon."""
     meter = ResidencyMeter()
-    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=horizon)
+    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(horizon))
     offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none") if kind == "cpu" else device, meter))
     model = WatchedStack(lambda block, x: offload.checkpoint(block, x))
     model.look = lambda: meter.current_bytes
@@ -159,7 +160,7 @@ def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: st
 def test_an_input_that_its_layer_saves_goes_with_what_that_saves() -> None:
     """As without offload; it counts with what is recomputed, which nobody counts."""
     meter = ResidencyMeter()
-    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=1)
+    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(1))
     offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none"), meter))
     model = WatchedStack(lambda block, x: offload.checkpoint(block, x), begin=torch.square)
     model.look = lambda: meter.current_bytes
@@ -220,7 +221,7 @@ def test_inputs_that_are_views(offload: CheckpointOffload, is_shared: bool) -> N
 @pytest.mark.parametrize("horizon", [1, 2])
 def test_a_retained_graph_gets_its_inputs_again(device: AdversarialDevice, horizon: int) -> None:
     """From the host: each backward behind the first copies all of them in."""
-    config = OffloadConfig(min_tensor_bytes=1024, horizon_groups=horizon)
+    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(horizon))
     offload = CheckpointOffload(engine=OffloadEngine(config, device))
 
     def gradients(function: Checkpoint) -> list[torch.Tensor]:
@@ -440,5 +441,5 @@ def test_a_config_and_an_engine_are_an_error(device: AdversarialDevice) -> None:
 
 def test_the_default_is_two_inputs_on_the_device() -> None:
     offload = CheckpointOffload()
-    assert offload.engine.config.horizon_groups == 2
+    assert offload.engine.config.policy == GroupWindow(2)
     offload.close()

@@ -25,7 +25,3 @@ def test_checkpointed_model_example(tmp_path: Path) -> None:
     assert (inputs, on_device) == (12 * 256, 2 * 256)
     assert plain - offloaded >= inputs - on_device - 256  # the embeddings, the first input, are held by the model too
     assert not list(tmp_path.iterdir())
-
-
-def test_it_is_short() -> None:
-    assert len((ROOT / "examples" / "checkpointed_model.py").read_text().splitlines()) < 60

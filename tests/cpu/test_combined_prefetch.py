@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine import ChunkKey, ChunkOffloadHandler, FixedBounds, OffloadConfig, OffloadEngine
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
 
@@ -18,7 +18,7 @@ class Steps:
 
     def __init__(self, is_combined: bool) -> None:
         self.device = AdversarialDevice()
-        config = OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0, horizon_bytes=8 * NUMEL)
+        config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0, horizon_bytes=8 * NUMEL))
         self.engine = OffloadEngine(config, self.device)
         self.engine.begin_iteration(ACTIONS, is_combined=is_combined)
         self._chunks: dict[int, tuple[ChunkOffloadHandler, list[object]]] = {}
@@ -37,7 +37,7 @@ class Steps:
     def read(self, microbatch: int) -> None:
         """The backward of the last group that is left."""
         chunk, handles = self._chunks[microbatch]
-        chunk.on_group_commit_backward(chunk.chunk_groups.groups[len(handles) - 1])
+        chunk.on_group_commit_backward(chunk.groups[len(handles) - 1])
         assert chunk.tensor_pop(handles.pop()).eq(microbatch).all()
         chunk.on_group_start_backward()
 

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from offload_engine import (
+    FixedBounds,
     ManagedActivations,
     OffloadConfig,
     OffloadEngine,
@@ -44,7 +45,7 @@ def compiler() -> Iterator[None]:
 
 @pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), device)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
     activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)
     yield activations
     activations.close()

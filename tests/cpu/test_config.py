@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from offload_engine.config import MIB, OffloadConfig
+from tests.configs import sized_config
 
-SIZES = ["min_tensor_bytes", "host_limit_bytes", "horizon_bytes", "max_inflight_bytes"]
+SIZES = ["min_tensor_bytes", "host_limit_bytes"]
 OPTIONAL_SIZES = SIZES[1:]
 
 
@@ -30,14 +31,14 @@ def test_is_frozen_and_keyword_only() -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_negative_size_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must not be negative, got -1"):
-        OffloadConfig(**{name: -1})
+        sized_config(**{name: -1})
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [1.5, 1e6, "1MiB", True, False])
 def test_non_integer_size_is_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"{name} must be an integer number of bytes"):
-        OffloadConfig(**{name: value})
+        sized_config(**{name: value})
 
 
 def test_unknown_host_policy_is_refused() -> None:
@@ -51,7 +52,7 @@ def test_threshold_cannot_be_none() -> None:
 
 
 def test_zero_is_a_size() -> None:
-    config = OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0, horizon_bytes=0, max_inflight_bytes=0)
+    config = OffloadConfig(min_tensor_bytes=0, host_limit_bytes=0)
     assert all(getattr(config, name) == 0 for name in SIZES)
 
 
@@ -77,12 +78,12 @@ def test_a_word_for_dry_run_is_not_taken_for_true() -> None:
 
 
 def test_replace_keeps_the_rest_and_validates() -> None:
-    config = OffloadConfig(min_tensor_bytes=10, horizon_bytes=7)
-    changed = config.replace(horizon_bytes=8)
-    assert (changed.min_tensor_bytes, changed.horizon_bytes) == (10, 8)
-    assert config.horizon_bytes == 7
-    with pytest.raises(ValueError, match="horizon_bytes"):
-        config.replace(horizon_bytes=-8)
+    config = OffloadConfig(min_tensor_bytes=10, host_limit_bytes=70)
+    changed = config.replace(host_limit_bytes=80)
+    assert (changed.min_tensor_bytes, changed.host_limit_bytes) == (10, 80)
+    assert config.host_limit_bytes == 70
+    with pytest.raises(ValueError, match="host_limit_bytes"):
+        config.replace(host_limit_bytes=-8)
 
 
 def test_every_field_has_a_docstring() -> None:

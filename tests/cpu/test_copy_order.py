@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, CopyError, OffloadConfig, OffloadEngine
+from offload_engine import ChunkOffloadHandler, CopyError, GroupTraits, OffloadEngine
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
+from tests.engine_state import release_all
 
 NUMEL = 64
 NBYTES = 4 * NUMEL
@@ -22,14 +24,14 @@ class Bench:
 
     def __init__(self, seed: int | None, **settings: int) -> None:
         self.device = AdversarialDevice(seed, host_capacity=1 << 16)
-        config = OffloadConfig(min_tensor_bytes=0, horizon_bytes=0, **settings)
+        config = sized_config(min_tensor_bytes=0, horizon_bytes=0, **settings)
         self.engine = OffloadEngine(config, self.device)
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()
 
     def save(self, value: float, is_read_once: bool = False) -> object:
         """One group that saves one tensor full of `value`, made by the current stream."""
-        self.chunk.open_group("group").is_read_once = is_read_once
+        self.chunk.open_group("group", GroupTraits(read_once=is_read_once))
         handle = self.chunk.tensor_push(torch.full((NUMEL,), value))
         self.chunk.close_group()
         return handle
@@ -86,7 +88,7 @@ def test_rule_2_a_lease_lent_again_before_its_copy_out_ran(seed: int | None) -> 
         assert bench.read(first).eq(3.0).all()  # recalled: the bytes are still there, and its lease goes back
         second = bench.save(5.0)
         assert bench.engine.stats.num_offloaded_groups == 2
-        bench.engine._mover.releases.drain()
+        release_all(bench.engine)
         assert bench.read(second).eq(5.0).all()
         del first, second
         bench.finish()
@@ -265,7 +267,7 @@ def test_what_another_stream_reads_is_not_handed_over(seed: int | None) -> None:
         with bench.device.compute_stream("comm") as comm:
             bench.device.wait_event(comm, saved_on)
             assert bench.read(handle).eq(3.0).all()
-        assert bench.engine._store.accounts.resident_bytes == NBYTES
+        assert bench.engine._store.counters.resident_bytes == NBYTES
         bench.device.wait_event(bench.device.current_stream(), bench.device.record_event(comm))
         del handle
         bench.finish()
@@ -278,8 +280,8 @@ def test_rule_7_what_another_stream_made_is_not_handed_over(seed: int | None) ->
         with bench.device.compute_stream("comm") as comm:
             tensor = torch.full((NUMEL,), 3.0)
         bench.device.wait_event(bench.device.current_stream(), bench.device.record_event(comm))
-        bench.engine.note_home(tensor, comm)
-        bench.chunk.open_group("group").is_read_once = True
+        bench.engine.set_allocation_stream(tensor, comm)
+        bench.chunk.open_group("group", GroupTraits(read_once=True))
         handle = bench.chunk.tensor_push(tensor)
         del tensor
         bench.chunk.close_group()
@@ -292,7 +294,7 @@ def test_rule_7_what_another_stream_made_is_not_handed_over(seed: int | None) ->
 
 def test_what_others_hold_is_not_handed_over(bench: Bench) -> None:
     """It was emptied and restored in place: the bytes would stay all the same."""
-    bench.chunk.open_group("group").is_read_once = True
+    bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
     handle = bench.chunk.tensor_push(tensor)
     bench.chunk.close_group()
@@ -305,7 +307,7 @@ def test_what_others_hold_is_not_handed_over(bench: Bench) -> None:
 
 
 def test_what_is_held_after_it_was_handed_over_is_checked_again(bench: Bench) -> None:
-    bench.chunk.open_group("group").is_read_once = True
+    bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
     handle = bench.chunk.tensor_push(tensor)
     bench.chunk.close_group()
@@ -320,7 +322,7 @@ def test_what_is_held_after_it_was_handed_over_is_checked_again(bench: Bench) ->
 
 
 def test_what_two_read_is_not_handed_over(bench: Bench) -> None:
-    bench.chunk.open_group("group").is_read_once = True
+    bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
     first, second = (bench.chunk.tensor_push(tensor) for _ in range(2))
     del tensor
@@ -334,7 +336,7 @@ def test_what_two_read_is_not_handed_over(bench: Bench) -> None:
 
 def test_a_second_reader_that_comes_late_shares_the_buffer(bench: Bench) -> None:
     """Saved again while the only handle of the first save has its copy-in under way."""
-    bench.chunk.open_group("group").is_read_once = True
+    bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
     first = bench.chunk.tensor_push(tensor)
     bench.chunk.close_group()

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from offload_engine import (
     ChunkOffloadHandler,
     CopyError,
+    FixedBounds,
+    GroupTraits,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
@@ -24,6 +26,8 @@ from offload_engine import (
     group_start,
 )
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
+from tests.engine_state import release_all
 
 NUMEL = 512
 
@@ -36,7 +40,7 @@ def engine() -> Iterator[OffloadEngine]:
 
 
 def make_engine(**settings: object) -> OffloadEngine:
-    config = OffloadConfig(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
+    config = sized_config(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
     return OffloadEngine(config, AdversarialDevice(), ResidencyMeter())
 
 
@@ -176,7 +180,7 @@ def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
         first = chunk.tensor_push(tensor)
         chunk.close_group()
         del tensor
-        engine._mover.releases.drain()
+        release_all(engine)
         tensors = [torch.ones(NUMEL)]  # kept: the next one gets another address
         while tensors[-1].untyped_storage()._cdata != address and len(tensors) < 10_000:
             tensors.append(torch.ones(NUMEL))
@@ -191,10 +195,12 @@ def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
 
 def test_what_was_handed_over_keeps_its_address() -> None:
     """Its one reader drops the buffer of the forward: another storage could be taken for it."""
-    engine = OffloadEngine(OffloadConfig(directory="none", min_tensor_bytes=0, max_inflight_bytes=1 << 30))
+    engine = OffloadEngine(
+        OffloadConfig(directory="none", min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30))
+    )
     with engine.iteration():
         chunk = engine.start_chunk()
-        chunk.open_group("group").is_read_once = True
+        chunk.open_group("group", GroupTraits(read_once=True))
         tensor = torch.zeros(NUMEL)
         address, handle = tensor.untyped_storage()._cdata, chunk.tensor_push(tensor)
         del tensor
@@ -225,7 +231,7 @@ def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
     plain = torch.autograd.grad(function(x, lambda operation, y: operation(y)).sum(), x)[0]
     with engine.iteration():
         chunk = engine.start_chunk()
-        with chunk.rest_hooks():
+        with chunk.hooks.around_groups():
             output = function(x, lambda operation, y: in_group(chunk, operation, y))
             in_group(chunk, torch.sin, leaf())
             in_group(chunk, torch.sin, leaf())
@@ -241,7 +247,7 @@ def test_what_only_outsiders_save_stays_and_does_not_count(engine: OffloadEngine
     x = leaf()
     plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
     with engine.iteration():
-        with engine.start_chunk().rest_hooks():
+        with engine.start_chunk().hooks.around_groups():
             total = (x * 1).exp().sin().sum()
         assert engine.stats.managed_bytes == 0
         assert engine.meter is not None and engine.meter.current_bytes == 4 * NUMEL
@@ -254,8 +260,7 @@ def test_what_only_outsiders_save_stays_and_does_not_count(engine: OffloadEngine
 def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngine) -> None:
     with engine.iteration():
         chunk = engine.start_chunk()
-        group = chunk.open_group("raised")
-        group.is_kept = True
+        chunk.open_group("raised", GroupTraits(keep=True))
         handle = chunk.tensor_push(torch.ones(64))  # as an exception's traceback may hold the graph
         chunk.abandon_group()
         chunk.offload_kept_groups()
@@ -455,7 +460,7 @@ def test_in_place_use_of_an_output_is_legal_and_of_a_saved_tensor_is_an_error(en
         del output
 
 
-@pytest.mark.parametrize("hooks", ["saved_tensors_hooks", "rest_hooks"])
+@pytest.mark.parametrize("hooks", ["in_group", "around_groups"])
 @pytest.mark.parametrize("reason", ["small", "excluded", "a weight"])
 def test_in_place_use_of_a_saved_tensor_that_stays_is_an_error_too(hooks: str, reason: str) -> None:
     engine = make_engine(min_tensor_bytes=8 * NUMEL if reason == "small" else 0)
@@ -463,7 +468,7 @@ def test_in_place_use_of_a_saved_tensor_that_stays_is_an_error_too(hooks: str, r
     with engine.iteration(weights=[y] if reason == "a weight" else []):
         if reason == "excluded":
             engine.exclude(y)
-        with getattr(engine.start_chunk(), hooks)():
+        with getattr(engine.start_chunk().hooks, hooks)():
             total = (x * y).sum()
         y.add_(1)
         with pytest.raises(RuntimeError, match=r"torch.float32 of shape \(512,\), has been modified by an inplace"):
@@ -505,7 +510,7 @@ def resident_after(engine: OffloadEngine, num_groups: int, keep: frozenset[int] 
         y = leaf() * 1
         for _ in range(num_groups):
             y = in_group(chunk, torch.sin, y)
-        resident = engine._store.accounts.resident_bytes // (4 * NUMEL)
+        resident = engine._store.counters.resident_bytes // (4 * NUMEL)
         y.sum().backward()
         del y
     check_nothing_left(engine)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine._host.extents import FreeExtents
+from offload_engine._host.unawaited import UnawaitedCopies
 
 SLABS = 3
 SLAB_BYTES = 24
@@ -82,7 +83,7 @@ done_ops = st.tuples(st.just("done"), st.integers(0, 50))
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
 @given(st.lists(st.one_of(take_ops, put_ops, take_ops, put_ops, done_ops), min_size=20, max_size=80))
 def test_like_the_naive_model(ops):
-    extents, naive = FreeExtents(is_complete, {}), NaiveExtents()
+    extents, naive = FreeExtents(is_complete, UnawaitedCopies()), NaiveExtents()
     live: list[tuple[int, int, int]] = []
     events: list[FakeEvent] = []
     for slab in range(SLABS):
@@ -112,14 +113,14 @@ def test_like_the_naive_model(ops):
 
 
 def test_equal_sizes_least_recently_returned_first():
-    extents = FreeExtents(is_complete, {})
+    extents = FreeExtents(is_complete, UnawaitedCopies())
     for slab in (2, 0, 1):
         extents.put(slab, 0, 8)
     assert [extents.take(8).slab for _ in range(3)] == [2, 0, 1]
 
 
 def test_smallest_that_fits():
-    extents = FreeExtents(is_complete, {})
+    extents = FreeExtents(is_complete, UnawaitedCopies())
     for slab, nbytes in enumerate((16, 4, 8)):
         extents.put(slab, 0, nbytes)
     taken = [extents.take(5) for _ in range(3)]
@@ -130,7 +131,8 @@ def test_smallest_that_fits():
 
 def test_bytes_that_wait_for_what_is_ahead_are_taken_last():
     near, far = FakeEvent(), FakeEvent()
-    ahead = {id(far): far}
+    ahead = UnawaitedCopies()
+    ahead.add(far)
     extents = FreeExtents(is_complete, ahead)
     extents.put(0, 0, 8, [far])
     extents.put(1, 0, 12, [near])
@@ -144,7 +146,7 @@ def test_bytes_that_wait_for_what_is_ahead_are_taken_last():
 
 
 def test_no_merge_across_slabs():
-    extents = FreeExtents(is_complete, {})
+    extents = FreeExtents(is_complete, UnawaitedCopies())
     extents.put(0, 0, 8)
     extents.put(1, 8, 8)
     assert len(extents) == 2
@@ -152,7 +154,7 @@ def test_no_merge_across_slabs():
 
 def test_events_stay_with_their_bytes():
     """After a merge, a range waits for those who used these bytes, not for those who used their neighbours."""
-    extents = FreeExtents(is_complete, {})
+    extents = FreeExtents(is_complete, UnawaitedCopies())
     first, second, third = FakeEvent(), FakeEvent(), FakeEvent()
     extents.put(0, 0, 8, [first])
     extents.put(0, 16, 8, [third])
@@ -164,14 +166,14 @@ def test_events_stay_with_their_bytes():
 
 
 def test_one_event_for_several_ranges_is_waited_for_once():
-    extents, event = FreeExtents(is_complete, {}), FakeEvent()
+    extents, event = FreeExtents(is_complete, UnawaitedCopies()), FakeEvent()
     for start in (0, 8, 16):
         extents.put(0, start, 8, [event])
     assert ids(extents.take(24).events) == ids([event])
 
 
 def test_completed_events_are_dropped():
-    extents, event = FreeExtents(is_complete, {}), FakeEvent()
+    extents, event = FreeExtents(is_complete, UnawaitedCopies()), FakeEvent()
     extents.put(0, 0, 8, [event])
     (extent,) = extents
     assert ids(extents.pending_events(extent)) == ids([event])
@@ -182,7 +184,7 @@ def test_completed_events_are_dropped():
 
 
 def test_remove():
-    extents = FreeExtents(is_complete, {})
+    extents = FreeExtents(is_complete, UnawaitedCopies())
     extents.put(0, 0, 8)
     extents.put(1, 0, 8)
     extents.remove(next(iter(extents)))

@@ -19,6 +19,7 @@ from megatron_patches._model.sites import Site  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.schedule import Action, no_pipelining, parse_actions  # noqa: E402
 from tests.adversarial import AdversarialDevice  # noqa: E402
+from tests.engine_state import is_in_backward  # noqa: E402
 
 NUM_LAYERS, WIDTH = 4, 8
 
@@ -81,7 +82,7 @@ def forward(chunk: Chunk) -> torch.Tensor:
 
 
 def num_in_flight(engine: OffloadEngine) -> int:
-    return len(engine._mover.releases._queue)
+    return len(engine.snapshot().leaving)
 
 
 @pytest.mark.parametrize("kind", [Chunk, FusedLoss, TwoHeads])
@@ -108,11 +109,11 @@ def test_a_loss_ends_with_the_gradients_of_the_last_of_several_heads() -> None:
     chunk = TwoHeads()
     with attached(chunk) as engine:
         loss = forward(chunk).sum()
-        groups = engine.current_chunk.chunk_groups
+        key = engine.current_chunk.key
+        window = engine._executor.policy._window
         seen: list[tuple[str, bool]] = []
         for name, logits in zip(("further", "next"), chunk.logits, strict=True):
-            knows = engine._mover.prefetcher.is_in_backward
-            logits.register_hook(lambda grad, name=name, knows=knows: seen.append((name, knows(groups))))
+            logits.register_hook(lambda _, name=name: seen.append((name, is_in_backward(window, key))))
         loss.backward()
     assert seen == [("next", False), ("further", True)]
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offload_engine import CopyError, OffloadConfig, OffloadEngine, ResidencyMeter
+from offload_engine import CopyError, OffloadEngine, ResidencyMeter
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
+from tests.engine_state import release_all
 
 NUMEL = 64
 NBYTES = 4 * NUMEL
@@ -18,7 +20,7 @@ class Bench:
     """An engine, one chunk, and a model that squares one tensor in one group."""
 
     def __init__(self, device: AdversarialDevice | None = None, **settings: int) -> None:
-        config = OffloadConfig(min_tensor_bytes=0, horizon_bytes=0, directory="none", **settings)
+        config = sized_config(min_tensor_bytes=0, horizon_bytes=0, directory="none", **settings)
         self.meter = ResidencyMeter()
         self.engine = OffloadEngine(config, device, self.meter)
         self.engine.begin_iteration()
@@ -33,11 +35,11 @@ class Bench:
 
     def release(self) -> None:
         """As a boundary does, but without a doubt."""
-        self.engine._mover.releases.drain()
+        release_all(self.engine)
 
     @property
     def resident_bytes(self) -> int:
-        assert self.meter.current_bytes == self.engine._store.accounts.resident_bytes
+        assert self.meter.current_bytes == self.engine._store.counters.resident_bytes
         return self.meter.current_bytes
 
     def finish(self) -> None:
@@ -300,7 +302,7 @@ def test_rule_7_made_on_one_stream_and_saved_on_another(seed: int | None, is_tol
         with device.compute_stream("comm") as comm:
             x = torch.full((NUMEL,), 3.0)
         device.wait_event(main, device.record_event(comm))
-        bench.engine.note_home(x, comm)
+        bench.engine.set_allocation_stream(x, comm)
         bench.chunk.open_group("group")
         handle = bench.chunk.tensor_push(x)
         bench.chunk.close_group()

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from offload_engine import (
+    ChunkOffloadHandler,
+    FixedBounds,
+    GroupWindow,
+    OffloadConfig,
+    OffloadEngine,
+    PrefetchWindow,
+    ResidencyMeter,
+    ResidentBudget,
+    ResidentLayers,
+)
+from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
 
 DEPTH, NUMEL = 8, 64
 GROUP_BYTES = 4 * NUMEL
@@ -19,7 +32,7 @@ class Chain:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice()
-        config = OffloadConfig(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
+        config = sized_config(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
         self.engine = OffloadEngine(config, self.device, ResidencyMeter())
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()
@@ -34,7 +47,7 @@ class Chain:
 
     def begin_backward(self, index: int) -> int:
         """The backward of group `index` begins; returns the copy-ins issued so far."""
-        self.chunk.on_group_commit_backward(self.chunk.chunk_groups.groups[index])
+        self.chunk.on_group_commit_backward(self.chunk.groups[index])
         assert self.chunk.tensor_pop(self.saved[index])[0] == index
         return self.device.num_copies["in"]
 
@@ -107,33 +120,48 @@ def test_horizons_differ_where_groups_do() -> None:
     assert issued(horizon_groups=1) == 1
 
 
-NAMES = ["horizon_groups", "prefetch_layers"]
+WINDOWS = [GroupWindow, PrefetchWindow, ResidentLayers]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make", WINDOWS)
 @pytest.mark.parametrize("value", [0, -3])
-def test_a_count_is_positive(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be a positive number of groups, got {value}"):
-        OffloadConfig(**{name: value})  # type: ignore[arg-type]
+def test_a_count_is_positive(make: Callable[[Any], PolicySettings], value: int) -> None:
+    with pytest.raises(ValueError, match=rf"num_\w+ must be a positive number of \w+, got {value}"):
+        make(value)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make", WINDOWS)
 @pytest.mark.parametrize("value", [1.0, "2", True])
-def test_a_count_is_an_integer(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a positive number of groups"):
-        OffloadConfig(**{name: value})  # type: ignore[arg-type]
+def test_a_count_is_an_integer(make: Callable[[Any], PolicySettings], value: object) -> None:
+    with pytest.raises(TypeError, match=r"num_\w+ must be a positive number of"):
+        make(value)
 
 
-def _pairs() -> list[Callable[[], OffloadConfig]]:
+def _with_bytes() -> list[Callable[[Any], PolicySettings]]:
     return [
-        lambda: OffloadConfig(horizon_bytes=0, horizon_groups=2),
-        lambda: OffloadConfig(horizon_bytes=1, prefetch_layers=2),
-        lambda: OffloadConfig(horizon_groups=1, prefetch_layers=2),
-        lambda: OffloadConfig(horizon_groups=1).replace(horizon_bytes=5),
+        ResidentBudget,
+        lambda size: FixedBounds(horizon_bytes=size),
+        lambda size: FixedBounds(max_inflight_bytes=size),
+        lambda size: GroupWindow(2, max_inflight_bytes=size),
+        lambda size: PrefetchWindow(2, max_inflight_bytes=size),
     ]
 
 
-@pytest.mark.parametrize("make", _pairs())
-def test_two_horizons_are_an_error(make: Callable[[], OffloadConfig]) -> None:
-    with pytest.raises(ValueError, match=r"\w+ and \w+ bound the same thing: set one of them"):
-        make()
+@pytest.mark.parametrize("make", _with_bytes())
+def test_a_bound_in_bytes_is_checked(make: Callable[[Any], PolicySettings]) -> None:
+    make(0)
+    with pytest.raises(ValueError, match=r"_bytes must not be negative, got -1"):
+        make(-1)
+    with pytest.raises(TypeError, match=r"_bytes must be an integer number of bytes, got 1\.5"):
+        make(1.5)
+
+
+def test_fixed_bounds_need_a_bound() -> None:
+    with pytest.raises(ValueError, match="needs horizon_bytes or max_inflight_bytes"):
+        FixedBounds()
+
+
+@pytest.mark.parametrize("policy", ["lowest peak", GroupWindow, 3])
+def test_a_policy_is_one_of_the_classes(policy: Any) -> None:
+    with pytest.raises(TypeError, match="policy must be an object such as"):
+        OffloadConfig(policy=policy)

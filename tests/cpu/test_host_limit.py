@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError, group_commit
+from offload_engine import OffloadEngine, OffloadError, group_commit
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
 
 NBYTES = 4096
 
 
 def make_engine(**settings: object) -> OffloadEngine:
-    config = OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0, horizon_bytes=0, **settings)  # type: ignore[arg-type]
+    config = sized_config(min_tensor_bytes=0, max_inflight_bytes=0, horizon_bytes=0, **settings)  # type: ignore[arg-type]
     return OffloadEngine(config, AdversarialDevice())
 
 

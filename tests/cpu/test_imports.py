@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 # is dotted, without the package's; "" is the package itself.
 LAYERS = {
     "offload_engine": (
-        ("schedule", "stats", "meter"),
+        ("schedule", "stats", "meter", "policies", "traits"),
+        ("planning", "planning.moves"),
         ("_compat", "_compat.build", "_compat.smp", "_compat.te_base", "_compat.torch_private"),
         ("config",),
         ("_devices._cuda_calls", "_devices.regions"),
@@ -30,25 +31,31 @@ LAYERS = {
         ("_devices.host_read",),
         ("_devices.cpu", "_devices.cuda"),
         ("_devices",),
-        ("_host", "_host.extents"),
+        ("_host", "_host.unawaited"),
+        ("_host.extents",),
         ("_host.pool",),
         ("_host.leases",),
         ("_saved", "_saved.storage"),
-        ("_saved.retirement",),
-        ("_saved.handles",),
-        ("_saved.quantized", "_saved.eligibility", "_saved.accounts"),
+        ("_saved.handles", "_saved.retirement", "_saved.addresses", "_saved.alloc_streams", "_saved.failures"),
+        ("_saved.quantized", "_saved.eligibility", "_saved.counters"),
         ("_saved.transfers",),
+        ("_saved.mover",),
         ("_saved.store", "tracker"),
-        ("_policy", "_policy.release", "_policy.horizon", "_policy.budget"),
-        ("_policy.prefetch",),
-        ("_policy.moves",),
+        ("_chunk", "_chunk.progress"),
+        ("_chunk.group_stack",),
+        ("_chunk.saved_tensors",),
+        ("_policy", "_policy.leaving", "_policy.horizon", "_policy.window"),
+        ("_policy.policy",),
+        ("_policy.reactive",),
+        ("_policy.lowest_peak", "_policy.resident"),
+        ("_policy.choose", "_policy.executor"),
         ("chunk",),
         ("functions",),
         ("engine",),
         ("frontends._common", "frontends._common.compiling", "frontends._common.weights"),
         ("frontends._common.device", "frontends._common.session"),
         ("frontends._common.groups",),
-        ("frontends._layers", "frontends._layers.find_layers", "frontends._layers.layer_budget"),
+        ("frontends._layers", "frontends._layers.find_layers"),
         ("frontends._layers.layer_groups",),
         ("frontends._layers.layer_checkpoint",),
         ("frontends", "frontends.checkpoint"),
@@ -269,4 +276,4 @@ def test_the_reader_itself() -> None:
     }
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]
-    assert _layer("offload_engine", "config") == 2 and _layer("offload_engine", "nonsense") is None
+    assert _layer("offload_engine", "config") == 3 and _layer("offload_engine", "nonsense") is None

@@ -20,9 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import offload_engine.frontends.layers
 from offload_engine import (
+    FixedBounds,
+    GroupWindow,
     LayerOffload,
     OffloadConfig,
     OffloadError,
+    PrefetchWindow,
     ResidencyMeter,
     SavedTensorTracker,
     enable_activation_offloading,
@@ -190,7 +193,7 @@ def test_a_checkpoint_by_hand_around_each_layer_keeps_working(
 def test_inputs_of_checkpointed_layers_come_back_ahead(use_reentrant: bool, enable: Enable) -> None:
     handle = enable(
         model := Net(6, run=lambda layer, x: checkpoint(layer, x, use_reentrant=use_reentrant)),
-        config=ALL.replace(horizon_groups=2),
+        config=ALL.replace(policy=GroupWindow(2)),
     )
     step(model)
     assert handle.stats.prefetch_misses == 0 and handle.stats.peak_resident_bytes == 2 * BYTES
@@ -259,8 +262,8 @@ def test_an_input_of_a_layer_goes_when_it_has_been_read(way: str, enable: Enable
     """In the rest of its layer's backward only the next one is there; the last layer's, which never left, stays."""
     by_hand = partial(checkpoint, use_reentrant=False)
     model = WatchedStack(by_hand if way == "by hand" else operator.call)
-    handle = enable(model, way == "ours", config=ALL.replace(horizon_groups=2), layers=list(model.blocks))
-    model.look = lambda: handle.engine._store.accounts.resident_bytes  # without what is saved between the layers
+    handle = enable(model, way == "ours", config=ALL.replace(policy=GroupWindow(2)), layers=list(model.blocks))
+    model.look = lambda: handle.engine._store.counters.resident_bytes  # without what is saved between the layers
     model(torch.randn(2, LENGTH, HIDDEN)).backward()
     assert model.seen == [(1, 2 * INPUT_BYTES), (0, INPUT_BYTES), (0, INPUT_BYTES), (0, 0)]
     assert handle.stats.prefetch_misses == 0
@@ -308,12 +311,14 @@ def test_a_layer_that_writes_the_parts_of_a_storage_one_by_one(enable: Enable, m
         return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     plain = run()
-    config = ALL.replace(min_tensor_bytes=1, max_inflight_bytes=0)  # each copy is over before what comes next
+    config = ALL.replace(
+        min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0)
+    )  # each copy is over before what comes next
     handle = enable(model, layers=list(model)[:3], config=config)
     assert equal(run(), plain)
     assert handle.stats.copied_out_bytes + handle.stats.kept_bytes == handle.stats.managed_bytes
     handle.remove()
-    undivided = enable(model, layers=list(model)[:3], config=config.replace(horizon_groups=100))
+    undivided = enable(model, layers=list(model)[:3], config=config.replace(policy=GroupWindow(100)))
     assert equal(run(), plain)
     gates_bytes = 4 * BYTES  # saved once more by who reads them next, after the copy in the two layers that leave
     assert handle.stats.managed_bytes == undivided.stats.managed_bytes + 2 * gates_bytes
@@ -343,7 +348,7 @@ def test_what_two_layers_share_comes_on_top(enable: Enable) -> None:
 
 
 def test_the_last_layer_leaves_where_another_forward_comes_first(enable: Enable) -> None:
-    handle = enable(model := Net(3), config=ALL.replace(horizon_groups=2))
+    handle = enable(model := Net(3), config=ALL.replace(policy=GroupWindow(2)))
     first = model(data(0))
     layer_bytes = handle.stats.kept_bytes
     assert handle.stats.copied_out_bytes == 2 * layer_bytes
@@ -354,9 +359,9 @@ def test_the_last_layer_leaves_where_another_forward_comes_first(enable: Enable)
 
 
 def test_a_horizon_of_the_user_stays(enable: Enable) -> None:
-    handle = enable(model := Net(8), config=ALL.replace(prefetch_layers=3))
+    handle = enable(model := Net(8), config=ALL.replace(policy=PrefetchWindow(3)))
     step(model)
-    assert handle.engine.config.horizon_groups is None
+    assert handle.engine.config.policy == PrefetchWindow(3)
     assert handle.stats.peak_resident_bytes > 2 * handle.stats.kept_bytes
 
 

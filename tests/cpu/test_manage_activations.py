@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload_engine import (
     CopyError,
+    FixedBounds,
     ManagedActivations,
     OffloadConfig,
     OffloadEngine,
@@ -27,6 +28,7 @@ from offload_engine import (
     manage_activations,
 )
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
 
 WIDTH, ROWS, DEPTH = 16, 8, 6
 TENSOR_BYTES = WIDTH * ROWS * 4
@@ -450,7 +452,7 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
 @pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
     # Nothing waits for its release: so everything is on host before the backward begins, but for the last group.
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), device)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
     activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)
     yield activations
     activations.close()
@@ -593,7 +595,9 @@ def test_it_yields_the_statistics_of_the_step() -> None:
 def test_prefetch_is_ahead_of_every_group() -> None:
     """Unless every copy-in was issued before its group was reached, there are misses."""
     model = make_model()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0), AdversarialDevice())
+    engine = OffloadEngine(
+        OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), AdversarialDevice()
+    )
     activations = manage_activations(model, group_bytes=2 * TENSOR_BYTES, engine=engine)
     with activations:
         loss = loss_of(model)
@@ -607,7 +611,7 @@ def test_prefetch_is_ahead_of_every_group() -> None:
 def test_graphs_that_nobody_uses_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
     """As validation losses that are kept with their graphs: what was copied in for them is not ahead of anything."""
     model = make_model()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **bounds), device)
+    engine = OffloadEngine(sized_config(min_tensor_bytes=0, **bounds), device)
     activations = manage_activations(model, group_bytes=2 * TENSOR_BYTES, engine=engine)
     kept = []
     for step in range(8):
@@ -618,7 +622,7 @@ def test_graphs_that_nobody_uses_make_no_later_step_late(device: AdversarialDevi
         else:
             kept.append(loss)
     assert activations.stats.prefetch_misses == 0
-    assert engine._store.accounts.resident_bytes <= 4 * 3 * TENSOR_BYTES  # a group of each
+    assert engine._store.counters.resident_bytes <= 4 * 3 * TENSOR_BYTES  # a group of each
     sum(kept).backward()
     activations.close()
 
@@ -630,7 +634,7 @@ def test_with_a_budget_less_is_copied_and_nothing_changes(num_tensors: int) -> N
 
     def train(**bounds: int) -> Results:
         device = AdversarialDevice()
-        engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **bounds), device)
+        engine = OffloadEngine(sized_config(min_tensor_bytes=0, **bounds), device)
         activations = manage_activations(group_bytes=TENSOR_BYTES, engine=engine)
         found = forward_only(lambda: activations)
         copied.append(activations.stats.copied_out_bytes)
@@ -681,7 +685,7 @@ def test_two_models_in_two_threads() -> None:
     models = [make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())) for _ in range(2)]
 
     def train(seed: int) -> Results:
-        config = OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0, directory="none")
+        config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0), directory="none")
         activations = manage_activations(models[seed], config, group_bytes=TENSOR_BYTES)
         losses = []
         for step in range(20):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, group_commit
+from offload_engine import ChunkKey, GroupTraits, group_commit
 from offload_engine._saved.storage import SavedStorage, TensorGroup
 
 
@@ -19,7 +19,7 @@ class Chunk:
         self.innermost_group: TensorGroup | None = None
 
     def open_group(self, name: str, saves: bool = True) -> None:
-        self.innermost_group = TensorGroup(ChunkKey(0, 0), 0, name, is_kept=False)
+        self.innermost_group = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits())
         if saves:
             tensor = torch.ones(3)
             storage = SavedStorage(tensor, tensor.untyped_storage(), self.innermost_group, None)

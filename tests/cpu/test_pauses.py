@@ -47,11 +47,11 @@ def test_what_is_saved_while_the_rest_hooks_pause_is_autograds_alone(engine: Off
     plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
     with engine.iteration():
         chunk = engine.start_chunk()
-        with chunk.rest_hooks():
-            assert chunk.pause_rest_hooks()
+        with chunk.hooks.around_groups():
+            assert chunk.hooks.pause_around_groups()
             assert innermost_hooks() is None
             inner = (x * 1).exp()
-            chunk.resume_hooks()
+            chunk.hooks.resume()
             assert engine.meter.current_bytes == 0
             total = inner.sin().sum()
             assert engine.meter.current_bytes == 4 * NUMEL
@@ -67,17 +67,17 @@ def test_hooks_pause_behind_the_whole_of_a_tensor(engine: OffloadEngine) -> None
     plain = torch.autograd.grad(SaveInOrder.apply(x, tensors).sum(), x)[0]
     with engine.iteration():
         chunk = engine.start_chunk()
-        with chunk.rest_hooks():
+        with chunk.hooks.around_groups():
             outer = chunk.open_group("outer")
             with chunk.saved_tensors_hooks():
                 inner = chunk.open_group("inner")
                 with chunk.saved_tensors_hooks():
                     before = innermost_hooks()
                     first, whole, _ = tensors
-                    assert chunk.pause_hooks_behind(whole.view(2, -1))
+                    assert chunk.hooks.pause_behind(whole.view(2, -1))
                     total = SaveInOrder.apply(x, tensors).sum()
                     assert innermost_hooks() is None
-                    chunk.resume_hooks()
+                    chunk.hooks.resume()
                     assert innermost_hooks() == before
                 chunk.close_group()
             chunk.close_group()
@@ -95,17 +95,21 @@ def test_hooks_stay_where_the_whole_of_it_is_never_saved(engine: OffloadEngine) 
     x, tensor = leaf(), torch.rand(NUMEL)
     with engine.iteration():
         chunk = engine.start_chunk()
-        with chunk.rest_hooks():
+        with chunk.hooks.around_groups():
             before = innermost_hooks()
-            assert chunk.pause_hooks_behind(tensor)
+            assert chunk.hooks.pause_behind(tensor)
             SaveInOrder.apply(x, tensor.chunk(2))
             assert innermost_hooks() is not None
-            chunk.resume_hooks()
+            chunk.hooks.resume()
             assert innermost_hooks() == before
 
 
 def behind_a_tensor(chunk: ChunkOffloadHandler) -> bool:
-    return chunk.pause_hooks_behind(torch.rand(NUMEL))
+    return chunk.hooks.pause_behind(torch.rand(NUMEL))
+
+
+def around_groups(chunk: ChunkOffloadHandler) -> bool:
+    return chunk.hooks.pause_around_groups()
 
 
 OTHERS = ("none", "other hooks", "another chunk", "a pause that waits")
@@ -114,7 +118,7 @@ OTHERS = ("none", "other hooks", "another chunk", "a pause that waits")
 @pytest.mark.parametrize(
     ("pause", "innermost"),
     [
-        *((ChunkOffloadHandler.pause_rest_hooks, innermost) for innermost in (*OTHERS, "a group")),
+        *((around_groups, innermost) for innermost in (*OTHERS, "a group")),
         *((behind_a_tensor, innermost) for innermost in OTHERS),
     ],
 )
@@ -125,17 +129,17 @@ def test_hooks_do_not_pause_under_others(
         chunk = engine.start_chunk()
         contexts = {
             "other hooks": torch.autograd.graph.save_on_cpu,
-            "another chunk": engine.start_chunk().rest_hooks,
+            "another chunk": engine.start_chunk().hooks.around_groups,
             "a group": chunk.saved_tensors_hooks,
         }
         with contextlib.ExitStack() as stack:
             if innermost != "none":
-                stack.enter_context(chunk.rest_hooks())
+                stack.enter_context(chunk.hooks.around_groups())
             if innermost in contexts:
                 stack.enter_context(contexts[innermost]())
             if innermost == "a pause that waits":
                 assert behind_a_tensor(chunk)
-                stack.callback(chunk.resume_hooks)
+                stack.callback(chunk.hooks.resume)
             before = innermost_hooks()
             assert not pause(chunk)
             assert innermost_hooks() == before

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
 
 NUMEL = 64
 GROUP_BYTES = 4 * NUMEL
@@ -19,7 +20,7 @@ class Bench:
 
     def __init__(self, order: str, **settings: int) -> None:
         self.device = AdversarialDevice()
-        config = OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=0).replace(**settings)
+        config = sized_config(**{"min_tensor_bytes": 0, "max_inflight_bytes": 0, **settings})
         self.engine = OffloadEngine(config, self.device)
         self.engine.begin_iteration(parse_actions(order))
         self.handles: dict[ChunkKey, list[object]] = {}
@@ -37,8 +38,7 @@ class Bench:
         chunk = self.engine.start_chunk(key)
         self.handles[key] = []
         for index, name in enumerate(names.split()):
-            group = chunk.open_group(name)
-            group.layer = index // layer_size if layer_size else -1
+            chunk.open_group(name, GroupTraits(layer=index // layer_size if layer_size else -1))
             self.handles[key].append(chunk.tensor_push(torch.ones(4 * NUMEL if name == "large" else NUMEL)))
             chunk.close_group()
             if num_in_tail is not None and index + 1 == len(names.split()) - num_in_tail:
@@ -50,7 +50,7 @@ class Bench:
     def backward(self, chunk: ChunkOffloadHandler) -> None:
         handles = self.handles[chunk.key]
         while handles:
-            chunk.on_group_commit_backward(chunk.chunk_groups.groups[len(handles) - 1])
+            chunk.on_group_commit_backward(chunk.groups[len(handles) - 1])
             chunk.tensor_pop(handles.pop())
             chunk.on_group_start_backward()
 
@@ -98,7 +98,7 @@ def test_the_groups_of_the_layers_before_come_when_that_backward_has_begun() -> 
     bench.forward(SECOND, "large qkv qkv qkv")
     first.begin_backward()
     assert bench.num_copied_in == 1  # of its last group it has not: memory has its peak before that
-    first.on_group_commit_backward(first.chunk_groups.groups[-1])
+    first.on_group_commit_backward(first.groups[-1])
     assert bench.num_copied_in == 4 + 1  # all its own, and the last of the chunk behind it
     bench.finish()
 
@@ -116,7 +116,7 @@ def test_behind_a_loss_the_layers_before_come_when_the_backward_is_at_the_last_o
     for _ in range(2):  # once for each gradient of the logits
         chunk.end_loss()
         assert bench.num_copied_in == expected[0]
-    for group, num_copied_in in zip(reversed(chunk.chunk_groups.groups), expected[1:], strict=False):
+    for group, num_copied_in in zip(reversed(chunk.groups), expected[1:], strict=False):
         chunk.on_group_commit_backward(group)
         assert bench.num_copied_in == num_copied_in
     bench.finish()
@@ -126,7 +126,7 @@ def test_without_a_tail_all_names_come_when_that_backward_has_begun() -> None:
     bench, names = Bench("F0.0 F0.1 B0.0 B0.1"), "large qkv attn qkv attn"
     first = bench.forward(FIRST, names)
     bench.forward(SECOND, names)
-    first.on_group_commit_backward(first.chunk_groups.groups[-1])
+    first.on_group_commit_backward(first.groups[-1])
     assert bench.num_copied_in == 5 + 1  # all its own, and the last of the chunk behind it
     bench.finish()
 
@@ -201,7 +201,7 @@ def test_copies_are_ahead_until_compute_waits_for_them_or_nobody_needs_them(is_u
     bench = Bench("F0.0 F0.1 B0.0 B0.1", horizon_bytes=3 * GROUP_BYTES)
     first = bench.forward(FIRST, "qkv qkv qkv qkv")
     bench.forward(SECOND, "qkv")
-    ahead = bench.engine.pool.ahead
+    ahead = bench.engine._store._mover._unawaited
     assert len(ahead) == 3
     if is_used:
         first.tensor_pop(bench.handles[FIRST][-1])
@@ -209,5 +209,5 @@ def test_copies_are_ahead_until_compute_waits_for_them_or_nobody_needs_them(is_u
         bench.backward(first)
         assert len(ahead) == 1, "that of the second chunk"
     bench.handles.clear()
-    assert ahead == {}
+    assert len(ahead) == 0
     bench.finish()

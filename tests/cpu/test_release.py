@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import Action, ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine, ResidencyMeter
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
 
 GROUP_BYTES = 256
 NUM_GROUPS, PARTS_PER_LAYER = 6, 2
@@ -23,7 +24,7 @@ class Bench:
     def __init__(self, order: list[Action] = ORDER, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
-        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device, self.meter)
+        self.engine = OffloadEngine(sized_config(min_tensor_bytes=0, **settings), self.device, self.meter)
         self.engine.begin_iteration(order)
         self.handles: dict[ChunkKey, list[object]] = {}
 
@@ -41,7 +42,7 @@ class Bench:
         return chunk
 
     def begin_backward(self, chunk: ChunkOffloadHandler) -> None:
-        chunk.on_group_commit_backward(chunk.chunk_groups.groups[-1])
+        chunk.on_group_commit_backward(chunk.groups[-1])
 
     def finish(self) -> None:
         self.handles.clear()
@@ -50,7 +51,7 @@ class Bench:
         assert self.device.hazards == []
 
     def _save(self, chunk: ChunkOffloadHandler, name: str, layer: int) -> object:
-        chunk.open_group(name).layer = layer
+        chunk.open_group(name, GroupTraits(layer=layer))
         handle = chunk.tensor_push(torch.ones(GROUP_BYTES, dtype=torch.uint8))
         chunk.close_group()
         return handle
@@ -128,7 +129,7 @@ def test_where_somebody_has_set_the_limit_it_alone_decides() -> None:
 
 def test_after_a_reset_there_is_no_tail() -> None:
     bench = Bench(horizon_bytes=0)
-    bench.engine._mover.releases.largest_bytes = 1 << 20  # so that nothing is released before the backward
+    bench.engine._executor.leaving.largest_bytes = 1 << 20  # so that nothing is released before the backward
     bench.forward(FIRST, num_in_tail=0)
     bench.handles.clear()
     bench.engine.reset_iteration()
@@ -155,7 +156,7 @@ def test_what_is_not_released_for_the_next_backward_counts_as_ahead_of_it() -> N
 
 def test_a_limit_that_is_not_reached_makes_nobody_wait() -> None:
     bench = Bench(horizon_bytes=0)
-    bench.engine._mover.releases.largest_bytes = 2 * NUM_GROUPS * GROUP_BYTES
+    bench.engine._executor.leaving.largest_bytes = 2 * NUM_GROUPS * GROUP_BYTES
     first = bench.forward(FIRST)
     bench.forward(SECOND)
     bench.begin_backward(first)
@@ -212,7 +213,7 @@ def test_a_group_of_the_same_name_in_the_last_layer_has_not_had_the_time_of_a_la
     """Only the last of several places of a name stays: that the others have just been copied says nothing of it."""
     bench = Bench(AT_ONCE)
     bench.forward(FIRST, keep_groups=frozenset({NUM_GROUPS - 1}), has_head=True, names=("projection", "projection"))
-    in_flight = [copy.group.index for copy in bench.engine._mover.releases._queue]
+    in_flight = [group.index for group in bench.engine.snapshot().leaving]
     assert in_flight == [NUM_GROUPS - 2]
     bench.finish()
 

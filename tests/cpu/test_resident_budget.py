@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from offload_engine import ChunkOffloadHandler, OffloadEngine, ResidencyMeter
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
 
 GROUP_BYTES = 256
 NUM_GROUPS = 8
@@ -18,7 +19,7 @@ class Bench:
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
         self.meter = ResidencyMeter()
-        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, **settings), self.device, self.meter)
+        self.engine = OffloadEngine(sized_config(min_tensor_bytes=0, **settings), self.device, self.meter)
         self.engine.begin_iteration()
 
     def forward(self, num_groups: int = NUM_GROUPS) -> tuple[ChunkOffloadHandler, list[object]]:
@@ -27,7 +28,7 @@ class Bench:
 
     def backward(self, chunk: ChunkOffloadHandler, handles: list[object]) -> None:
         for index in reversed(range(len(handles))):
-            chunk.on_group_commit_backward(chunk.chunk_groups.groups[index])
+            chunk.on_group_commit_backward(chunk.groups[index])
             assert torch.equal(chunk.tensor_pop(handles.pop()), torch.full((GROUP_BYTES,), index, dtype=torch.uint8))
 
     def step(self, num_groups: int = NUM_GROUPS) -> None:
@@ -103,21 +104,7 @@ def test_a_completed_copy_is_released_only_where_its_room_is_needed() -> None:
     handles.clear()
 
 
-def test_the_budget_may_be_learned_while_the_model_runs() -> None:
-    bench = Bench()
-    bench.engine.limit_resident(5 * GROUP_BYTES)
-    bench.step()
-    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
-    assert bench.engine.stats.copied_in_bytes == (NUM_GROUPS - 4) * GROUP_BYTES
-
-
 def test_a_budget_below_one_group_still_runs() -> None:
     bench = Bench(resident_bytes=1)
     bench.step()
     assert bench.engine.stats.copied_in_bytes == NUM_GROUPS * GROUP_BYTES
-
-
-@pytest.mark.parametrize("other", ["horizon_bytes", "horizon_groups", "prefetch_layers", "max_inflight_bytes"])
-def test_a_budget_and_another_bound_contradict_each_other(other: str) -> None:
-    with pytest.raises(ValueError, match=f"resident_bytes.*{other}|{other}.*resident_bytes"):
-        OffloadConfig(resident_bytes=1 << 20, **{other: 2})

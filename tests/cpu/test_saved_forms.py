@@ -9,6 +9,7 @@ import torch
 
 from offload_engine import OffloadConfig, OffloadEngine
 from tests.adversarial import AdversarialDevice
+from tests.engine_state import release_all
 
 FORMS: dict[str, Callable[[], torch.Tensor]] = {
     "whole": lambda: torch.randn(4, 3, 2),
@@ -46,7 +47,7 @@ def save_and_restore(tensors: list[torch.Tensor], is_on_host: bool) -> list[torc
         tensors.clear()
         chunk.close_group()
         if is_on_host:
-            engine._mover.releases.drain()
+            release_all(engine)
         chunk.on_group_commit_backward(group)
         restored = [chunk.tensor_pop(handle) for handle in handles]
         for tensor in filter(torch.Tensor.is_contiguous, restored):
@@ -92,7 +93,7 @@ def test_held_in_another_form() -> None:
         group = chunk.open_group("group")
         handle = chunk.tensor_push(saved)
         chunk.close_group()
-        engine._mover.releases.drain()
+        release_all(engine)
         engine.held_elsewhere(saved.view(24))  # `other` is not told of, so the storage stays
         assert engine.stats.num_viewed_storages == 1
         chunk.on_group_commit_backward(group)

@@ -165,18 +165,6 @@ def test_weights_are_asked_for_in_each_iteration(device: AdversarialDevice) -> N
     session.close()
 
 
-def test_callers_may_add_a_check_of_their_own(session: Session) -> None:
-    weight = nn.Parameter(torch.ones(4))
-    chunk = session.start_forward(tensor_need_offloading_checker=lambda tensor: tensor.dtype is torch.float32)
-    assert chunk is not None
-    chunk.open_group("group")
-    assert chunk.tensor_push(weight) is weight
-    half, full = torch.ones(4, dtype=torch.float16), torch.ones(4)
-    assert isinstance(chunk.tensor_push(half), torch.Tensor) and not isinstance(chunk.tensor_push(full), torch.Tensor)
-    chunk.abandon_group()
-    session.abandon_forward()
-
-
 # -- a copy that fails ------------------------------------------------------------------------------------------------
 
 

@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from offload_engine import OffloadConfig
+from offload_engine import FixedBounds, GroupWindow, OffloadConfig, PrefetchWindow
 
 V2 = {"sm_activation_offloading": True, "activation_loading_horizon": 2}
 
 
 def test_v2_as_it_is() -> None:
-    assert OffloadConfig.from_smp(V2) == OffloadConfig(horizon_groups=2)
-    assert OffloadConfig.from_smp({**V2, "activation_loading_horizon": 7}) == OffloadConfig(horizon_groups=7)
+    assert OffloadConfig.from_smp(V2) == OffloadConfig(policy=GroupWindow(2))
+    assert OffloadConfig.from_smp({**V2, "activation_loading_horizon": 7}) == OffloadConfig(policy=GroupWindow(7))
 
 
 def test_v2_defaults() -> None:
-    assert OffloadConfig.from_smp({}) == OffloadConfig(horizon_groups=2)
-    assert OffloadConfig.from_smp({"sm_activation_offloading": True}) == OffloadConfig(horizon_groups=2)
+    assert OffloadConfig.from_smp({}) == OffloadConfig(policy=GroupWindow(2))
+    assert OffloadConfig.from_smp({"sm_activation_offloading": True}) == OffloadConfig(policy=GroupWindow(2))
 
 
 @pytest.mark.parametrize("as_text", [str, Path])
 def test_a_json_file(tmp_path: Path, as_text: type) -> None:
     path = tmp_path / "smp.json"
     path.write_text(json.dumps({**V2, "hybrid_shard_degree": 8}))
-    assert OffloadConfig.from_smp(as_text(path)) == OffloadConfig(horizon_groups=2)
+    assert OffloadConfig.from_smp(as_text(path)) == OffloadConfig(policy=GroupWindow(2))
 
 
 def test_other_keys_are_left_to_smp_and_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -51,14 +51,14 @@ def test_a_misspelt_key_is_an_error(key: str) -> None:
 
 def test_false_in_v2_offloads_without_overlap_as_pytorch_does(caplog: pytest.LogCaptureFixture) -> None:
     config = OffloadConfig.from_smp({**V2, "sm_activation_offloading": False})
-    assert config == OffloadConfig(horizon_bytes=0, max_inflight_bytes=0)
+    assert config == OffloadConfig(policy=FixedBounds(horizon_bytes=0, max_inflight_bytes=0))
     assert "sm_activation_offloading is false, which in SMP means PyTorch's own offload" in caplog.text
 
 
 def test_v1_says_how_early_to_load() -> None:
     v1 = {"offload_activations": True, "pipeline_parallel_degree": 2, "microbatches": 4}
-    assert OffloadConfig.from_smp(v1) == OffloadConfig(prefetch_layers=4)
-    assert OffloadConfig.from_smp({**v1, "activation_loading_horizon": 6}) == OffloadConfig(prefetch_layers=6)
+    assert OffloadConfig.from_smp(v1) == OffloadConfig(policy=PrefetchWindow(4))
+    assert OffloadConfig.from_smp({**v1, "activation_loading_horizon": 6}) == OffloadConfig(policy=PrefetchWindow(6))
 
 
 def test_v1_without_offload_is_an_error() -> None:

@@ -16,6 +16,7 @@ import torch
 from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine
 from offload_engine._compat.te_base import USES_TRANSFORMER_ENGINE, HandlerBase
 from tests.adversarial import AdversarialDevice
+from tests.engine_state import release_all
 
 NUM_LAYERS = 5
 
@@ -192,7 +193,7 @@ def test_groups_move_by_hand_too(engine: OffloadEngine) -> None:
         handler.on_group_commit_forward()
         handler.bulk_offload_group(0)
         assert engine.stats.copied_out_bytes == 256
-        engine._mover.releases.drain()
+        release_all(engine)
         handler.bulk_reload_group(0)
         assert engine.stats.copied_in_bytes == 256
         with engine.device.observe_compute():  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ STILL_ON_THEIR_OWN = {
         "torch._C._storage_Use_Count",
         "torch.UntypedStorage._free_weak_ref",
     },
-    "offload_engine/chunk.py": {
+    "offload_engine/_chunk/saved_tensors.py": {
         "torch._C._autograd._pop_saved_tensors_default_hooks",
         "torch._C._autograd._push_saved_tensors_default_hooks",
         "torch._C._autograd._top_saved_tensors_default_hooks",

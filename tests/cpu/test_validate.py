@@ -20,7 +20,8 @@ from megatron_patches._model.validate import (  # noqa: E402
     hidden_bytes,
     why_nothing_moved,
 )
-from offload_engine import IterationStats, OffloadConfig
+from offload_engine import IterationStats
+from tests.configs import sized_config
 
 NORMS = frozenset(BLOCKS.values())
 """Of a model that has each as a module of its own."""
@@ -193,5 +194,5 @@ def test_host_limit_below_one_activation() -> None:
     ],
 )
 def test_why_a_step_has_moved_nothing(stats: IterationStats, settings: dict[str, Any], reason: str | None) -> None:
-    found = why_nothing_moved(stats, OffloadConfig(**settings))
+    found = why_nothing_moved(stats, sized_config(**settings))
     assert found is None if reason is None else found is not None and reason in found

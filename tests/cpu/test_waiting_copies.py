@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, OffloadConfig, OffloadEngine
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
 from offload_engine.schedule import no_pipelining
 from tests.adversarial import AdversarialDevice
+from tests.configs import sized_config
+from tests.engine_state import release_all
 
 GROUP_BYTES = 256
+DELAYED = GroupTraits(may_delay=True)
 
 
 class Bench:
@@ -19,29 +22,33 @@ class Bench:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
-        self.engine = OffloadEngine(OffloadConfig(**{"min_tensor_bytes": 0, **settings}), self.device)
+        self.engine = OffloadEngine(sized_config(**{"min_tensor_bytes": 0, **settings}), self.device)
         self.engine.begin_iteration(no_pipelining(1))
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk(ChunkKey(0, 0))
         self.handles: list[object] = []
 
-    def commit(self, *, may_wait: bool = False) -> None:
-        group = self.chunk.open_group("group")
-        group.may_wait = may_wait
+    def commit(self, *, may_delay: bool = False) -> None:
+        self.chunk.open_group("group", GroupTraits(may_delay=may_delay))
         self.handles.append(self.chunk.tensor_push(torch.full((GROUP_BYTES,), len(self.handles), dtype=torch.uint8)))
         self.chunk.close_group()
 
     def backward(self) -> None:
         self.chunk.end_forward()
         for index in reversed(range(len(self.handles))):
-            self.chunk.on_group_commit_backward(self.chunk.chunk_groups.groups[index])
+            self.chunk.on_group_commit_backward(self.chunk.groups[index])
             assert (self.chunk.tensor_pop(self.handles.pop()) == index).all()
         self.engine.end_iteration()
         self.engine.close()
         assert self.device.hazards == []
 
     @property
-    def releases(self) -> Any:
-        return self.engine._mover.releases
+    def leaving(self) -> list[int]:
+        """Groups with a copy-out that is not released."""
+        return [group.index for group in self.engine.snapshot().leaving]
+
+    @property
+    def delayed(self) -> Any:
+        return self.engine._executor.policy._delayed
 
     @property
     def num_copied(self) -> float:
@@ -51,7 +58,7 @@ class Bench:
 def test_they_wait_until_the_device_has_work_again() -> None:
     bench = Bench()
     bench.commit()  # the limit on what is in flight is learned from it
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     assert bench.num_copied == 1
     bench.chunk.pass_host_wait()
     assert bench.num_copied == 2
@@ -65,7 +72,7 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
     bench = Bench()
     with bench.device.observe_compute():
         bench.commit()
-        bench.commit(may_wait=True)
+        bench.commit(may_delay=True)
         compute = bench.device.current_stream()
         committed = compute.clock[compute.index]
         torch.ones(1)
@@ -79,7 +86,7 @@ def test_what_a_sibling_was_given_after_their_commit_is_another_save() -> None:
     """The copy does not stand behind that write, so it may or may not have it."""
     bench = Bench(max_inflight_bytes=1 << 20)
     first, second = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8).unsafe_chunk(2)
-    bench.chunk.open_group("group").may_wait = True
+    bench.chunk.open_group("group", DELAYED)
     waiting = bench.chunk.tensor_push(first.fill_(1))
     bench.chunk.close_group()
     assert bench.num_copied == 0
@@ -94,12 +101,12 @@ def test_what_a_sibling_was_given_after_their_commit_is_another_save() -> None:
 
 def test_they_are_issued_in_the_order_of_commits_and_before_what_may_not_wait() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit(may_wait=True)
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
+    bench.commit(may_delay=True)
     assert bench.num_copied == 0
     bench.commit()
     assert bench.num_copied == 3
-    queued = [issued.group.index for issued in bench.releases._queue]
+    queued = bench.leaving
     assert queued == [0, 1, 2]
     bench.backward()
 
@@ -109,13 +116,13 @@ def test_what_is_complete_by_then_is_released() -> None:
     bench.commit()
     bench.device.synchronize_all()
     bench.chunk.pass_host_wait()
-    assert bench.releases.inflight_bytes == 0
+    assert bench.engine.snapshot().inflight_bytes == 0
     bench.backward()
 
 
 def test_they_wait_no_longer_than_the_forward() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     bench.chunk.end_forward()
     assert bench.num_copied == 1
     bench.backward()
@@ -124,19 +131,19 @@ def test_they_wait_no_longer_than_the_forward() -> None:
 def test_before_the_storage_is_taken_from_its_holders() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     held = torch.ones(GROUP_BYTES, dtype=torch.uint8)
-    bench.chunk.open_group("group").may_wait = True
+    bench.chunk.open_group("group", DELAYED)
     handle = bench.chunk.tensor_push(held)
     bench.chunk.close_group()
     bench.engine.held_elsewhere(held)
     assert bench.num_copied == 1
-    bench.releases.drain()
+    release_all(bench.engine)
     assert held.untyped_storage().nbytes() == 0
     assert (bench.chunk.tensor_pop(handle) == 1).all()
 
 
 def test_they_wait_no_longer_than_to_the_next_forward() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     bench.engine.start_chunk(ChunkKey(0, 1))
     assert bench.num_copied == 1
     bench.engine.reset_iteration()
@@ -145,18 +152,18 @@ def test_they_wait_no_longer_than_to_the_next_forward() -> None:
 def test_they_wait_no_longer_than_to_a_backward() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     bench.commit()
-    bench.commit(may_wait=True)
-    bench.chunk.on_group_commit_backward(bench.chunk.chunk_groups.groups[0])
+    bench.commit(may_delay=True)
+    bench.chunk.on_group_commit_backward(bench.chunk.groups[0])
     assert bench.num_copied == 2
     bench.engine.reset_iteration()
 
 
 def test_they_wait_no_longer_than_the_iteration() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     bench.handles.clear()
     bench.engine.end_iteration()
-    assert bench.engine._mover._waiting == []
+    assert bench.delayed == []
 
 
 @pytest.mark.parametrize("limit", [0, 2 * GROUP_BYTES, 6 * GROUP_BYTES])
@@ -165,11 +172,11 @@ def test_no_more_wait_than_half_of_what_may_be_in_flight(limit: int) -> None:
     bench = Bench(max_inflight_bytes=limit)
     most = limit // GROUP_BYTES // 2
     for _ in range(most):
-        bench.commit(may_wait=True)
+        bench.commit(may_delay=True)
     assert bench.num_copied == 0
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     assert bench.num_copied == most + 1
-    assert bench.releases.inflight_bytes == (most + 1) * GROUP_BYTES * (limit > 0)
+    assert bench.engine.snapshot().inflight_bytes == (most + 1) * GROUP_BYTES * (limit > 0)
     bench.backward()
 
 
@@ -177,11 +184,11 @@ def test_nothing_waits_where_the_link_is_behind() -> None:
     bench = Bench(max_inflight_bytes=2 * GROUP_BYTES)
     bench.commit()
     bench.commit()
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     assert bench.num_copied == 3
     bench.device.synchronize_all()
     bench.chunk.pass_host_wait()
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     assert bench.num_copied == 3
     bench.backward()
 
@@ -189,7 +196,7 @@ def test_nothing_waits_where_the_link_is_behind() -> None:
 def test_nothing_waits_where_groups_on_the_device_are_counted() -> None:
     bench = Bench(horizon_groups=3)
     bench.commit()
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     assert bench.num_copied == 2
     bench.backward()
 
@@ -198,33 +205,33 @@ def test_nothing_waits_where_groups_on_the_device_are_counted() -> None:
 def test_the_tail_does_not_count_what_was_not_copied_after_all(settings: dict[str, int]) -> None:
     """The host tier is full, or nothing in the group is large enough to move."""
     bench = Bench(**settings)
-    bench.releases.largest_bytes = 1 << 19  # so that nothing is released before the backward
+    bench.engine._executor.leaving.largest_bytes = 1 << 19  # so that nothing is released before the backward
     for _ in range(3):
-        bench.commit(may_wait=True)
+        bench.commit(may_delay=True)
     bench.chunk.begin_tail()
-    num_before = len(bench.releases._queue)
+    num_before = len(bench.leaving)
     bench.chunk.pass_host_wait()
     bench.commit()
-    num_in_tail = len(bench.releases._queue) - num_before
+    num_in_tail = len(bench.leaving) - num_before
     bench.engine.start_chunk(ChunkKey(0, 1)).begin_backward()
-    assert len(bench.releases._queue) == num_in_tail
+    assert len(bench.leaving) == num_in_tail
     bench.engine.reset_iteration()
 
 
 def test_under_a_budget_nothing_waits() -> None:
     """There what is to stay is decided at the commit, by what is resident."""
     bench = Bench(resident_bytes=GROUP_BYTES)
-    bench.commit(may_wait=True)
-    bench.commit(may_wait=True)
-    assert not bench.engine._mover._waiting
+    bench.commit(may_delay=True)
+    bench.commit(may_delay=True)
+    assert bench.engine.stats.num_offloaded_groups == 2
     bench.backward()
 
 
 def test_a_reset_forgets_them() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit(may_wait=True)
+    bench.commit(may_delay=True)
     bench.engine.reset_iteration()
-    assert bench.engine._mover._waiting == []
+    assert bench.delayed == []
     bench.handles.clear()
     bench.engine.begin_iteration(no_pipelining(1))
     bench.chunk = bench.engine.start_chunk(ChunkKey(0, 0))

@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from offload_engine import CopyError, OffloadConfig, OffloadEngine, WrapperHandle, offload_wrapper
+from offload_engine import (
+    CopyError,
+    FixedBounds,
+    GroupWindow,
+    OffloadConfig,
+    OffloadEngine,
+    PrefetchWindow,
+    WrapperHandle,
+    offload_wrapper,
+)
 from offload_engine.frontends import wrapper
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
@@ -33,6 +42,7 @@ from tests.checkpointed import (
     train,
     watch_inputs,
 )
+from tests.configs import sized_config
 
 PLAIN = OffloadConfig(min_tensor_bytes=1024, directory="none")  # position ids, shared by all layers, are smaller
 needs_transformers = pytest.mark.skipif(
@@ -46,7 +56,7 @@ def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
     handles: list[WrapperHandle] = []
 
     def wrap(model: nn.Module, horizon: int = 2, **settings: Any) -> Any:
-        config = OffloadConfig(**{"min_tensor_bytes": 1024, "horizon_groups": horizon, **settings})
+        config = sized_config(**{"min_tensor_bytes": 1024, "horizon_groups": horizon, **settings})
         model = offload_wrapper(model, engine=OffloadEngine(config, device))
         handles.append(model.activation_offload)
         return model
@@ -366,9 +376,9 @@ def test_a_wrong_horizon_is_an_error(horizon: Any) -> None:
 @pytest.mark.parametrize("horizon", [2, 3])
 def test_a_horizon_beside_that_of_the_config_is_an_error(horizon: int, device: AdversarialDevice) -> None:
     """Also where it is the one that would be taken without any."""
-    with pytest.raises(ValueError, match=f"activation_loading_horizon={horizon} and horizon_groups=5 of the config"):
-        offload_wrapper(make_stack(), horizon, config=PLAIN.replace(horizon_groups=5))
-    engine = OffloadEngine(PLAIN.replace(horizon_groups=5, directory=None), device)
+    with pytest.raises(ValueError, match=f"activation_loading_horizon={horizon} and policy=GroupWindow\\(num_groups=5"):
+        offload_wrapper(make_stack(), horizon, config=PLAIN.replace(policy=GroupWindow(5)))
+    engine = OffloadEngine(PLAIN.replace(policy=GroupWindow(5), directory=None), device)
     with pytest.raises(ValueError, match=f"activation_loading_horizon={horizon} comes too late"):
         offload_wrapper(make_stack(), horizon, engine=engine)
     offload_wrapper(make_stack(), engine=engine).activation_offload.remove()
@@ -393,8 +403,8 @@ def test_inputs_too_small_to_move_are_told_of_once(caplog: pytest.LogCaptureFixt
 
 
 def test_two_horizons_are_an_error(device: AdversarialDevice) -> None:
-    with pytest.raises(ValueError, match="activation_loading_horizon=3 and horizon_bytes=7 of the config are two"):
-        offload_wrapper(make_stack(), 3, config=PLAIN.replace(horizon_bytes=7))
+    with pytest.raises(ValueError, match="activation_loading_horizon=3 and policy=FixedBounds\\(horizon_bytes=7"):
+        offload_wrapper(make_stack(), 3, config=PLAIN.replace(policy=FixedBounds(horizon_bytes=7)))
     with pytest.raises(ValueError, match="activation_loading_horizon=3 comes too late for this engine"):
         offload_wrapper(make_stack(), 3, engine=OffloadEngine(PLAIN.replace(directory=None), device))
     with pytest.raises(ValueError, match="a config or an engine"):
@@ -403,13 +413,13 @@ def test_two_horizons_are_an_error(device: AdversarialDevice) -> None:
 
 def test_the_horizon_of_a_config_takes_the_place_of_the_default() -> None:
     for config, expected in (
-        (PLAIN, 2),
-        (PLAIN.replace(horizon_groups=5), 5),
-        (PLAIN.replace(prefetch_layers=4), None),
-        (OffloadConfig.from_smp({"activation_loading_horizon": 3}).replace(directory="none"), 3),
+        (PLAIN, GroupWindow(2)),
+        (PLAIN.replace(policy=GroupWindow(5)), GroupWindow(5)),
+        (PLAIN.replace(policy=PrefetchWindow(4)), PrefetchWindow(4)),
+        (OffloadConfig.from_smp({"activation_loading_horizon": 3}).replace(directory="none"), GroupWindow(3)),
     ):
         model = offload_wrapper(make_stack(), config=config)
-        assert model.activation_offload.engine.config.horizon_groups == expected
+        assert model.activation_offload.engine.config.policy == expected
         model.activation_offload.remove()
 
 

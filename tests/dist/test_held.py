@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
 from megatron_patches._rows.schedules import unwrap  # noqa: E402
-from offload_engine import IterationStats, OffloadConfig  # noqa: E402
+from offload_engine import FixedBounds, IterationStats, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
 from tests.dist.parity import Case, actions, run_with, run_without  # noqa: E402
@@ -173,7 +173,7 @@ def _check_recomputed_from(case: Case) -> int:
 
 def _applied() -> Handle:
     # Released as soon as they are copied: what is empty is so at once.
-    return apply(OffloadConfig(min_tensor_bytes=1, directory="none", max_inflight_bytes=0))
+    return apply(OffloadConfig(min_tensor_bytes=1, directory="none", policy=FixedBounds(max_inflight_bytes=0)))
 
 
 def _config(case: Case) -> Any:

@@ -18,6 +18,7 @@ from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.parity import Case, actions  # noqa: E402
 from tests.dist.streams import adversarial_device  # noqa: E402
 from tests.dist.tiny import forward_step, make_chunks, make_config, run  # noqa: E402
+from tests.engine_state import is_in_backward  # noqa: E402
 
 NUM_MICROBATCHES = 4
 BEFORE_THE_LAST_MLP = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
@@ -53,7 +54,7 @@ def _groups_left(case: Case) -> list[int]:
             output, loss = forward_step(batches, model, *more)
             chunk = handle.engine.current_chunk
             assert chunk.chunk_groups.is_forward_done, "else the last of a step, and what is behind it, comes back late"
-            output.register_hook(lambda grad: left.append(len(handle.engine._mover.releases._queue)))
+            output.register_hook(lambda grad: left.append(len(handle.engine.snapshot().leaving)))
             return output, loss
 
         run(make_chunks(make_config(case.kind, **case.settings)), NUM_MICROBATCHES, forward_step=step)
@@ -85,15 +86,15 @@ def _at_the_head(case: Case) -> list[dict[str, bool]]:
         chunks = make_chunks(make_config(case.kind, **case.settings))
 
         def is_in_flight() -> bool:
-            return bool(handle.engine._mover.releases._queue)
+            return bool(handle.engine.snapshot().leaving)
 
         def before_head(module: torch.nn.Module, args: Any) -> None:
             found.append({"before": is_in_flight()})
 
         def in_backward(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-            seen, chunk = len(found), handle.engine.current_chunk.chunk_groups
-            knows = handle.engine._mover.prefetcher.is_in_backward
-            output.register_hook(lambda grad: found[seen].update({"in backward": knows(chunk)}))
+            seen, chunk = len(found), handle.engine.current_chunk.key
+            window = handle.engine._executor.policy._window
+            output.register_hook(lambda grad: found[seen].update({"in backward": is_in_backward(window, chunk)}))
 
         def step(*arguments: Any) -> Any:
             output, loss = forward_step(*arguments)

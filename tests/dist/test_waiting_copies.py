@@ -11,12 +11,13 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
+from tests.configs import sized_config  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 
 BEFORE_THE_EXPERTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm", "router"]
-GENEROUS = OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=1 << 30, directory="none")
+GENEROUS = OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=1 << 30), directory="none")
 
 
 class Layer(NamedTuple):
@@ -101,7 +102,7 @@ def _copied_at_the_experts() -> list[int]:
 
 
 def _check_with_limits(limits: dict[str, int]) -> None:
-    with apply(OffloadConfig(**{**vars(GENEROUS), **limits}), modules=BEFORE_THE_EXPERTS) as handle:
+    with apply(sized_config(**{**vars(GENEROUS), **limits}), modules=BEFORE_THE_EXPERTS) as handle:
         chunks = make_chunks(make_config("moe"))
         run(chunks, 4)
         assert handle.stats is not None

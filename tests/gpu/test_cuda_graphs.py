@@ -30,11 +30,13 @@ def test_what_is_not_captured_is_offloaded(scope: str, names: list[str], ranks_o
 
 def _check(scope: str, names: Sequence[str]) -> None:
     from megatron_patches import apply
-    from offload_engine import OffloadConfig
+    from offload_engine import FixedBounds, OffloadConfig
 
     with deterministic_algorithms(warn_only=True), _random_numbers_for_graphs():
         expected = run_twice(lambda: _train(scope), eq)
-        with apply(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0), modules=names) as handle:
+        with apply(
+            OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0)), modules=names
+        ) as handle:
             got = _train(scope, handle)
     wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
     assert not any(wrong), f"steps differ from those without offload: {wrong}"

@@ -8,8 +8,9 @@ from itertools import permutations
 import pytest
 import torch
 
-from offload_engine import OffloadConfig, OffloadEngine
+from offload_engine import FixedBounds, OffloadConfig, OffloadEngine
 from offload_engine._devices.cuda import CudaDevice
+from tests.engine_state import release_all
 from tests.gpu.streams import delay, pool_of
 
 MIB = 1 << 20
@@ -18,7 +19,9 @@ MIB = 1 << 20
 @pytest.fixture
 def engine() -> Iterator[OffloadEngine]:
     torch.cuda.empty_cache()  # tests compare addresses
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, max_inflight_bytes=1 << 40, horizon_bytes=0))
+    engine = OffloadEngine(
+        OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 40, horizon_bytes=0))
+    )
     yield engine
     engine.close()
 
@@ -39,7 +42,7 @@ def test_memory_falls_although_it_is_held_and_bytes_come_back(engine: OffloadEng
         out = square(engine, x)
         before = torch.cuda.memory_allocated()
         engine.held_elsewhere(x)
-        engine._mover.releases.drain()
+        release_all(engine)
         assert torch.cuda.memory_allocated() == before - nbytes and x.untyped_storage().nbytes() == 0
         out.sum().backward()
     assert x.grad is not None
@@ -54,7 +57,7 @@ def test_a_late_copy_out_is_not_overtaken_by_what_takes_the_bytes(engine: Offloa
         delay(engine._store._context.copy_out_stream)
         out = square(engine, x)
         engine.held_elsewhere(x)
-        engine._mover.releases.drain()
+        release_all(engine)
         taken = torch.full((MIB,), 5.0, device="cuda")
         assert taken.data_ptr() == address  # else this test shows nothing
         out.sum().backward()
@@ -66,7 +69,7 @@ def test_a_late_copy_in_is_not_overtaken_by_its_reader(engine: OffloadEngine) ->
     with engine.iteration():
         out = square(engine, x)
         engine.held_elsewhere(x)
-        engine._mover.releases.drain()
+        release_all(engine)
         torch.cuda.synchronize()
         delay(engine._store._context.copy_in_stream)
         out.sum().backward()

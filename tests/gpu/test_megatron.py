@@ -89,10 +89,10 @@ def _kernels_of_apex(settings: dict[str, Any]) -> AbstractContextManager[object]
 
 def _train_with_offload(names: Sequence[str], settings: dict[str, Any]) -> list[dict[str, str]]:
     from megatron_patches import apply
-    from offload_engine import OffloadConfig
+    from offload_engine import FixedBounds, OffloadConfig
 
     # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
-    with apply(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0)) as handle:
+    with apply(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0))) as handle:
         got = _train({**settings, "offload_activation": True, "offload_modules": list(names)})
         stats = handle.stats
         assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes

@@ -148,14 +148,14 @@ def _together(names: list[str]) -> list[list[str]]:
 
 def _check(settings: dict[str, Any], each: Sequence[list[str]]) -> None:
     from megatron_patches import apply
-    from offload_engine import OffloadConfig
+    from offload_engine import FixedBounds, OffloadConfig
 
     wrong = {}
     with deterministic_algorithms(warn_only=True):
         expected = run_twice(lambda: _two_steps(_make(settings)[1]), eq)
         for names in each:
             # Released as soon as they are copied: so few bytes would stay otherwise, and none come back.
-            with apply(OffloadConfig(min_tensor_bytes=1, max_inflight_bytes=0)) as handle:
+            with apply(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0))) as handle:
                 _, chunks = _make({**settings, "offload_activation": True, "offload_modules": names})
                 got = _two_steps(chunks)
                 stats = handle.stats  # gone with the chunks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import CheckpointOffload, OffloadConfig, offload_wrapper
+from offload_engine import CheckpointOffload, GroupWindow, OffloadConfig, offload_wrapper
 from tests.checkpointed import FAMILIES, WAYS, all_equal, make_language_model
 from tests.gpu.parity import run_twice
 
@@ -106,7 +106,7 @@ def test_checkpoint_as_the_function_of_transformers() -> None:
 
     model = make("qwen2", None)
     model._set_gradient_checkpointing(True, offload_engine.checkpoint)
-    with CheckpointOffload(OffloadConfig(horizon_groups=2)) as offload:
+    with CheckpointOffload(OffloadConfig(policy=GroupWindow(2))) as offload:
         found = train(model)
     assert offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
     offload.close()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import save_on_cpu
 
-from offload_engine import OffloadConfig, enable_activation_offloading, manage_activations, offload_wrapper
+from offload_engine import GroupWindow, OffloadConfig, enable_activation_offloading, manage_activations, offload_wrapper
 from offload_engine.config import HORIZONS
 
 from . import rivals
@@ -47,7 +47,7 @@ class Ours:
     def checkpoint_config(self) -> OffloadConfig:
         """The same, with the horizon for inputs of checkpoints unless there is another."""
         has_one = any(name in self.engine for name in HORIZONS)
-        return self.config if self.horizon is None or has_one else self.config.replace(horizon_groups=self.horizon)
+        return self.config if self.horizon is None or has_one else self.config.replace(policy=GroupWindow(self.horizon))
 
 
 def make_contenders(

@@ -127,7 +127,7 @@ class Ours:
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
-        device, accounts = self._engine().device, self._engine()._store.accounts
+        device, accounts = self._engine().device, self._engine()._store.counters
         out, back = device.copy_out, device.copy_in
 
         def mark() -> None:

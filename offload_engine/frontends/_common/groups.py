@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -59,14 +59,12 @@ class AutomaticGroups:
             `Session.start_forward` was called before.
         group_bytes: a group that has saved so many bytes, each storage once, is closed before the next storage; None:
             by `close_group` only.
-        start_chunk_options: for `OffloadEngine.start_chunk`, where the first saved tensor starts it.
     """
 
-    def __init__(self, session: Session, group_bytes: int | None, **start_chunk_options: Any) -> None:
+    def __init__(self, session: Session, group_bytes: int | None) -> None:
         check_group_bytes(group_bytes)
         self.session: Session = session
         self.group_bytes: int | None = group_bytes
-        self._options = start_chunk_options
         self._chunk: ChunkOffloadHandler | None = None  # of the last tensor packed
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
@@ -118,17 +116,15 @@ class AutomaticGroups:
         chunk = self.session.chunk
         if chunk is None or chunk is not self._chunk:
             self.close_group()  # of the forward before: its backward does not come next
-            chunk = self._chunk = chunk or self.session.start_saving(**self._options)
+            chunk = self._chunk = chunk or self.session.start_saving()
         group = chunk.innermost_group
-        if group is not None and self._is_full(group) and is_new(tensor, chunk):
+        if group is not None and self._is_full(group) and chunk.hooks.would_start_storage(tensor):
             chunk.close_group()  # no earlier than now: this one is not the last, which may have to stay
             group = None
         if group is None:
             group = chunk.open_group("saved tensors")
-        packed = chunk.tensor_push(tensor)
-        if not isinstance(packed, PackedTensor):
-            return StayingTensor(packed)
-        return SavedInGroup(packed, group, chunk)
+        packed = chunk.hooks.pack_plain(tensor, group)
+        return SavedInGroup(packed, group, chunk) if isinstance(packed, PackedTensor) else packed
 
     def _is_full(self, group: TensorGroup) -> bool:
         return self.group_bytes is not None and group.own_bytes >= self.group_bytes
@@ -136,15 +132,6 @@ class AutomaticGroups:
     def _turn_around(self, chunk: ChunkOffloadHandler) -> None:
         """A backward begins, so the forward of `chunk` is over, whether or not we were told."""
         if chunk.innermost_group is not None:
-            chunk.keep_group()
+            chunk.close_group(keep=True)
         self._chunk = None
         self.end_forward()
-
-
-def is_new(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> bool:
-    """True if `tensor` would move and no group has saved its storage: else it makes no group worth having.
-
-    Without bytes of its own the last group would keep nothing on the device for the backward that comes at once.
-    """
-    packed = chunk.pack_rest(tensor)
-    return isinstance(packed, PackedTensor) and packed.storage.group.is_rest

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -15,6 +15,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import CopyError
 from offload_engine.frontends._common.weights import may_move
+from offload_engine.schedule import ChunkKey
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,11 @@ class Session:
         """Counters of the running iteration, or of the last one."""
         return self.engine.stats
 
-    def start_forward(self, **start_chunk_options: Any) -> ChunkOffloadHandler | None:
-        """A forward begins: start a chunk, and an iteration where none is open.
+    def start_forward(self, key: ChunkKey | None = None) -> ChunkOffloadHandler | None:
+        """Start a chunk, and an iteration where none is open, for a forward that begins.
 
         Args:
-            start_chunk_options: for `OffloadEngine.start_chunk`.
+            key: of the chunk; None: the next microbatch of stage 0.
 
         Returns:
             The chunk; None where nothing is to be done: under `no_grad`, while a backward runs (recomputation), and
@@ -72,17 +73,13 @@ class Session:
         """
         if self.chunk is not None or not torch.is_grad_enabled() or is_in_backward():
             return None
-        return self.start_saving(**start_chunk_options)
+        return self.start_saving(key)
 
-    def start_saving(self, **start_chunk_options: Any) -> ChunkOffloadHandler:
-        """As `start_forward`, from a hook that packs a saved tensor: autograd calls those without gradients."""
+    def start_saving(self, key: ChunkKey | None = None) -> ChunkOffloadHandler:
+        """Do as `start_forward`, from a hook that packs a saved tensor: autograd calls those without gradients."""
         if self._owns_iterations:
             self._begin_if_over()
-        checker = start_chunk_options.pop("tensor_need_offloading_checker", None)
-        self.chunk = self.engine.start_chunk(
-            tensor_need_offloading_checker=may_move if checker is None else lambda t: may_move(t) and checker(t),
-            **start_chunk_options,
-        )
+        self.chunk = self.engine.start_chunk(key, tensor_need_offloading_checker=may_move)
         return self.chunk
 
     def end_forward(self) -> None:
@@ -96,9 +93,9 @@ class Session:
             chunk.abandon_group()
 
     @contextmanager
-    def forward(self, **start_chunk_options: Any) -> Iterator[ChunkOffloadHandler | None]:
+    def forward(self, key: ChunkKey | None = None) -> Iterator[ChunkOffloadHandler | None]:
         """`start_forward` and `end_forward`, with `abandon_forward` where the body raises."""
-        chunk = self.start_forward(**start_chunk_options)
+        chunk = self.start_forward(key)
         try:
             yield chunk
         except BaseException:

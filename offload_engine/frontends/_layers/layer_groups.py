@@ -21,10 +21,10 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import is_compiled, is_compiler_loaded, untraced
-from offload_engine.frontends._common.groups import SavedInGroup, is_new
+from offload_engine.frontends._common.groups import SavedInGroup
 from offload_engine.frontends._common.session import Session, is_in_backward
 from offload_engine.frontends._layers.find_layers import Layer, units_inside
-from offload_engine.frontends._layers.layer_budget import LayerBudget
+from offload_engine.traits import GroupTraits
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class _Forward:
         self.handled_outside: int = id(sys.exception())  # by who calls the body; an error inside it is another one
         self.handled_in_body: int = 0  # the same of who calls `layer`
         self.layer: nn.Module | None = None  # whose group is open
-        self.first_index: int = 0  # of its groups
+        self.traits: GroupTraits = GroupTraits()  # of its groups
+        self.num_layers: int = 0  # called so far
         self.has_run_last: bool = False
         self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
         self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
@@ -88,7 +89,6 @@ class LayerGroups:
         layers: in order; the last one stays on the device, unless another forward comes before a backward.
         session: of the model.
         group_bytes: see above; None: one group a layer.
-        budget: learns what layers save; None: the configuration of the engine has a bound.
     """
 
     def __init__(
@@ -98,11 +98,9 @@ class LayerGroups:
         session: Session,
         *,
         group_bytes: int | None = None,
-        budget: LayerBudget | None = None,
     ) -> None:
         self.session: Session = session
         self._group_bytes = group_bytes
-        self._budget = budget
         self._forward: _Forward | None = None
         self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
         self._checkpointed: set[nn.Module] = set()
@@ -251,22 +249,20 @@ class LayerGroups:
         if is_last and forward.has_run_last:  # layers share their weights: its backward does not come at once
             forward.chunk.offload_kept_groups()
         forward.has_run_last |= is_last
-        group = forward.chunk.open_group(name)
-        group.is_kept = is_last
+        is_saving = torch.is_grad_enabled() and self._is_on_top()
+        is_read_once = not is_saving or layer in self._checkpointed
+        traits = GroupTraits(keep=is_last, layer=forward.num_layers, read_once=is_read_once)
+        forward.num_layers += 1
+        group = forward.chunk.open_group(name, traits)
         self._keep_shared_inputs(args, kwargs)
-        if torch.is_grad_enabled() and self._is_on_top():
-            group.is_read_once = layer in self._checkpointed
-            forward.layer, forward.handled_in_body = layer, id(sys.exception())
-            forward.first_index = group.index
+        if is_saving:
+            forward.layer, forward.traits, forward.handled_in_body = layer, traits, id(sys.exception())
             return
-        group.is_read_once = True
         source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         forward.input_groups.add(group)
         # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
-        if self._budget is not None:
-            self._budget.note_layer([group])
 
     def _warn_if_outside(self, name: str) -> None:
         if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
@@ -288,17 +284,13 @@ class LayerGroups:
             forward.chunk.abandon_group()
         else:
             forward.chunk.close_group()
-            if self._budget is not None:
-                self._budget.note_layer(forward.chunk.chunk_groups.groups[forward.first_index :])
 
     def _is_full(self, group: TensorGroup) -> bool:
         return self._group_bytes is not None and group.own_bytes >= self._group_bytes
 
     def _split_group(self, forward: _Forward, group: TensorGroup) -> TensorGroup:
         forward.chunk.close_group()
-        following = forward.chunk.open_group(group.name)
-        following.is_kept, following.is_read_once = group.is_kept, group.is_read_once
-        return following
+        return forward.chunk.open_group(group.name, forward.traits)
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
         """The parameters of a unit of FSDP are gathered now: they stay on the device.
@@ -333,12 +325,11 @@ class LayerGroups:
         if forward is None or is_in_backward():
             return StayingTensor(without_graph(tensor))
         group = forward.chunk.innermost_group
-        if group is not None and self._is_full(group) and is_new(tensor, forward.chunk):
+        hooks = forward.chunk.hooks
+        if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):
             group = self._split_group(forward, group)  # no earlier: parts of the last storage may still be written to
-        packed = forward.chunk.tensor_push(tensor) if group is not None else forward.chunk.pack_rest(tensor)
-        if isinstance(packed, PackedTensor):
-            return _Saved(packed, group, forward)
-        return packed if isinstance(packed, StayingTensor) else StayingTensor(packed)
+        packed = hooks.pack_plain(tensor, group) if group is not None else hooks.pack_ungrouped(tensor)
+        return _Saved(packed, group, forward) if isinstance(packed, PackedTensor) else packed
 
     def _unpack(self, saved: _Saved | StayingTensor) -> torch.Tensor:
         if isinstance(saved, StayingTensor):

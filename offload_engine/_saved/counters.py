@@ -9,42 +9,35 @@ from offload_engine.meter import ResidencyMeter
 from offload_engine.stats import IterationStats
 
 
-class Accounts:
-    """What bounds are held against, what the statistics of an iteration tell, and what a meter shows.
+class ByteCounters:
+    """Counts what policies hold their bounds against, what the statistics show, and what a meter shows.
 
     Args:
-        meter: is told of every buffer, whoever saved it.
-        resident_limit_bytes: see below.
+        meter: counts every buffer, whoever saved it.
 
     Attributes:
         is_metered: there is a meter; else `hold` need not be called.
         stats: of the running iteration, or of the last one.
-        saved_bytes: of the storages with a handle left, wherever they are, but for what no group saved.
-        resident_bytes: those of them that are on the device, or have a buffer there for a copy-in.
-        resident_limit_bytes: how many of those there may be; None: nobody asked.
-        prefetched_bytes: bytes of copy-in that are issued and not used yet.
+        saved_bytes: of the storages with a handle left that a group saved, wherever they are.
+        resident_bytes: of these, on the device, or with a buffer there for a copy-in.
+        prefetched_bytes: copy-ins that are issued and not used yet.
     """
 
-    def __init__(self, meter: ResidencyMeter | None, resident_limit_bytes: int | None) -> None:
+    def __init__(self, meter: ResidencyMeter | None) -> None:
         self.stats: IterationStats = IterationStats()
         self.saved_bytes: int = 0
         self.resident_bytes: int = 0
-        self.resident_limit_bytes: int | None = resident_limit_bytes
         self.prefetched_bytes: int = 0
         self.is_metered: bool = meter is not None
         self._meter = meter
 
     def begin(self) -> None:
-        """Start counting anew."""
+        """Start the statistics of an iteration."""
         self.stats = IterationStats(peak_resident_bytes=self.resident_bytes)
 
-    def has_resident_room(self, nbytes: int) -> bool:
-        """True if `nbytes` more would not exceed the limit of resident bytes."""
-        return self.resident_limit_bytes is None or self.resident_bytes + nbytes <= self.resident_limit_bytes
-
-    def note_managed(self, nbytes: int) -> None:
-        """A group has saved a storage, resident: from now on it counts."""
-        # Once for each storage, so without a call of `note_arrival`.
+    def count_managed(self, nbytes: int) -> None:
+        """Count a storage that a group has just saved."""
+        # Once for each storage, so without a call of `count_arrival`.
         stats = self.stats
         stats.managed_bytes += nbytes
         self.saved_bytes += nbytes
@@ -52,28 +45,28 @@ class Accounts:
         if self.resident_bytes > stats.peak_resident_bytes:
             stats.peak_resident_bytes = self.resident_bytes
 
-    def note_arrival(self, nbytes: int) -> None:
-        """`nbytes` of what groups saved have a buffer on the device from now on."""
+    def count_arrival(self, nbytes: int) -> None:
+        """Count `nbytes` that have a buffer on the device again."""
         self.resident_bytes += nbytes
         if self.resident_bytes > self.stats.peak_resident_bytes:
             self.stats.peak_resident_bytes = self.resident_bytes
 
-    def note_copied_in(self, nbytes: int) -> None:
-        """The copy-in of `nbytes` has been issued."""
+    def count_copy_in(self, nbytes: int) -> None:
+        """Count an issued copy-in."""
         self.stats.copied_in_bytes += nbytes
         self.prefetched_bytes += nbytes
-        self.note_arrival(nbytes)
+        self.count_arrival(nbytes)
 
     def hold(self, storages: Sequence[SavedStorage]) -> None:
-        """Tell the meter that these have buffers now."""
+        """Show the meter the buffers of `storages`."""
         if self._meter is not None:
             for saved in storages:
                 assert saved.buffer is not None
                 self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
 
     def drop(self, saved: SavedStorage) -> None:
-        """The buffer of a storage is about to go."""
-        if not saved.group.is_rest:
+        """Count the buffer of a storage as gone; call it before it goes."""
+        if not saved.group.is_ungrouped:
             self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:
             self._meter.drop(saved.buffer.untyped_storage()._cdata)

@@ -1,0 +1,55 @@
+"""`GroupStack`: opens the groups of one chunk and knows which are open."""
+
+from __future__ import annotations
+
+from offload_engine._chunk.progress import ChunkProgress
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.schedule import ChunkKey
+from offload_engine.traits import GroupTraits
+
+_NO_TRAITS = GroupTraits()
+
+
+class GroupStack:
+    """The groups of one forward of one chunk.
+
+    Args:
+        key: stage and microbatch.
+        keep_groups: indices of groups that stay resident.
+        first_kept: groups from this index on stay resident too.
+        has_head: see `ChunkProgress`.
+
+    Attributes:
+        progress: all groups of this forward.
+        open_groups: innermost last.
+        ungrouped: stands for what is saved outside the groups.
+    """
+
+    def __init__(self, key: ChunkKey, keep_groups: frozenset[int], first_kept: int, has_head: bool) -> None:
+        self.progress: ChunkProgress = ChunkProgress(key, has_head)
+        self.open_groups: list[TensorGroup] = []
+        self.ungrouped: TensorGroup = TensorGroup(
+            key, -1, "outside the groups", GroupTraits(keep=True), is_ungrouped=True
+        )
+        self._key = key
+        self._keep_groups = keep_groups
+        self._first_kept = first_kept
+
+    def open(self, name: str, traits: GroupTraits = _NO_TRAITS) -> TensorGroup:
+        """Open a group inside the innermost one, if any."""
+        groups = self.progress.groups
+        index = len(groups)
+        group = TensorGroup(self._key, index, name, traits)
+        if index in self._keep_groups or index >= self._first_kept:
+            group.is_kept = True
+        groups.append(group)
+        self.open_groups.append(group)
+        return group
+
+    def innermost(self) -> TensorGroup:
+        """Return the innermost open group; open one where none is, as for a stack of layers that opens none."""
+        return self.open_groups[-1] if self.open_groups else self.open("layer")
+
+    def start_again(self) -> None:
+        """Begin another forward of the same chunk."""
+        self.progress = ChunkProgress(self._key, self.progress.has_head)

@@ -1,0 +1,50 @@
+"""`ChunkProgress`: the groups of one chunk, and how far its backward and its prefetch have come."""
+
+from __future__ import annotations
+
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.schedule import ChunkKey
+
+
+class ChunkProgress:
+    """The groups of one chunk in the order of forward. The chunk adds groups; the policy moves the positions.
+
+    Attributes:
+        key: stage and microbatch.
+        groups: in the order of forward.
+        has_head: its backward comes at once, and the boundary HEAD comes between its layers and its loss.
+        is_forward_done: all groups are there.
+        prefetch_index: group to prefetch next; counts down.
+        backward_index: group that the backward has reached, or reaches as soon as it begins.
+        last_index_by_name: last group of each name, once the forward is done.
+    """
+
+    def __init__(self, key: ChunkKey, has_head: bool = False) -> None:
+        self.key: ChunkKey = key
+        self.groups: list[TensorGroup] = []
+        self.has_head: bool = has_head
+        self.is_forward_done: bool = False
+        self.prefetch_index: int = -1
+        self.backward_index: int = 0
+        self.last_index_by_name: dict[str, int] = {}
+
+    def begin_tail(self) -> None:
+        """Mark the start of the last block of the forward; the last call counts."""
+        self.backward_index = len(self.groups)
+
+    def end_forward(self) -> None:
+        """Allow prefetch to begin, with the last group. Idempotent."""
+        if not self.is_forward_done:
+            self.is_forward_done = True
+            self.prefetch_index = len(self.groups) - 1
+            self.last_index_by_name = {group.name: group.index for group in self.groups}
+
+    def is_near(self, group: TensorGroup) -> bool:
+        """Return whether the backward has come to the last group of this one's name, a layer ahead of it."""
+        return self.last_index_by_name[group.name] >= self.backward_index
+
+    def is_in_last_layer(self, group: TensorGroup) -> bool:
+        """Return whether the backward of the chunk begins with this group's layer."""
+        if group.layer == self.groups[-1].layer != -1:
+            return True
+        return self.last_index_by_name[group.name] == group.index  # where layers are not known

@@ -1,0 +1,155 @@
+"""`SavedTensorHooks`: packs what autograd saves in a chunk, and manages its place on autograd's stack of hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from offload_engine._chunk.group_stack import GroupStack
+from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
+from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
+from offload_engine._saved.storage import TensorGroup
+from offload_engine._saved.store import ActivationStore
+
+# The context manager for these has no way to ask whose hooks are the innermost.
+_innermost_hooks: Final[Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_pop_hooks: Final[Any] = torch._C._autograd._pop_saved_tensors_default_hooks
+_push_hooks: Final[Any] = torch._C._autograd._push_saved_tensors_default_hooks
+_PARAMETER: Final = torch.nn.Parameter
+
+Checker = Callable[[torch.Tensor], bool]
+Handle = PackedTensor | StayingTensor
+Pack = Callable[[torch.Tensor], Any]
+
+
+class SavedTensorHooks:
+    """The saved tensors hooks of one chunk.
+
+    Args:
+        store: takes charge of tensors that may move.
+        groups: of the chunk.
+        checker: saved tensors for which it is false stay where they are; None: all may move.
+    """
+
+    def __init__(self, store: ActivationStore, groups: GroupStack, checker: Checker | None) -> None:
+        self._store = store
+        self._groups = groups
+        self._checker = checker
+        self._popped: list[Pack] = []  # of the hooks that pause; innermost first
+        self._pack_until: Pack | None = None  # of those that wait for what they pause behind
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Pack a tensor saved in the innermost group; return what autograd keeps."""
+        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
+            return PackedParts(tensor, self.pack, self.unpack)
+        return self.pack_plain(tensor, self._groups.innermost())
+
+    def pack_ungrouped(self, tensor: torch.Tensor) -> Handle:
+        """Pack a tensor saved outside the groups; return what autograd keeps."""
+        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
+            return PackedParts(tensor, self.pack_ungrouped, self.unpack)
+        return self.pack_plain(tensor, self._groups.ungrouped)
+
+    def pack_plain(self, tensor: torch.Tensor, group: TensorGroup) -> Handle:
+        """Pack a tensor that is not made of others, for `group`."""
+        if type(tensor) is _PARAMETER and tensor.is_leaf:  # half of what layers with many experts save
+            return StayingTensor(tensor)
+        if self._checker is not None and not self._checker(tensor):
+            return StayingTensor(without_graph(tensor))
+        packed = self._store.pack(tensor, group)
+        return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
+
+    def would_start_storage(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` would move, and no group has saved its storage."""
+        return (self._checker is None or self._checker(tensor)) and self._store.would_start_storage(tensor)
+
+    def unpack(self, packed: Handle) -> torch.Tensor:
+        """Return the tensor that a handle stands for; raises as `ActivationStore.unpack`."""
+        return self._store.unpack(packed) if isinstance(packed, PackedTensor) else packed.unpack()
+
+    # -- autograd's stack of hooks -----------------------------------------------------------------------------------
+
+    def in_group(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context manager for the forward of a group: what is saved inside it belongs to the group."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def around_groups(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return a context manager for the whole forward of the chunk, around its groups.
+
+        What is saved outside the groups stays on the device, unless a group saves the same storage too, before or
+        after: then it leaves and comes back with that group. Without these hooks the copy of such a storage frees
+        nothing, because the other saver still holds it.
+        """
+        return torch.autograd.graph.saved_tensors_hooks(self.pack_ungrouped, self.unpack)
+
+    def push(self) -> None:
+        """Enter `in_group()`, at less cost; `pop` leaves it."""
+        _push_hooks(self.pack, self.unpack)
+
+    def pop(self) -> None:
+        """Undo `push`. Hooks that were pushed since must have been popped."""
+        _pop_hooks()
+
+    def are_innermost(self) -> bool:
+        """Return whether what is saved now comes here, or to no hooks: false inside a checkpoint of torch's, say."""
+        top = _innermost_hooks(True)
+        return top is None or top[1] == self.unpack  # which is that of both pairs
+
+    def pause_around_groups(self) -> bool:
+        """Let what is saved from now on pass by `around_groups`, until `resume`.
+
+        Spares the host what a hook costs for each tensor. Such a tensor stays on the device, even where a group saves
+        it too, and no meter counts it. It must not be declared by `OffloadEngine.held_elsewhere` if a group saves it.
+
+        Returns:
+            False, and nothing changes, where these hooks are not the innermost: in an open group, for instance.
+        """
+        if _innermost_hooks(True) != (self.pack_ungrouped, self.unpack):
+            return False
+        self._pop_all()
+        return True
+
+    def pause_behind(self, tensor: torch.Tensor) -> bool:
+        """Let what is saved behind the whole of `tensor` pass by all hooks of this chunk, until `resume`.
+
+        For a module that saves its input and hundreds of weights. Nothing pauses before the input itself, or a view of
+        all of it, has been saved; for what comes behind it the same holds as with `pause_around_groups`.
+
+        Returns:
+            False, and nothing changes, where the innermost hooks are not this chunk's, and in such a pause.
+        """
+        innermost = _innermost_hooks(True)
+        if innermost is None or innermost[1] != self.unpack or innermost[0] is self._pack_until:
+            return False
+        pack, begin, size = innermost[0], tensor.data_ptr(), tensor.numel()
+
+        def pack_until(saved: torch.Tensor) -> Any:
+            packed = pack(saved)
+            if saved.numel() == size and saved.data_ptr() == begin:
+                self._pop_waiting()
+                self._pop_all()
+            return packed
+
+        self._pack_until = pack_until
+        _push_hooks(pack_until, self.unpack)
+        return True
+
+    def resume(self) -> None:
+        """Undo `pause_around_groups` or `pause_behind`, where that returned True."""
+        if self._pack_until is not None:
+            self._pop_waiting()
+        while self._popped:
+            _push_hooks(self._popped.pop(), self.unpack)
+
+    def _pop_waiting(self) -> None:
+        self._pack_until = None
+        _pop_hooks()
+
+    def _pop_all(self) -> None:
+        while (top := _innermost_hooks(True)) is not None and top[1] == self.unpack:
+            self._popped.append(top[0])
+            _pop_hooks()

@@ -1,0 +1,147 @@
+"""`Executor`: performs the moves of a policy, and holds the rules that no policy can break."""
+
+from __future__ import annotations
+
+from offload_engine._chunk.progress import ChunkProgress
+from offload_engine._devices.base import Device, Event
+from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.policy import Policy
+from offload_engine._saved.storage import TensorGroup
+from offload_engine._saved.store import ActivationStore
+from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, ITERATION_END, OUT, BoundaryKind
+
+
+class Executor:
+    """Asks the policy at each boundary and performs its moves. It alone issues, releases and awaits copies of groups.
+
+    [Its own rules]
+
+     1. What is complete may go. At each boundary copy-outs that have completed are released, oldest first, where the
+        policy says so (`Policy.releases_completed`).
+     2. Back-pressure. At each boundary, and after each copy-out, compute waits for the oldest copy-outs as long as
+        `Policy.must_release`. The wait is one of the device: a host that runs ahead is not blocked.
+     3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
+        What no move brought back, `ActivationStore.unpack` does.
+     4. A failed copy is raised at the next boundary.
+
+    Args:
+        store: has the storages of the groups.
+        device: says whether a copy has completed.
+        policy: answers boundaries.
+        leaving: the queue that the policy reads.
+        dry_run: account for groups, and issue no copy-out.
+    """
+
+    def __init__(
+        self, store: ActivationStore, device: Device, policy: Policy, leaving: LeavingQueue, dry_run: bool
+    ) -> None:
+        self.store: ActivationStore = store
+        self.policy: Policy = policy
+        self.leaving: LeavingQueue = leaving
+        self._is_complete = device.is_complete
+        self._dry_run = dry_run
+        self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
+
+    def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
+        """Perform what the policy answers to a boundary; see `Policy.at`.
+
+        Raises:
+            CopyError: if a copy has failed; names the group.
+            OffloadError: if the host tier is full, and that is to be an error.
+        """
+        store, late_from = self.store, -1
+        if store.failures.has_failed:
+            store.failures.raise_deferred()  # Rule 4
+        if self.leaving.queue:
+            self._release_due()
+        if group is not None:
+            if kind is BACKWARD:
+                store.await_copy_in(group)  # Rule 3; early wait: one for the group, where unpack has one each
+                late_from = group.index
+            elif kind is COMMIT:
+                self._commit(group)
+        for op, moved in self.policy.at(kind, chunk, group):
+            if op is OUT:
+                self.copy_out(moved)
+            elif op is DROP:
+                self._drop(moved)
+            elif late_from >= 0 and chunk is not None and moved.chunk == chunk.key and moved.index >= late_from:
+                store.counters.stats.prefetch_misses += self.copy_in(moved)
+                if moved is group:
+                    store.await_copy_in(moved)  # Rule 3; early wait, as above
+            else:
+                self.copy_in(moved)
+
+    def copy_out(self, group: TensorGroup) -> None:
+        """Issue the copy-out of a group's own storages. No-op for what has been copied out already, and in a dry run.
+
+        Raises:
+            OffloadError: if the host tier is full, and that is to be an error.
+        """
+        produced = self._produced.pop(group, None)
+        if self._dry_run:
+            return
+        issued = self.store.issue_copy_out(group, produced)
+        if issued is not None:
+            self.leaving.push(issued)
+            while self.leaving.queue and self.policy.must_release():  # Rule 2
+                self.store.release(self.leaving.pop())
+
+    def copy_in(self, group: TensorGroup) -> int:
+        """Recall what a group has leaving and copy in what it has on host; return the number of storages copied."""
+        if group.leaving_bytes:
+            self.store.recall(group)
+        return self.store.issue_copy_in(group) if group.on_host_bytes else 0
+
+    def keep(self, group: TensorGroup) -> None:
+        """Commit a group that stays: its backward comes at once."""
+        group.is_kept = True
+        self._count(group)
+
+    def offload_kept(self, group: TensorGroup) -> None:
+        """Copy out a group that was kept: its backward does not come at once."""
+        group.is_kept = False
+        self.store.counters.stats.num_kept_groups -= 1
+        self.store.counters.stats.kept_bytes -= group.own_bytes
+        self.copy_out(group)
+
+    def end_iteration(self) -> None:
+        """Perform what the policy answers to the end of the iteration, and forget its groups.
+
+        Raises:
+            CopyError: if a copy has failed; names the group.
+        """
+        self.at(ITERATION_END)
+        self._produced.clear()
+        self.policy.clear()
+
+    def reset(self) -> None:
+        """Forget the iteration; the store has yet to abandon what was saved."""
+        self._produced.clear()
+        self.leaving.clear()
+        self.policy.clear()
+
+    def _commit(self, group: TensorGroup) -> None:
+        self._count(group)
+        if group.may_delay and not group.is_kept and not self._dry_run:
+            self._produced[group] = self.store.record_produced(group)
+
+    def _count(self, group: TensorGroup) -> None:
+        stats = self.store.counters.stats
+        stats.num_groups += 1
+        if group.is_kept:
+            stats.num_kept_groups += 1
+            stats.kept_bytes += group.own_bytes
+
+    def _release_due(self) -> None:
+        leaving, policy = self.leaving, self.policy
+        while leaving.queue and (
+            policy.must_release()  # Rule 2
+            or (policy.releases_completed and self._is_complete(leaving.queue[0].copied_out))  # Rule 1
+        ):
+            self.store.release(leaving.pop())
+
+    def _drop(self, group: TensorGroup) -> None:
+        issued = self.leaving.take(group)
+        if issued is not None:
+            self.store.release(issued)

@@ -1,0 +1,63 @@
+"""`LeavingQueue`: copy-outs that are issued and not released."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from offload_engine._saved.mover import CopyOut
+from offload_engine._saved.storage import TensorGroup
+
+
+class LeavingQueue:
+    """Copy-outs whose device bytes are not released yet, oldest first. The executor changes it, policies read it.
+
+    Attributes:
+        queue: oldest first.
+        inflight_bytes: of all of them.
+        largest_bytes: of the largest copy-out so far.
+        num_issued: copy-outs so far; each has its number.
+    """
+
+    def __init__(self) -> None:
+        self.inflight_bytes: int = 0
+        self.largest_bytes: int = 0
+        self.num_issued: int = 0
+        self.queue: deque[CopyOut] = deque()
+
+    @property
+    def groups(self) -> list[TensorGroup]:
+        """The group of each copy-out, oldest first."""
+        return [issued.group for issued in self.queue]
+
+    def groups_before(self, number: int) -> list[TensorGroup]:
+        """The groups of the copy-outs issued before the one with this number."""
+        return [issued.group for issued in self.queue if issued.number < number]
+
+    def push(self, issued: CopyOut) -> None:
+        """Add a copy-out that was just issued."""
+        issued.number = self.num_issued
+        self.num_issued += 1
+        self.queue.append(issued)
+        self.inflight_bytes += issued.nbytes
+        if issued.nbytes > self.largest_bytes:
+            self.largest_bytes = issued.nbytes
+
+    def pop(self) -> CopyOut:
+        """Take the oldest copy-out out."""
+        oldest = self.queue.popleft()
+        self.inflight_bytes -= oldest.nbytes
+        return oldest
+
+    def take(self, group: TensorGroup) -> CopyOut | None:
+        """Take the oldest copy-out of `group` out; None if there is none."""
+        for issued in self.queue:
+            if issued.group is group:
+                self.queue.remove(issued)
+                self.inflight_bytes -= issued.nbytes
+                return issued
+        return None
+
+    def clear(self) -> None:
+        """Forget all copy-outs, after the store has abandoned them."""
+        self.queue.clear()
+        self.inflight_bytes = 0

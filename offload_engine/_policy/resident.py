@@ -1,0 +1,150 @@
+"""The policies with a bound of resident bytes: `ResidentBudgetPolicy` and `ResidentLayersPolicy`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from offload_engine._chunk.progress import ChunkProgress
+from offload_engine._policy.horizon import Horizon
+from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.policy import Move
+from offload_engine._policy.reactive import Reactive
+from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.moves import BACKWARD, DROP, FORWARD, IN, ITERATION_END, OUT, TAIL, BoundaryKind
+from offload_engine.schedule import Action, ChunkKey
+
+_SHARE_IN_FORWARD = 0.25
+"""Of the budget, for what comes back during a forward: with all of it taken, that forward would wait for the copies of
+what it saves."""
+
+
+class ResidentBudgetPolicy(Reactive):
+    """Keeps as many saved bytes on the device as a budget has room for.
+
+    A copy-out is released only where its room is needed. What fits when a backward begins stays: how much is still to
+    be saved is taken from the last forward. To copy such groups as well would do more harm than load the link: a
+    backward that has used one would wait, before its memory can be used again, for a copy behind all the others. Where
+    more is saved than expected, the oldest of these leave late.
+    """
+
+    releases_completed = False
+
+    def __init__(self, counters: ByteCounters, leaving: LeavingQueue, resident_bytes: int | None) -> None:
+        self._room = _Room(counters, resident_bytes)
+        super().__init__(counters, leaving, self._room)
+        self._expected_bytes: int | None = None  # saved, wherever it was, when the last backward began
+        self._is_in_forward = False
+        self._staying: deque[TensorGroup] = deque()  # within the budget; oldest first
+
+    def clear(self) -> None:
+        """See `Policy`."""
+        super().clear()
+        self._is_in_forward = False
+        self._staying.clear()
+
+    def must_release(self) -> bool:
+        """See `Policy`."""
+        return not self._room.has(self.leaving.largest_bytes)
+
+    def at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> Iterable[Move]:
+        """See `Policy`."""
+        if kind is FORWARD:
+            self._is_in_forward = True
+        elif kind is BACKWARD:
+            if self._is_in_forward:
+                self._expected_bytes = self.counters.saved_bytes
+                self._is_in_forward = False
+            self._staying.clear()  # needed now
+        elif kind is TAIL and chunk is not None:
+            chunk.begin_tail()
+        elif kind is ITERATION_END:
+            return (Move(DROP, left) for left in self.leaving.groups)
+        return super().at(kind, chunk, group)
+
+    def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
+        self._horizon.count_committed(group)
+        if not group.is_kept and not self._may_stay(chunk, group):
+            yield Move(OUT, group)
+        while (ahead := self._next_ahead()) is not None:
+            yield Move(IN, ahead)
+        while self._staying and self.must_release():  # more was saved than expected
+            yield Move(OUT, self._staying.popleft())
+
+    def _may_stay(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
+        """Return whether `group` and all that is still to be saved fit; if so, it stays for now."""
+        limit = self._room.limit_bytes
+        if limit is None or self._expected_bytes is None:
+            return False
+        counters = self.counters
+        to_come_bytes = max(0, self._expected_bytes - counters.saved_bytes)
+        # Where its backward is not next, what stays would take the room of what is on its way out and back for others,
+        # and not be needed first: so all stays, or nothing.
+        is_next = self._window.is_next(chunk)
+        staying_bytes = counters.resident_bytes - self.leaving.inflight_bytes if is_next else counters.saved_bytes
+        fits = staying_bytes + to_come_bytes + self.leaving.largest_bytes <= limit
+        if not fits and not self._staying:  # else an older one leaves, which is needed later
+            return False
+        self._staying.append(group)
+        return True
+
+
+class ResidentLayersPolicy(ResidentBudgetPolicy):
+    """A budget of the bytes of so many layers, the largest so far; unbounded until a first group has committed.
+
+    What a layer saves that another layer has saved before, such as an output that is the next layer's input, comes on
+    top: else there would be no room for a second layer beside it.
+    """
+
+    def __init__(self, counters: ByteCounters, leaving: LeavingQueue, num_layers: int) -> None:
+        super().__init__(counters, leaving, None)
+        self._num_layers = num_layers
+        self._layer: tuple[ChunkKey, int] | None = None  # to which the last group belonged
+        self._own_bytes = self._foreign_bytes = 0  # of that layer so far
+        self._largest_own_bytes = self._largest_foreign_bytes = 0
+
+    def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
+        """See `Policy`."""
+        super().begin(actions, is_combined)
+        self._layer = None
+
+    def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
+        self._learn(group)
+        return super()._commit(chunk, group)
+
+    def _learn(self, group: TensorGroup) -> None:
+        layer = group.chunk, group.layer
+        if layer != self._layer:
+            self._layer, self._own_bytes, self._foreign_bytes = layer, 0, 0
+        self._own_bytes += group.own_bytes
+        self._foreign_bytes += group.foreign_bytes
+        self._largest_own_bytes = max(self._largest_own_bytes, self._own_bytes)
+        self._largest_foreign_bytes = max(self._largest_foreign_bytes, self._foreign_bytes)
+        self._room.limit_bytes = self._num_layers * self._largest_own_bytes + self._largest_foreign_bytes
+
+
+class _Room(Horizon):
+    """What a budget has left, and with it how far copy-ins may run ahead.
+
+    Attributes:
+        limit_bytes: that may be resident; None: not known yet.
+    """
+
+    def __init__(self, counters: ByteCounters, limit_bytes: int | None) -> None:
+        self.limit_bytes: int | None = limit_bytes
+        self._counters = counters
+
+    def has(self, nbytes: int) -> bool:
+        """Return whether `nbytes` more fit."""
+        return self.limit_bytes is None or self._counters.resident_bytes + nbytes <= self.limit_bytes
+
+    def has_room(self, group: TensorGroup, is_in_forward: bool) -> bool:
+        """See `Horizon`."""
+        nbytes, limit = group.on_host_bytes, self.limit_bytes
+        if nbytes == 0:
+            return True
+        ahead = self._counters.prefetched_bytes
+        if is_in_forward and limit is not None and ahead and ahead + nbytes > _SHARE_IN_FORWARD * limit:
+            return False
+        return self.has(nbytes)

@@ -1,0 +1,107 @@
+"""`BackwardWindow`: the chunks whose groups may come back now, in the order in which the backward will ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_engine._chunk.progress import ChunkProgress
+from offload_engine.schedule import Action, ChunkKey
+
+
+class BackwardWindow:
+    """Knows which backward comes next.
+
+    Only chunks whose backward comes before the next forward may come back. What is needed after that forward stays on
+    host while it runs. Without a schedule the backward is taken to come in reverse order of forward, and a forward that
+    begins in between ends the guess.
+
+    Attributes:
+        backward_chunk: whose backward was reached last; None once a forward has begun since.
+        has_schedule: the actions of this iteration are known.
+    """
+
+    def __init__(self) -> None:
+        self.backward_chunk: ChunkProgress | None = None
+        self.has_schedule: bool = False
+        self._actions: Sequence[Action] = ()
+        self._is_combined = False
+        self._positions: dict[Action, int] = {}
+        self._chunks: dict[ChunkKey, ChunkProgress] = {}  # whose backward has not begun
+        self._window: list[ChunkProgress] = []  # soonest first
+
+    def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
+        """Start an iteration; see `Policy.begin`."""
+        self.clear()
+        self.has_schedule = bool(actions)
+        self._actions = actions
+        self._is_combined = is_combined
+        self._positions = {action: i for i, action in enumerate(actions)}
+
+    def clear(self) -> None:
+        """Forget all chunks."""
+        self.backward_chunk, self.has_schedule = None, False
+        self._actions, self._positions = (), {}
+        self._chunks, self._window = {}, []
+
+    def begin_forward(self, chunk: ChunkProgress) -> bool:
+        """Enter a chunk whose forward begins.
+
+        Returns:
+            True if the backward of other chunks was expected to come first: it may come late, or never.
+        """
+        for other in self._chunks.values():
+            other.end_forward()
+        was_wrong = not self.has_schedule and self.backward_chunk is not None
+        if was_wrong:
+            self._chunks.clear()
+        self._chunks.pop(chunk.key, None)  # a key used again goes to the end of the order
+        self._chunks[chunk.key] = chunk
+        self.backward_chunk = None
+        self._window = self._upcoming(Action("F", chunk.key))
+        return was_wrong
+
+    def begin_backward(self, chunk: ChunkProgress) -> None:
+        """Put a chunk first whose backward begins. Idempotent."""
+        if chunk is self.backward_chunk:
+            return
+        chunk.end_forward()
+        if self._is_combined and self.backward_chunk is not None:
+            for other in self._chunks.values():  # a forward runs together with one backward; this is another
+                other.end_forward()
+        self.backward_chunk = chunk
+        self._chunks.pop(chunk.key, None)
+        following = self._upcoming(Action("B", chunk.key))
+        self._window = [chunk, *(following if self.has_schedule else reversed(self._chunks.values()))]
+
+    def next_chunk(self) -> ChunkProgress | None:
+        """Return the chunk to prefetch from; None if nothing is left."""
+        window = self._window
+        while window:
+            if window[0].prefetch_index >= 0:
+                return window[0]
+            window.pop(0)
+        return None
+
+    def is_next(self, chunk: ChunkProgress) -> bool:
+        """Return whether nothing comes between the forward of `chunk`, which runs, and its backward."""
+        if not self.has_schedule:
+            return True
+        position = self._positions.get(Action("F", chunk.key), len(self._actions)) + 1
+        return position < len(self._actions) and self._actions[position] == Action("B", chunk.key)
+
+    def _upcoming(self, action: Action) -> list[ChunkProgress]:
+        """Chunks whose backward comes behind `action` and before any other forward, soonest first.
+
+        A forward that runs together with the backward behind it does not come before that one.
+        """
+        chunks: list[ChunkProgress] = []
+        num_forwards_to_pass = int(self._is_combined)
+        for following in self._actions[self._positions.get(action, len(self._actions)) + 1 :]:
+            chunk = self._chunks.get(following.chunk)
+            if following.kind == "F" and num_forwards_to_pass:
+                num_forwards_to_pass -= 1
+                continue
+            if following.kind == "F" or chunk is None or not chunk.is_forward_done:
+                break
+            chunks.append(chunk)
+        return chunks

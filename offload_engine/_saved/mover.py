@@ -1,0 +1,310 @@
+"""`StorageMover`: each step of a saved storage from one residency to the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from offload_engine._devices.base import CopyError, Event
+from offload_engine._host.leases import GroupLease, lend
+from offload_engine._host.pool import HostPool
+from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine._saved.addresses import AddressTable
+from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.failures import CopyFailures
+from offload_engine._saved.storage import (
+    COPYING_IN,
+    COPYING_OUT,
+    ON_HOST,
+    RESIDENT,
+    RETIRED,
+    SavedStorage,
+    TensorGroup,
+    move,
+)
+from offload_engine._saved.transfers import (
+    TransferContext,
+    await_copy_in,
+    copy_in,
+    copy_out,
+    drop_buffer,
+    empty_buffer,
+    hand_over_buffer,
+    record_produced,
+    wait_for_last_copy,
+)
+from offload_engine.errors import OffloadError
+
+logger = logging.getLogger(__name__)
+
+
+class CopyOut:
+    """Storages of one group whose copy-out was issued together."""
+
+    __slots__ = ("group", "storages", "nbytes", "copied_out", "number")
+
+    def __init__(self, group: TensorGroup, storages: list[SavedStorage], nbytes: int, copied_out: Event) -> None:
+        self.group = group
+        self.storages = storages
+        self.nbytes = nbytes
+        self.copied_out = copied_out
+        self.number: int = 0  # in the order of issue; set by the queue
+
+
+class StorageMover:
+    """Moves storages between device and host. Its callers hold the store's lock.
+
+    Args:
+        context: device and copy streams.
+        pool: lends host bytes.
+        unawaited: copy-ins that compute has not been made to wait for.
+        counters: how many bytes are where.
+        is_room_required: a group that finds no host room is an error.
+
+    Attributes:
+        live: storages with a handle left.
+        addresses: storages that may be saved once more.
+        failures: copies that failed.
+    """
+
+    def __init__(
+        self,
+        context: TransferContext,
+        pool: HostPool,
+        unawaited: UnawaitedCopies,
+        counters: ByteCounters,
+        is_room_required: bool,
+    ) -> None:
+        self.live: dict[SavedStorage, None] = {}
+        self.addresses: AddressTable = AddressTable()
+        self.counters: ByteCounters = counters
+        self.failures: CopyFailures = CopyFailures()
+        self._is_room_required = is_room_required
+        self._context = context
+        self._pool = pool
+        self._unawaited = unawaited
+
+    def copy_out(self, group: TensorGroup, produced: Sequence[Event] | None) -> CopyOut | None:
+        """Issue the copy-out of the own storages of `group`; None where there is nothing to copy or no host room.
+
+        What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
+
+        Raises:
+            OffloadError: if there is no host room and that is to be an error.
+        """
+        storages, nbytes = _movable(group)
+        if not storages:
+            return None
+        lent = lend(self._pool, [saved.nbytes for saved in storages], self._context.device.host_alignment)
+        if lent is None:
+            self._count_no_room(group, nbytes)
+            return None
+        lease, regions = lent
+        for saved, region in zip(storages, regions):  # noqa: B905  (as many by construction)
+            saved.lease, saved.region = lease, region
+        if produced is None:
+            produced = record_produced(storages, self._context)
+        copied_out = copy_out(storages, lease, produced, self._context)
+        for saved in storages:
+            saved.pending = saved.copied_out = copied_out
+            saved.is_leaving = True
+        move(storages, COPYING_OUT)
+        self.counters.stats.copied_out_bytes += nbytes
+        self.counters.stats.num_offloaded_groups += 1
+        return CopyOut(group, storages, nbytes, copied_out)
+
+    def release(self, storages: Sequence[SavedStorage]) -> None:
+        """Release the device bytes of storages copied out together, except those recalled, modified or retired since.
+
+        Raises:
+            CopyError: if the copy-out failed; names the group.
+        """
+        leaving = [s for s in storages if s.residency is COPYING_OUT and not s.is_modified()]
+        self._wait_for_copy_out(leaving)
+        self.leave_device(leaving)
+
+    def leave_device(self, storages: Sequence[SavedStorage]) -> None:
+        """Release or empty the buffers of storages that are on host too, unless an undeclared reference holds one."""
+        for saved in storages:
+            if saved.num_external_refs is None:
+                self.addresses.pin(saved)
+                self.counters.drop(saved)
+                drop_buffer(saved, self._context)
+            elif saved.may_be_emptied():
+                self.counters.drop(saved)
+                empty_buffer(saved, self._context)
+                self.counters.stats.num_emptied_storages += 1
+            else:
+                self.recall(saved)
+                self.counters.stats.num_viewed_storages += 1
+        move([saved for saved in storages if saved.residency is COPYING_OUT], ON_HOST)
+
+    def recall(self, saved: SavedStorage) -> None:
+        """Let a storage that is being copied out stay on the device."""
+        # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is released.
+        move([saved], RESIDENT)
+        if not saved.group.is_read_once:
+            return_region(saved, saved.copied_out)
+
+    def copy_in(self, storages: Sequence[SavedStorage]) -> None:
+        """Issue the copy-in of storages on host; their leases return at once, with the event of the copy.
+
+        Not those of what is read once, which may have to be copied in again.
+        """
+        copied_in = copy_in(storages, self._context)
+        self._unawaited.add(copied_in)
+        total = 0
+        for saved in storages:
+            saved.pending = saved.copied_in = copied_in
+            total += saved.nbytes
+        move(storages, COPYING_IN)
+        _return_regions(storages, copied_in)
+        self.counters.count_copy_in(total)
+        if self.counters.is_metered:
+            self.counters.hold(storages)
+
+    def await_copy_in(self, storages: Sequence[SavedStorage]) -> None:
+        """Make the current stream wait for the copy-in of `storages`, issued together.
+
+        Raises:
+            CopyError: if the copy-in failed; names the group.
+        """
+        try:
+            await_copy_in(storages, self._context)
+        except CopyError as error:
+            raise self.failures.failed(error, "copy-in", storages[0]) from error
+        arrived = [saved for saved in storages if saved.residency is COPYING_IN]
+        for saved in arrived:
+            self._end_prefetch(saved)
+        move(arrived, RESIDENT)
+
+    def hand_over(self, saved: SavedStorage) -> None:
+        """Leave the buffer to the tensor that was just made of it, and count the storage as on host.
+
+        Raises:
+            CopyError: if the copy-out of a recalled storage failed.
+        """
+        # Of a recalled storage the copy-out was issued in front of the function that is about to run once more.
+        self._wait_for_copy_out([saved])
+        if saved.copied_in is None:  # the buffer is that of the forward
+            saved.pin_address()
+        self.counters.drop(saved)
+        hand_over_buffer(saved)
+        move([saved], ON_HOST)
+
+    def hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
+        """Undo the release of a buffer whose bytes an outside reference, `holder`, has kept on the device."""
+        saved.buffer, saved.form = holder.detach(), None
+        self.counters.hold([saved])
+        self.counters.count_arrival(saved.nbytes)
+        move([saved], COPYING_OUT)
+
+    def restore(self, saved: SavedStorage) -> None:
+        """Refill an emptied storage for its remaining owners: its graph was freed without a backward."""
+        try:
+            self.copy_in([saved])
+        except torch.OutOfMemoryError as error:  # as after the one that has ended the step, say
+            logger.warning("no memory to restore a tensor that is held elsewhere, of %s: %s", saved.group, error)
+
+    def retire(self, saved: SavedStorage) -> None:
+        """Release everything that `saved` holds. No-op for a storage that is retired."""
+        if saved.residency is RETIRED:
+            return
+        if saved.emptied is not None and saved.is_still_held():
+            self.restore(saved)
+        if saved.buffer is not None and saved.pending is not None:
+            self._wait_or_defer(saved)  # first: an interrupt may end the wait, and then all of this comes once more
+        if saved.residency is COPYING_IN:
+            self._end_prefetch(saved)
+        if saved.buffer is not None:
+            self.counters.drop(saved)
+            drop_buffer(saved, self._context)
+        if saved.lease is not None:
+            return_region(saved, saved.copied_out)
+        move([saved], RETIRED)
+        if not saved.group.is_ungrouped:
+            self.counters.saved_bytes -= saved.nbytes
+        # Else they keep each other, and the events of its copies, alive.
+        saved.group.storages.pop(saved, None)
+        for group in saved.sharers:
+            group.storages.pop(saved, None)
+        self.addresses.remove(saved)
+        self.live.pop(saved, None)
+
+    def wait_for_all_copies(self) -> None:
+        """Block the host until every copy has ended, well or not."""
+        device = self._context.device
+        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
+            try:
+                device.synchronize(device.record_event(stream))
+            except CopyError as error:
+                logger.warning("a copy had failed before the reset: %s", error)
+
+    def _count_no_room(self, group: TensorGroup, nbytes: int) -> None:
+        self.counters.stats.num_host_limit_groups += 1
+        if self._is_room_required:
+            pool = self._pool
+            raise OffloadError(
+                f"{group} needs {nbytes:,} bytes of host memory, and at most {pool.room_bytes:,} can be lent at once "
+                f"(the pool holds {pool.slab_bytes_total:,}, of which {pool.lent_bytes:,} are lent). Raise "
+                "host_limit_bytes, offload less, or set host_policy='keep' to leave such groups on the device."
+            )
+
+    def _end_prefetch(self, saved: SavedStorage) -> None:
+        self.counters.prefetched_bytes -= saved.nbytes
+        self._unawaited.discard(saved.copied_in)
+
+    def _wait_for_copy_out(self, storages: Sequence[SavedStorage]) -> None:
+        try:
+            wait_for_last_copy(storages, self._context)
+        except CopyError as error:
+            raise self.failures.failed(error, "copy-out", storages[0]) from error
+
+    def _wait_or_defer(self, saved: SavedStorage) -> None:
+        try:
+            wait_for_last_copy([saved], self._context)
+        except CopyError as error:
+            # These bytes are not needed any more, and a failed copy no longer touches them. But this may run inside a
+            # destructor, which cannot raise: the next boundary does.
+            self.failures.defer(error, saved)
+            saved.pending = saved.copied_out = None
+
+
+def return_region(saved: SavedStorage, last_copy: Event | None) -> None:
+    """Return the host bytes of a storage to the pool; they are free once `last_copy` has completed."""
+    lease, saved.lease = saved.lease, None
+    assert lease is not None
+    lease.give_up_part(last_copy)
+
+
+def _return_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
+    """As `return_region` for each that is not read once; a lease, nearly always the same for all, is called once."""
+    num_parts: dict[GroupLease, int] = {}
+    for saved in storages:
+        lease = saved.lease
+        assert lease is not None
+        if saved.group.is_read_once:
+            lease.copied_in = last_copy
+            continue
+        saved.lease = None
+        num_parts[lease] = num_parts.get(lease, 0) + 1
+    for lease, number in num_parts.items():
+        lease.give_up_part(last_copy, number)
+
+
+def _movable(group: TensorGroup) -> tuple[list[SavedStorage], int]:
+    """The own storages of `group` that can be copied out now, and their bytes."""
+    storages, nbytes = [], 0
+    for saved in group.storages:
+        if (
+            saved.group is group
+            and saved.residency is RESIDENT
+            and saved.copied_in is None
+            and saved.lease is None
+            and not saved.is_modified()
+        ):
+            storages.append(saved)
+            nbytes += saved.nbytes
+    return storages, nbytes

@@ -1,0 +1,152 @@
+"""The policies to choose from: how much stays on the device, what waits, and what comes back when. No torch here.
+
+A policy is chosen once, by `OffloadConfig.policy`. docs/plan.md says what each does at which boundary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "FixedBounds",
+    "GroupWindow",
+    "LowestPeak",
+    "PolicySettings",
+    "PrefetchWindow",
+    "ResidentBudget",
+    "ResidentLayers",
+]
+
+
+@dataclass(frozen=True)
+class LowestPeak:
+    """Everything leaves as soon as it can, and comes back as late as the link allows: the lowest peak of memory.
+
+    At most twice the largest group's bytes are in flight in each direction. Before the peaks of a step compute waits
+    for copy-outs that have had their time.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedBounds:
+    """As `LowestPeak`, with a bound in bytes in place of one or both of its own.
+
+    Raises:
+        ValueError: for a negative bound, or none at all.
+        TypeError: for a bound that is not an integer.
+    """
+
+    horizon_bytes: int | None = None
+    """How many bytes of copy-in may be issued ahead of their use, of whichever layer; 0: none. None: as `LowestPeak`,
+    which brings back the last layer alone before the backward of a chunk has begun."""
+
+    max_inflight_bytes: int | None = None
+    """How many bytes of copy-out may wait for their release before compute waits for the oldest, anywhere. Where the
+    link is behind, more makes steps shorter and the peak higher (docs/benchmarks_details.md). None: as `LowestPeak`,
+    which waits for all but the last copies where the backward of another chunk begins."""
+
+    def __post_init__(self) -> None:
+        if self.horizon_bytes is None and self.max_inflight_bytes is None:
+            raise ValueError("FixedBounds needs horizon_bytes or max_inflight_bytes; without both use LowestPeak()")
+        _check_bytes(self, "horizon_bytes", "max_inflight_bytes")
+
+
+@dataclass(frozen=True)
+class ResidentBudget:
+    """As many saved bytes as fit into a budget stay on the device; only the rest moves.
+
+    Compute waits for a copy-out only where the budget would be exceeded, and copy-ins run as far ahead as there is
+    room, during a forward within a quarter of it. Where the link cannot keep up, a budget of what two forwards of a
+    chunk save makes steps shorter than `LowestPeak`.
+
+    Raises:
+        ValueError: for a negative budget.
+        TypeError: for one that is not an integer.
+    """
+
+    resident_bytes: int
+    """How many bytes of saved tensors groups may have on the device at once, the group that runs included."""
+
+    def __post_init__(self) -> None:
+        _check_bytes(self, "resident_bytes")
+
+
+@dataclass(frozen=True)
+class ResidentLayers:
+    """A `ResidentBudget` of the bytes of so many layers, the largest so far; of groups that have layers.
+
+    Raises:
+        ValueError: for less than one layer.
+        TypeError: for a number that is not an integer.
+    """
+
+    num_layers: int = 2
+    """One computes while another is on its way."""
+
+    def __post_init__(self) -> None:
+        _check_count(self, "num_layers", "layers")
+
+
+@dataclass(frozen=True)
+class GroupWindow:
+    """At most so many groups are on the device at once: `activation_loading_horizon` of SageMaker's SMP v2.
+
+    In forward those being copied out, one of them still in use; in backward those copied in and not gone yet, the one
+    in use included. A retained graph keeps what its first backward brought back, beyond this bound.
+
+    Raises:
+        ValueError: for less than one group, or a negative bound.
+        TypeError: for a number that is not an integer.
+    """
+
+    num_groups: int = 2
+    """With 1 no copy overlaps anything."""
+
+    max_inflight_bytes: int | None = None
+    """See `FixedBounds`."""
+
+    def __post_init__(self) -> None:
+        _check_count(self, "num_groups", "groups")
+        _check_bytes(self, "max_inflight_bytes")
+
+
+@dataclass(frozen=True)
+class PrefetchWindow:
+    """Copy-ins run so many groups ahead of the backward: `activation_loading_horizon` of SageMaker's SMP v1.
+
+    Raises:
+        ValueError: for less than one group, or a negative bound.
+        TypeError: for a number that is not an integer.
+    """
+
+    num_groups: int = 4
+    """While the backward of a group runs, copy-ins of up to this many groups after it are issued."""
+
+    max_inflight_bytes: int | None = None
+    """See `FixedBounds`."""
+
+    def __post_init__(self) -> None:
+        _check_count(self, "num_groups", "groups")
+        _check_bytes(self, "max_inflight_bytes")
+
+
+PolicySettings = LowestPeak | FixedBounds | ResidentBudget | ResidentLayers | GroupWindow | PrefetchWindow
+
+
+def _check_bytes(settings: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(settings, field)
+        if value is None and field != "resident_bytes":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{field} must be an integer number of bytes, got {value!r}")
+        if value < 0:
+            raise ValueError(f"{field} must not be negative, got {value:,}")
+
+
+def _check_count(settings: object, field: str, unit: str) -> None:
+    value = getattr(settings, field)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field} must be a positive number of {unit}, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{field} must be a positive number of {unit}, got {value:,}")

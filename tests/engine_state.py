@@ -1,0 +1,19 @@
+"""Brings an engine into a state that a test needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offload_engine import ChunkKey, OffloadEngine
+
+
+def release_all(engine: OffloadEngine) -> None:
+    """Release every copy-out, as a peak does."""
+    executor = engine._executor
+    while executor.leaving.queue:
+        executor.store.release(executor.leaving.pop())
+
+
+def is_in_backward(window: Any, key: ChunkKey) -> bool:
+    """Whether the backward of this chunk was reached last, and no forward has begun since."""
+    return window.backward_chunk is not None and window.backward_chunk.key == key
