@@ -128,15 +128,16 @@ class CudaRuntime:
             event.is_done = True
         return True
 
-    def spin(self, event: CudaEvent) -> None:
-        """As `synchronize`, by asking again and again: to sleep would take longer than a small kernel."""
-        while not event.is_done:
+    def poll(self, event: CudaEvent) -> bool:
+        """As `is_complete`, for whoever waits by asking again and again: raises the error of an event that failed."""
+        if not event.is_done:
             code = self._query(event.handle)
             if code == _NOT_READY:
                 self._last_error()
-            else:
-                self._check(code)
-                event.is_done = True
+                return False
+            self._check(code)
+            event.is_done = True
+        return True
 
     def synchronize(self, event: CudaEvent) -> None:
         """Block the host until `event` has completed, and let other threads run meanwhile."""

@@ -44,7 +44,10 @@ class MappedRead:
         Raises:
             CopyError: if it failed, or one before it.
         """
-        self._runtime.spin(self._event)
+        # To sleep would take longer than the read. And compiled, the loop would keep all other threads from running.
+        event, poll = self._event, self._runtime.poll
+        while not poll(event):
+            pass
         return self.tensor
 
 

@@ -22,6 +22,7 @@ import torch
 from offload_engine import IS_COMPILED
 from offload_engine._devices.base import CopyError, HostRegion
 from offload_engine._devices.cuda_runtime import CudaEvent, CudaRuntime, has_batch_copy, hot_calls
+from offload_engine._devices.host_read import MappedRead
 
 SOURCE = Path(__file__).parents[2] / "offload_engine" / "_devices" / "_cuda_calls.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -395,16 +396,25 @@ def test_a_failed_event_is_not_complete_and_tells_whoever_waits(
         assert not cuda.is_complete(event)
         assert last_call(runtime)[0] == 5, "torch would take it for an error of its own"
         assert not cuda.is_complete(event)
-        for wait in (lambda: cuda.wait(STREAM, event), lambda: cuda.spin(event)):
+        for wait in (lambda: cuda.wait(STREAM, event), lambda: cuda.poll(event)):
             with pytest.raises(CopyError, match="CUDA error 700: reason 700"):
                 wait()
 
 
-def test_a_spin_ends_with_the_event(runtime: ctypes.CDLL) -> None:
+def test_whoever_waits_by_asking_gets_an_answer(runtime: ctypes.CDLL) -> None:
     cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
-    done = threading.Event()
+    with having(runtime, "result", 600):
+        assert not cuda.poll(event)
+        assert last_call(runtime)[0] == 5, "torch would take the answer for an error of its own"
+    assert cuda.poll(event) and event.is_done
+
+
+def test_other_threads_run_while_one_waits_for_a_small_read(runtime: ctypes.CDLL) -> None:
+    """Compiled or not: neither the loop nor the question lets go of the interpreter by itself."""
+    cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
+    read, done = MappedRead(torch.zeros(1), event, cuda), threading.Event()
     number(runtime, "result").value = 600
-    waiting = threading.Thread(target=lambda: (cuda.spin(event), done.set()))
+    waiting = threading.Thread(target=lambda: (read.wait(), done.set()), daemon=True)
     waiting.start()
     try:
         assert not done.wait(0.05)

@@ -51,9 +51,8 @@ class Runtime:
     def is_complete(self, event: Event) -> bool:
         return event.is_over
 
-    def spin(self, event: Event) -> None:
-        while not event.is_over:
-            pass
+    def poll(self, event: Event) -> bool:
+        return event.is_over
 
     def device_address(self, address: int) -> int | None:
         return address + self.offset if self.is_mapped else None
