@@ -1,5 +1,6 @@
 """Activation offload for training: saved tensors live in host memory between forward and backward."""
 
+from offload_engine._compat import torch_private as _torch_private  # noqa: F401 - says what torch lacks, first
 from offload_engine._compat.build import IS_COMPILED
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig

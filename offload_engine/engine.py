@@ -6,10 +6,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, HostRead, Stream
 from offload_engine._host.pool import HostPool
@@ -32,6 +33,7 @@ from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
+_current_graph_task: Final[Any] = torch_private.current_graph_task
 
 
 class EngineSnapshot(NamedTuple):
@@ -94,7 +96,7 @@ class OffloadEngine:
     @property
     def is_active(self) -> bool:
         """True where groups may be opened: in an iteration, with gradients, outside any running backward."""
-        return self._is_in_iteration and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        return self._is_in_iteration and torch.is_grad_enabled() and _current_graph_task() == -1
 
     @property
     def active_chunk(self) -> ChunkOffloadHandler | None:

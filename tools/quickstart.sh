@@ -14,6 +14,8 @@ python=${VENV:-.venv}/bin/python
 tools/setup_env.sh megatron,plots,test
 mkdir -p "$out"
 
+# Also where there are GPUs: of one, two processes could not have one each.
+export CUDA_VISIBLE_DEVICES=""
 # One thread a process: the two stages of the pipeline share the cores.
 export OMP_NUM_THREADS=1
 # In both runs, big tensors come from the system and go back to it at once (glibc otherwise keeps freed blocks of up to

@@ -33,6 +33,10 @@ find_python() {
         "Install one (Debian: apt-get install python3 python3-venv) or name it: PYTHON=/path/to/python $0"
 }
 
+sha256() { # macOS has no sha256sum
+    if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi
+}
+
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 
 if [ -n "${PYTHON:-}" ]; then
@@ -48,7 +52,7 @@ case $version in
 esac
 
 # The stamp changes with everything that decides what is installed, and is written last.
-stamp=$venv/.installed-$(cat setup.py "$constraints" <(echo "$extras $version ${TE_WHEELS:+te}") | sha256sum | cut -c1-16)
+stamp=$venv/.installed-$(cat setup.py "$constraints" <(echo "$extras $version ${TE_WHEELS:+te}") | sha256 | cut -c1-16)
 if [ -e "$stamp" ] && [ -x "$venv/bin/python" ]; then
     exit 0
 fi
@@ -60,12 +64,12 @@ if [ ! -x "$venv/bin/python" ]; then
 elif [ "$(version_of "$venv/bin/python")" != "$version" ]; then
     "$python" -m venv --clear "$venv"
 fi
-find_links=()
+find_links=() # expanded with care below: to bash before 4.4, as on macOS, an empty array is an unbound variable
 if [ -n "${TE_WHEELS:-}" ]; then
     find_links=(--find-links "$TE_WHEELS" --only-binary transformer_engine_torch)
 fi
 "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
-    --constraint "$constraints" "${find_links[@]}" --editable ".[$extras]" ||
+    --constraint "$constraints" ${find_links[@]+"${find_links[@]}"} --editable ".[$extras]" ||
     die "pip could not install [$extras] with $constraints; its own message is above"
 touch "$stamp"
 echo "setup_env: done in $((SECONDS - started)) s"

@@ -8,7 +8,7 @@ copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 
 # What is installed of the copy, compiled modules included, goes over the copy.
-tar --create --exclude=./.\* --exclude=./build --exclude=./out . | tar --extract --directory "$copy"
+tar -c -f - --exclude './.*' --exclude ./build --exclude ./out . | tar -x -f - -C "$copy"
 OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
     --no-deps --no-build-isolation --target "$copy/build/installed" "$copy"
 cp -r "$copy/build/installed/." "$copy"

@@ -28,6 +28,7 @@ import torch
 from megatron_patches._model.graphs import is_captured_by_te
 from megatron_patches._model.sites import is_megatron_cores
 from offload_engine import OffloadEngine
+from offload_engine._compat import torch_private
 
 logger = logging.getLogger(__name__)
 
@@ -205,8 +206,7 @@ def _is_known(hook: Any) -> bool:
 
 
 def _has_global_hooks() -> bool:
-    every = torch.nn.modules.module
-    return bool(every._global_forward_hooks or every._global_forward_pre_hooks)
+    return bool(torch_private.global_forward_hooks or torch_private.global_forward_pre_hooks)
 
 
 def _layers_ahead(chunk: torch.nn.Module) -> list[torch.nn.Module]:

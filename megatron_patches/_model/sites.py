@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_patches._model.modules import DISPATCH, EXPERTS, MODULES, ModuleRow
+from offload_engine._compat.torch_private import class_behind_fsdp
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
 # In the order in which a layer runs those it has, each with the norm in front of it.
@@ -134,14 +134,7 @@ def layers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def is_megatron_cores(*modules: torch.nn.Module) -> bool:
     """Whether all are of megatron-core's own classes, or of those that torch's `fully_shard` has derived from them."""
-    return all(_own_class(module).__module__.startswith("megatron.core.") for module in modules)
-
-
-def _own_class(module: torch.nn.Module) -> type:
-    own: type = type(module)
-    while issubclass(own, FSDPModule):
-        own = own.__bases__[1]  # derived from FSDPModule and, behind it, from the module's own
-    return own
+    return all(class_behind_fsdp(module).__module__.startswith("megatron.core.") for module in modules)
 
 
 def overlaps_expert_comm(config: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from offload_engine._chunk.group_stack import GroupStack
+from offload_engine._compat import torch_private
 from offload_engine._observe.reasons import Reason
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
@@ -15,9 +16,9 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 
 # The context manager for these has no way to ask whose hooks are the innermost.
-_innermost_hooks: Final[Any] = torch._C._autograd._top_saved_tensors_default_hooks
-_pop_hooks: Final[Any] = torch._C._autograd._pop_saved_tensors_default_hooks
-_push_hooks: Final[Any] = torch._C._autograd._push_saved_tensors_default_hooks
+_innermost_hooks: Final[Any] = torch_private.innermost_hooks
+_pop_hooks: Final[Any] = torch_private.pop_hooks
+_push_hooks: Final[Any] = torch_private.push_hooks
 _PARAMETER: Final = torch.nn.Parameter
 
 Checker = Callable[[torch.Tensor], bool]

@@ -36,7 +36,7 @@ typedef struct {
     query_t query;
     copy_t copy;
     last_error_t last_error;
-    copy_batch_t copy_batch; /* NULL: the runtime has none */
+    copy_batch_t copy_batch; /* NULL: the runtime has none, or one with other arguments */
 } Calls;
 
 #define VALUES_ON_STACK (1 + 3 * 64)
@@ -120,7 +120,7 @@ static PyObject *calls_copy_batch(PyObject *self, PyObject *const *args, Py_ssiz
     copy_batch_t copy_batch = ((Calls *)self)->copy_batch;
     PyObject *code = NULL;
     if (copy_batch == NULL)
-        return PyErr_Format(PyExc_RuntimeError, "copy_batch(): this CUDA runtime has no cudaMemcpyBatchAsync");
+        return PyErr_Format(PyExc_RuntimeError, "copy_batch(): this CUDA runtime has no cudaMemcpyBatchAsync of CUDA 13");
     if (given < 4 || given % 3 != 1)
         return PyErr_Format(PyExc_TypeError, "copy_batch() takes a stream and three arguments a copy, got %zd", given);
     if (given > VALUES_ON_STACK && (values = PyMem_New(size_t, given)) == NULL)

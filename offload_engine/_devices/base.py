@@ -81,7 +81,11 @@ class Device(Protocol):
         """True in a thread that copies: one that waited there for a copy might wait for itself."""
 
     def is_complete(self, event: Event) -> bool:
-        """True if `event` has completed without error; never blocks."""
+        """True if `event` has completed without error: what it stands for is over, and need not be waited for.
+
+        Never blocks, and never raises. Of work that failed the answer is False for ever: whoever waits for it, by
+        `wait_event` or `synchronize`, gets the error.
+        """
 
     def synchronize(self, event: Event) -> None:
         """Block the host until `event` has completed.

@@ -126,7 +126,8 @@ class CopyThread(threading.Thread):
     """Copies what a queue holds. It knows the queue only, so an engine that is dropped without close() can go."""
 
     def __init__(self, name: str, queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
-        super().__init__(target=_work, args=(queue,), name=name, daemon=True)
+        self.has_begun = threading.Event()
+        super().__init__(target=_work, args=(queue, self.has_begun), name=name, daemon=True)
 
     @staticmethod
     def is_current() -> bool:
@@ -150,7 +151,11 @@ class CopyStream:
 
     def record(self) -> CopyEvent:
         event = CopyEvent()
-        self._put((_record, event))
+        if self._thread is None:  # nothing was ever queued: complete, even where no thread can be started
+            self._guard.claim()
+            event.complete()
+        else:
+            self._put((_record, event))
         return event
 
     def wait(self, event: CopyEvent) -> None:
@@ -184,11 +189,18 @@ class CopyStream:
         with self._start_lock:
             if self._thread is None:
                 self._thread = CopyThread(f"offload-{self.name}", self._queue)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except BaseException as error:
+                    # Interrupted, it may run all the same, and then it begins at once. Two would copy in no order.
+                    if isinstance(error, Exception) or not self._thread.has_begun.wait(1.0):
+                        self._thread = None
+                    raise
             self._pid = pid
 
 
-def _work(queue: SimpleQueue[tuple[Any, ...] | None]) -> None:
+def _work(queue: SimpleQueue[tuple[Any, ...] | None], has_begun: threading.Event) -> None:
+    has_begun.set()
     failure: Failure | None = None
     while (entry := queue.get()) is not None:
         failure = entry[0](failure, *entry[1:])

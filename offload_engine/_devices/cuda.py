@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError, Event, Form, HostRead, HostSlab, Stream
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_memory import available_host_bytes
@@ -60,7 +61,7 @@ class CudaDevice:
         self._index: int = self.torch_device.index
         self._runtime = CudaRuntime(self.torch_device)
         # Each group makes many of these calls: nothing stands between the engine and the runtime.
-        self.current_stream = partial(torch._C._cuda_getCurrentRawStream, self._index)
+        self.current_stream = partial(torch_private.cuda_current_stream, self._index)
         self.record_event, self.wait_event = self._runtime.record, self._runtime.wait
         self.is_complete = self._runtime.is_complete
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
@@ -114,7 +115,7 @@ class CudaDevice:
         pass
 
     def _on(self, stream: Stream) -> AbstractContextManager[Any]:
-        if stream == torch._C._cuda_getCurrentRawStream(self._index):
+        if stream == self.current_stream():
             return nullcontext()  # nearly always, and it takes a tenth of the time
         if stream == _DEFAULT_STREAM:
             return torch.cuda.stream(torch.cuda.default_stream(self.torch_device))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError
 from offload_engine._devices.regions import HostRegion, check_copy
 
@@ -23,8 +24,10 @@ _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that o
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _OVERLAP_WITH_COMPUTE = 1  # cudaMemcpyFlagPreferOverlapWithCompute: by the copy engines, not the multiprocessors
-_BATCH_SINCE = 13000  # in CUDA 12 the function of that name takes other arguments
+# In CUDA 12 the function of that name takes other arguments, and so it may again: a wrong guess is a wild write.
+_BATCH_VERSIONS: Final = range(13000, 14000)
 
+_current_device: Final[Any] = torch_private.cuda_current_device
 _HANDLE = ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaStreamCreateWithFlags": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
@@ -37,6 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaEventDestroy": (_HANDLE,),
     "cudaEventElapsedTime": (ctypes.POINTER(ctypes.c_float), _HANDLE, _HANDLE),
     "cudaStreamWaitEvent": (_HANDLE, _HANDLE, ctypes.c_uint),
+    "cudaHostGetDevicePointer": (ctypes.POINTER(_HANDLE), _HANDLE, ctypes.c_uint),
     "cudaMemcpyAsync": (_HANDLE, _HANDLE, ctypes.c_size_t, ctypes.c_int, _HANDLE),
     "cudaGetLastError": (),
     "cudaRuntimeGetVersion": (ctypes.POINTER(ctypes.c_int),),
@@ -133,20 +137,37 @@ class CudaRuntime:
                 self._check(self._wait(stream, event.handle, 0))
 
     def is_complete(self, event: CudaEvent) -> bool:
-        """As `Device.is_complete`: True if `event` has completed; never blocks."""
-        if event.is_done:
-            return True
-        code = self._query(event.handle)
-        if code == _NOT_READY:
-            self._last_error()  # else torch's next check takes it for an error of its own
-            return False
-        self._check(code)
-        event.is_done = True
+        """As `Device.is_complete`: True if `event` has completed without error; never blocks, and never raises."""
+        if not event.is_done:
+            if self._query(event.handle) != 0:
+                self._last_error()  # else torch's next check takes the answer "no" for an error of its own
+                return False
+            event.is_done = True
+        return True
+
+    def poll(self, event: CudaEvent) -> bool:
+        """As `is_complete`, for whoever waits by asking again and again: raises the error of an event that failed."""
+        if not event.is_done:
+            code = self._query(event.handle)
+            if code == _NOT_READY:
+                self._last_error()
+                return False
+            self._check(code)
+            event.is_done = True
         return True
 
     def synchronize(self, event: CudaEvent) -> None:
         """Block the host until `event` has completed, and let other threads run meanwhile."""
         self._check(self._library.cudaEventSynchronize(event.handle))
+
+    def device_address(self, address: int) -> int | None:
+        """Where kernels find pinned host memory: None if CUDA has not mapped it for this device."""
+        found = _HANDLE()
+        with torch.cuda.device(self._device):
+            code = self._library.cudaHostGetDevicePointer(ctypes.byref(found), address, 0)
+        if code != 0:
+            self._last_error()
+        return found.value if code == 0 else None
 
     def copy_out(self, stream: int, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
         """As `Device.copy_out`; the targets are in slabs of pinned memory."""
@@ -178,7 +199,7 @@ class CudaRuntime:
     @property
     def _is_current(self) -> bool:
         """The default stream has the handle 0 on every device, and means that of the current one."""
-        return bool(torch._C._cuda_getDevice() == self._index)
+        return bool(_current_device() == self._index)
 
     def _new_event(self, flags: int) -> int:
         return self._create(self._library.cudaEventCreateWithFlags, flags)
@@ -202,18 +223,19 @@ def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
     """The calls that each group makes, of the runtime in `library`: record, wait, query, copy, last error, copy batch.
 
     Through our own extension module where the package was compiled, else through ctypes. Arguments are those of CUDA,
-    but for copy batch: the stream, then all targets, all sources and all sizes. Call it only if `has_batch_copy`.
+    but for copy batch: the stream, then all targets, all sources and all sizes. It raises unless `has_batch_copy`.
     """
     for name, arguments in _SIGNATURES.items():
         getattr(library, name).argtypes = arguments
         getattr(library, name).restype = ctypes.c_int
     events = (library.cudaEventRecord, library.cudaStreamWaitEvent, library.cudaEventQuery)
     functions = (*events, library.cudaMemcpyAsync, library.cudaGetLastError)
+    has_batch = has_batch_copy(library)
     try:
         from offload_engine._devices._cuda_calls import Calls
     except ImportError:  # installed as pure Python
-        return *functions, partial(_copy_batch, library)
-    batch = getattr(library, "cudaMemcpyBatchAsync", 0)
+        return *functions, partial(_copy_batch, library) if has_batch else _no_copy_batch
+    batch = library.cudaMemcpyBatchAsync if has_batch else 0  # which refuses as `_no_copy_batch` does
     calls = Calls(*[ctypes.cast(function, _HANDLE).value or 0 for function in (*functions, batch)])
     return calls.record, calls.wait, calls.query, calls.copy, calls.last_error, calls.copy_batch
 
@@ -222,7 +244,7 @@ def has_batch_copy(library: ctypes.CDLL) -> bool:
     """Whether the runtime in `library` has `cudaMemcpyBatchAsync`, with the arguments of CUDA 13."""
     version = ctypes.c_int()
     code: int = library.cudaRuntimeGetVersion(ctypes.byref(version))
-    return code == 0 and version.value >= _BATCH_SINCE and hasattr(library, "cudaMemcpyBatchAsync")
+    return code == 0 and version.value in _BATCH_VERSIONS and hasattr(library, "cudaMemcpyBatchAsync")
 
 
 def _copy_batch(library: ctypes.CDLL, stream: int, *values: int) -> int:
@@ -241,6 +263,10 @@ def _copy_batch(library: ctypes.CDLL, stream: int, *values: int) -> int:
         _HANDLE(stream),
     )
     return code
+
+
+def _no_copy_batch(*values: int) -> int:
+    raise RuntimeError("copy_batch(): this CUDA runtime has no cudaMemcpyBatchAsync of CUDA 13")
 
 
 def _load_library() -> ctypes.CDLL:

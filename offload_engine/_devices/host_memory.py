@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,17 @@ def _machine_available(root: Path) -> int:
     fields = _key_values(root / "proc/meminfo")
     if "MemAvailable:" in fields:
         return fields["MemAvailable:"] * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # no /proc: not Linux
+    return _of_another_system()
+
+
+def _of_another_system() -> int:
+    """Without `/proc`. Some, as macOS, tell only how much memory there is in all: then half of it."""
+    for name, share in (("SC_AVPHYS_PAGES", 1), ("SC_PHYS_PAGES", 2)):
+        with suppress(ValueError, OSError):  # no such name here, or no answer
+            pages = os.sysconf(name)
+            if pages > 0:
+                return pages * os.sysconf("SC_PAGE_SIZE") // share
+    return _NO_LIMIT_BYTES  # what is not there is refused when it is taken
 
 
 def _control_groups(root: Path) -> Iterator[_Group]:

@@ -8,14 +8,18 @@ not use that engine at all.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import deque
 from functools import partial
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices.base import Event, HostRead, PlainRead
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.pinned import PinnedSlab
+
+logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 8192
 _NUM_SLOTS = 512
@@ -35,9 +39,14 @@ class MappedRead:
         self._runtime = runtime
 
     def wait(self) -> torch.Tensor:
-        """Block the host until the kernel has run; a spin, because sleeping would cost more than the read."""
-        event, is_complete = self._event, self._runtime.is_complete
-        while not is_complete(event):
+        """Block the host until the kernel has run.
+
+        Raises:
+            CopyError: if it failed, or one before it.
+        """
+        # To sleep would take longer than the read. And compiled, the loop would keep all other threads from running.
+        event, poll = self._event, self._runtime.poll
+        while not poll(event):
             pass
         return self.tensor
 
@@ -85,10 +94,15 @@ class MappedReader:
     def __init__(self, device: torch.device, runtime: CudaRuntime) -> None:
         slab = PinnedSlab(SLOT_BYTES * _NUM_SLOTS)
         self._runtime = runtime
-        self._current_stream = partial(torch._C._cuda_getCurrentRawStream, device.index)
-        with torch.inference_mode(False):  # else, if the first read is in that mode, no later one could write
-            mapped = _device_view(slab, device)
-            self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}
+        self._current_stream = partial(torch_private.cuda_current_stream, device.index)
+        self._mapped: dict[int, torch.Tensor] = {}  # by element size; empty: kernels cannot reach the slab
+        address = runtime.device_address(slab.address)
+        if address is None:
+            logger.warning("pinned memory is not mapped for %s: small reads stand behind large copies", device)
+        else:
+            with torch.inference_mode(False):  # else, if the first read is in that mode, no later one could write
+                mapped = _device_view(address, slab.nbytes, device)
+                self._mapped = {size: mapped.view(bits) for size, bits in _BITS.items()}
         # The slot that came back last is lent first: what the last read touched is still in the caches of the CPU.
         self._free = deque(_Slot(slab, offset) for offset in range(0, slab.nbytes, SLOT_BYTES))
 
@@ -99,6 +113,7 @@ class MappedReader:
         lent = self._lend() if mapped is not None and 0 < count * size <= SLOT_BYTES else None
         if mapped is None or lent is None:
             return PlainRead(tensor)
+        tensor = tensor.resolve_conj().resolve_neg()  # itself, where its bits are what it says
         slot, shape = lent.slot, tensor.shape
         target = slot.targets.get((size, shape))
         if target is None:
@@ -143,13 +158,13 @@ def _contiguous(shape: torch.Size) -> list[int]:
     return strides
 
 
-def _device_view(slab: PinnedSlab, device: torch.device) -> torch.Tensor:
-    """The bytes of `slab` as a tensor on `device`, which does not keep them."""
-    return torch.as_tensor(_CudaView(slab.address, slab.nbytes), device=device)
+def _device_view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes that kernels find at `address` as a tensor on `device`, which does not keep them."""
+    return torch.as_tensor(_CudaView(address, nbytes), device=device)
 
 
 class _CudaView:
-    """Host memory as CUDA sees it: mapped, under the same address."""
+    """Host memory as CUDA sees it, mapped."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -9,11 +9,12 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch.autograd import profiler
 
+from offload_engine._compat import torch_private
 from offload_engine.planning.moves import Op
 from offload_engine.schedule import ChunkKey
 
 _VERBS: Final = {Op.OUT: "copy_out", Op.DROP: "release", Op.IN: "copy_in", "wait": "wait"}
-_record_function: Final[Any] = torch._C._profiler._RecordFunctionFast
+_record_function: Final[Any] = torch_private.record_function
 
 
 class LabelledGroup(Protocol):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._saved.retirement import RetireQueue
 from offload_engine._saved.storage import SavedStorage
+
+_neg_view: Final[Any] = torch_private.neg_view
 
 
 class PackedTensor:
@@ -45,7 +50,7 @@ class PackedTensor:
         tensor.set_(buffer.untyped_storage(), self._offset, self._shape, self._stride)
         if self._is_conj:
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if self._is_neg else tensor
+        return _neg_view(tensor) if self._is_neg else tensor
 
     def __del__(self) -> None:
         try:

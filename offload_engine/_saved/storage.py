@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine._devices.base import Event, Form, HostRegion, Stream
 from offload_engine._host.leases import GroupLease
 from offload_engine.schedule import ChunkKey
@@ -49,9 +50,9 @@ ON_HOST.following = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outsid
 COPYING_IN.following = (RESIDENT, RETIRED)
 RETIRED.following = ()
 
-_free_weak_ref: Final[Any] = torch.UntypedStorage._free_weak_ref
-_sequence_nr: Final[Any] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
-_storage_use_count: Final[Any] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_free_weak_ref: Final[Any] = torch_private.free_weak_ref
+_sequence_nr: Final[Any] = torch_private.next_sequence_nr
+_storage_use_count: Final[Any] = torch_private.use_count
 
 
 def move(storages: Sequence[SavedStorage], to: Residency) -> None:

@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from offload_engine._compat.torch_private import tree_leaves
 from offload_engine._saved.handles import PackedTensor, StayingTensor
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
+from offload_engine.frontends._common.compiling import refuse_when_compiled
 from offload_engine.frontends._common.groups import SavedInGroup
 from offload_engine.frontends._common.session import Session, is_in_backward
 from offload_engine.policies import GroupWindow
@@ -127,8 +128,12 @@ class CheckpointOffload:
 
         Raises:
             CopyError: if a copy has failed.
+            OffloadError: in code that torch.compile compiles.
         """
-        if self._is_inside or not torch.is_grad_enabled() or is_in_backward():
+        if self._is_inside or not torch.is_grad_enabled():
+            return original(function, *args, **options)
+        refuse_when_compiled("a checkpoint that offloads its inputs")
+        if is_in_backward():
             return original(function, *args, **options)
         function, args, options = _keywords_as_inputs(function, args, options)
         chunk = self._session.chunk or self._session.start_forward()

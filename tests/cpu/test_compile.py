@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from offload_engine import (
     FixedBounds,
@@ -19,6 +20,7 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     manage_activations,
+    offload_wrapper,
 )
 from tests.adversarial import AdversarialDevice
 
@@ -137,6 +139,56 @@ def test_a_compiled_model_needs_everything_at_once_and_is_warned_about(
     caplog.clear()
     manage_activations(make_model())
     assert not caplog.text
+
+
+def checkpointed(is_offloaded: bool, compile_inside: bool, rows: list[int], whole: bool = False) -> list[torch.Tensor]:
+    """Gradients of layers, compiled inside their checkpoints or together with those, one step for each of `rows`."""
+    torch._dynamo.reset()
+    model = make_model()
+    if compile_inside:
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+    config = OffloadConfig(min_tensor_bytes=0, directory="none")
+    if is_offloaded:
+        offload_wrapper(model, activation_loading_horizon=2, config=config)
+    if not compile_inside and not whole:
+        for layer in model:
+            layer.compile(backend="aot_eager")
+    call = torch.compile(model, backend="aot_eager") if whole else model
+    for num_rows in rows:
+        call(torch.ones(num_rows, WIDTH)).sum().backward()
+    if is_offloaded:
+        assert model.activation_offload.stats.copied_out_bytes > 0
+        model.activation_offload.remove()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("rows", [[ROWS] * 3, [ROWS, ROWS + 1, ROWS + 2]], ids=["one shape", "many"])
+def test_checkpoints_around_compiled_layers(rows: list[int]) -> None:
+    expected, found = (checkpointed(is_offloaded, True, rows) for is_offloaded in (False, True))
+    assert counters["stats"]["unique_graphs"]
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+def test_offloaded_checkpoints_inside_compiled_code_are_refused(whole: bool) -> None:
+    """Traced, the engine itself would be compiled: other bits, and errors from inside the compiler."""
+    with pytest.raises(
+        OffloadError, match="a checkpoint that offloads its inputs is inside a function that torch.comp"
+    ):
+        checkpointed(True, False, [ROWS], whole)
+
+
+def test_evaluation_of_a_compiled_model_with_offloaded_checkpoints() -> None:
+    model = make_model()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+    x = torch.ones(ROWS, WIDTH)
+    with torch.no_grad():
+        expected = torch.compile(model, backend="aot_eager")(x)
+        torch._dynamo.reset()
+        offload_wrapper(model)
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), expected)
 
 
 def test_entering_inside_compiled_code_is_refused(activations: ManagedActivations) -> None:

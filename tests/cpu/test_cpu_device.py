@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offload_engine import OffloadEngine, group_commit, group_start
 from offload_engine._devices import CopyError, CpuDevice, HostRegion, check_directory, file_slab, make_device
 from offload_engine.config import OffloadConfig
 
@@ -46,6 +47,12 @@ class GatedSlab:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.ran: list[int] = []
+
+    @classmethod
+    def open(cls) -> GatedSlab:
+        slab = cls()
+        slab.gate.set()
+        return slab
 
     def write(self, address: int, offset: int, nbytes: int) -> None:
         assert self.gate.wait(30)
@@ -114,6 +121,85 @@ def test_copies_proceed_while_the_caller_goes_on(device: CpuDevice) -> None:
     device.synchronize(event)
     assert device.is_complete(event)
     assert slab.ran == [0]
+
+
+class NoThreads:
+    """Stands in for `Thread.start` where the system has no room for another thread, for a while or for good."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+        self.num_failures = num_failures
+        start = threading.Thread.start
+
+        def start_or_fail(thread: threading.Thread) -> None:
+            if self.num_failures and thread.name.startswith("offload-"):
+                self.num_failures -= 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+
+
+@pytest.mark.timeout(60)  # a copy that nobody works on is waited for in vain
+def test_a_thread_that_cannot_be_started_fails_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    NoThreads(monkeypatch, num_failures=1)
+    stream, slab = device.new_stream("copy"), GatedSlab()
+    slab.gate.set()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
+    finish(device, stream)
+    device.copy_out(stream, [(garbage(1), HostRegion(slab, 1, 1))])
+    finish(device, stream)
+    assert slab.ran == [1]
+
+
+@pytest.mark.timeout(60)
+def test_a_step_without_a_thread_is_an_error_and_a_reset_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_threads = NoThreads(monkeypatch, num_failures=100)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, directory="none"))
+
+    def step() -> None:
+        x = torch.randn(64, 64, requires_grad=True)
+        with engine.iteration():
+            chunk = engine.start_chunk()
+            y = group_start(x, chunk, "g")
+            with chunk.saved_tensors_hooks():
+                y = y.sin()
+            group_commit(y, chunk).sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        step()
+    engine.reset_iteration()
+    no_threads.num_failures = 0
+    step()
+    assert engine.stats.copied_out_bytes > 0
+    engine.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("is_running", [False, True], ids=["before the thread runs", "when it runs"])
+def test_an_interrupted_start_leaves_one_thread(
+    is_running: bool, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, num_interrupts = threading.Thread.start, [1]
+
+    def start_interrupted(thread: threading.Thread) -> None:
+        if not thread.name.startswith("offload-") or not num_interrupts:
+            return start(thread)
+        num_interrupts.clear()
+        if is_running:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+    stream, slab = device.new_stream("interrupted"), GatedSlab()
+    slab.gate.set()
+    with pytest.raises(KeyboardInterrupt):
+        device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
+    device.copy_out(stream, [(garbage(1), HostRegion(slab, 1, 1))])
+    finish(device, stream)
+    assert slab.ran == [1]
+    assert len([t for t in threading.enumerate() if t.name == "offload-interrupted"]) == 1
 
 
 def test_one_stream_is_first_in_first_out(device: CpuDevice) -> None:
@@ -467,9 +553,11 @@ def test_close_of_an_unused_device(device: CpuDevice) -> None:
 def test_a_dropped_device_stops_its_threads_and_closes_its_files(tmp_path: Path) -> None:
     device = CpuDevice(tmp_path)
     slab = device.new_slab(4096)
-    finish(device, device.new_stream("copy"))
+    stream = device.new_stream("copy")
+    device.copy_out(stream, [(garbage(1), HostRegion(GatedSlab.open(), 0, 1))])
+    finish(device, stream)
     assert offload_threads() == ["offload-copy"]
-    del device
+    del device, stream
     gc.collect()
     assert offload_threads() == []
     assert slab._fd == -1
@@ -502,7 +590,9 @@ def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path
 
 def test_threads_start_with_the_first_copy(device: CpuDevice) -> None:
     stream = device.new_stream("copy")
+    finish(device, stream)  # nothing was issued to it
     assert offload_threads() == []
+    device.copy_out(stream, [(garbage(1), HostRegion(GatedSlab.open(), 0, 1))])
     finish(device, stream)
     assert offload_threads() == ["offload-copy"]
 

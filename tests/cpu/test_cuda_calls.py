@@ -7,7 +7,9 @@ import importlib.machinery
 import importlib.util
 import shutil
 import subprocess
+import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,7 +21,8 @@ import torch
 
 from offload_engine import IS_COMPILED
 from offload_engine._devices.base import CopyError, HostRegion
-from offload_engine._devices.cuda_runtime import CudaEvent, CudaRuntime, hot_calls
+from offload_engine._devices.cuda_runtime import CudaEvent, CudaRuntime, has_batch_copy, hot_calls
+from offload_engine._devices.host_read import MappedRead
 
 SOURCE = Path(__file__).parents[2] / "offload_engine" / "_devices" / "_cuda_calls.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -74,6 +77,11 @@ int cudaEventElapsedTime(float *milliseconds, void *first, void *last)
 {
     *milliseconds = 1.5f;
     return note(10, (uint64_t)first, (uint64_t)last, 0, 0, 0);
+}
+int cudaHostGetDevicePointer(void **found, void *host, unsigned flags)
+{
+    *found = (char *)host + 64;
+    return note(11, (uint64_t)host, flags, 0, 0, 0);
 }
 int cudaGetLastError(void) { return note(5, 0, 0, 0, 0, 0); }
 int cudaRuntimeGetVersion(int *found) { *found = version; return 0; }
@@ -237,6 +245,25 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
         extension.Calls(1, 2, 3, 4, 0, 6)
 
 
+@pytest.mark.parametrize("how", ["ctypes", "extension module"])
+@pytest.mark.parametrize(("version", "has_batch"), [(12090, False), (13000, True), (13990, True), (14000, False)])
+def test_a_batch_is_for_runtimes_whose_arguments_are_known(
+    version: int, has_batch: bool, how: str, extension: Any, runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other arguments the call would be a wild write."""
+    monkeypatch.setitem(sys.modules, "offload_engine._devices._cuda_calls", extension if how != "ctypes" else None)
+    with having(runtime, "version", version), having(runtime, "num_calls", 0):
+        assert has_batch_copy(runtime) == has_batch
+        calls = hot_calls(runtime)
+        assert (type(calls[0]).__name__ == "builtin_function_or_method") == (how != "ctypes")
+        if has_batch:
+            assert calls[-1](STREAM, HOST, DEVICE, 1) == 0 and last_call(runtime)[0] == 6
+        else:
+            with pytest.raises(RuntimeError, match="no cudaMemcpyBatchAsync of CUDA 13"):
+                calls[-1](STREAM, HOST, DEVICE, 1)
+            assert number(runtime, "num_calls").value == 0
+
+
 def test_a_batch_without_the_function_is_refused(extension: Any, runtime: ctypes.CDLL) -> None:
     native = extension.Calls(*addresses(runtime)[:-1], 0)
     with pytest.raises(RuntimeError, match="has no cudaMemcpyBatchAsync"):
@@ -293,7 +320,10 @@ def test_several_copies_are_one_call(runtime: ctypes.CDLL) -> None:
         assert number(runtime, "num_calls").value == 2
 
 
-@pytest.mark.parametrize("why", ["CUDA 12", "no symbol", "the default stream"])
+VERSIONS = {"CUDA 12": 12090, "CUDA 12.8": 12080, "CUDA 14": 14000, "CUDA 14.1": 14010}
+
+
+@pytest.mark.parametrize("why", [*VERSIONS, "no symbol", "the default stream"])
 def test_where_there_is_no_batch_each_copy_is_a_call(
     why: str, runtime: ctypes.CDLL, runtime_without_batch: ctypes.CDLL
 ) -> None:
@@ -302,7 +332,7 @@ def test_where_there_is_no_batch_each_copy_is_a_call(
     copies = three_copies()
     last, region = copies[-1]
     address = HOST + region.offset
-    with having(library, "version", 12090 if why == "CUDA 12" else 13000), having(library, "num_calls", 0):
+    with having(library, "version", VERSIONS.get(why, 13000)), having(library, "num_calls", 0):
         cuda = CudaRuntime(torch.device("cuda", 0), library)
         cuda.copy_out(stream, copies)
         assert last_call(library) == (4, address, last.data_ptr(), 3, 2, stream)
@@ -311,7 +341,7 @@ def test_where_there_is_no_batch_each_copy_is_a_call(
         assert number(library, "num_calls").value == 6
 
 
-@pytest.mark.parametrize("version", [12090, 13000])
+@pytest.mark.parametrize("version", [12090, 13000, 14000])
 def test_one_bad_copy_among_several_issues_none(version: int, runtime: ctypes.CDLL) -> None:
     bad = HostRegion(Slab(), 0, 3)
     copies = [*three_copies(), (torch.zeros(4, dtype=torch.uint8), bad)]
@@ -368,3 +398,52 @@ def test_events_are_reused_and_asked_until_they_are_done(runtime: ctypes.CDLL) -
     assert last_call(runtime)[0] == 3, "a wait for what is done is a call in vain"
     del event
     assert idle == [EVENT]
+
+
+def test_a_failed_event_is_not_complete_and_tells_whoever_waits(
+    runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the CPU device: a question is answered, and a wait raises."""
+    cudart = SimpleNamespace(cudaError=int, cudaGetErrorString=lambda code: f"reason {code}")
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
+    with having(runtime, "result", 700):
+        assert not cuda.is_complete(event)
+        assert last_call(runtime)[0] == 5, "torch would take it for an error of its own"
+        assert not cuda.is_complete(event)
+        for wait in (lambda: cuda.wait(STREAM, event), lambda: cuda.poll(event)):
+            with pytest.raises(CopyError, match="CUDA error 700: reason 700"):
+                wait()
+
+
+def test_whoever_waits_by_asking_gets_an_answer(runtime: ctypes.CDLL) -> None:
+    cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
+    with having(runtime, "result", 600):
+        assert not cuda.poll(event)
+        assert last_call(runtime)[0] == 5, "torch would take the answer for an error of its own"
+    assert cuda.poll(event) and event.is_done
+
+
+def test_other_threads_run_while_one_waits_for_a_small_read(runtime: ctypes.CDLL) -> None:
+    """Compiled or not: neither the loop nor the question lets go of the interpreter by itself."""
+    cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
+    read, done = MappedRead(torch.zeros(1), event, cuda), threading.Event()
+    number(runtime, "result").value = 600
+    waiting = threading.Thread(target=lambda: (read.wait(), done.set()), daemon=True)
+    waiting.start()
+    try:
+        assert not done.wait(0.05)
+    finally:
+        number(runtime, "result").value = 0
+    waiting.join(10)
+    assert done.is_set() and event.is_done
+
+
+def test_where_kernels_find_host_memory(runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    cuda = CudaRuntime(torch.device("cuda", 0), runtime)
+    assert cuda.device_address(HOST) == HOST + 64
+    assert last_call(runtime)[:3] == (11, HOST, 0)
+    with having(runtime, "result", 1):
+        assert cuda.device_address(HOST) is None
+    assert last_call(runtime)[0] == 5, "torch would take it for an error of its own"

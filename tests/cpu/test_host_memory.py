@@ -87,6 +87,28 @@ def test_never_negative(root: Path) -> None:
     assert host_memory.available_host_bytes(root) == 0
 
 
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        ({"SC_AVPHYS_PAGES": 3, "SC_PHYS_PAGES": 10}, 3 * 4096),
+        ({"SC_PHYS_PAGES": 10}, 5 * 4096),  # macOS
+        ({"SC_AVPHYS_PAGES": -1, "SC_PHYS_PAGES": 10}, 5 * 4096),
+        ({}, 1 << 60),
+    ],
+)
+def test_of_a_system_without_proc(
+    pages: dict[str, int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sysconf(name: str) -> int:
+        if name not in known:
+            raise ValueError("unrecognized configuration name")
+        return known[name]
+
+    known = {"SC_PAGE_SIZE": 4096, **pages}
+    monkeypatch.setattr(host_memory.os, "sysconf", sysconf)
+    assert host_memory.available_host_bytes(tmp_path) == expected
+
+
 def test_of_this_machine() -> None:
     assert 0 < host_memory.available_host_bytes() < 1 << 60
 

@@ -41,6 +41,7 @@ FOREIGN = {
     "checkpoint_wrapper", "context_fn", "debug", "determinism_check", "device_type", "early_stop", "fully_shard",
     "generate", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "megatron.core",
     "MLATransformerConfig", "nn.Module", "no_grad", "none", "preserve_rng_state", "record_stream", "save_on_cpu",
+    "jacrev", "torch.func.grad", "vjp", "vmap",
     "torch", "torch.cuda", "torch.distributed.pipelining", "torch.compile", "torch.utils.checkpoint.checkpoint",
     "TransformerConfig",
     # TransformerEngine

@@ -93,7 +93,9 @@ class _Event:
 
 
 def _applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    def apply(tokens: torch.Tensor, *args: Any, async_finish: bool = False, allocate_on_comm_stream: bool = False) -> Any:
+    def apply(
+        tokens: torch.Tensor, *args: Any, async_finish: bool = False, allocate_on_comm_stream: bool = False
+    ) -> Any:
         return function.apply(tokens.contiguous(), *args, async_finish, allocate_on_comm_stream)
 
     return apply

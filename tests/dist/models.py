@@ -129,7 +129,7 @@ def _whole_sequence(part: torch.Tensor) -> torch.Tensor:
 
 
 class Mixer(torch.nn.Module):
-    """In place of a Mamba mixer, whose kernels need a GPU: between its two projections a gated sum over the sequence."""
+    """In place of a Mamba mixer, whose kernels need a GPU: a gated sum over the sequence between two projections."""
 
     def __init__(self, config: TransformerConfig, d_model: int, **_: Any) -> None:
         super().__init__()

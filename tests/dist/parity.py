@@ -12,8 +12,8 @@ import torch
 from megatron_patches import Handle, apply
 from megatron_patches._hooks.attach import last_of_each_name
 from megatron_patches._model.modules import canonical_names, drop_parts
-from megatron_patches._rows.runtime import unwrap
 from megatron_patches._model.sites import count_layers, find_sites
+from megatron_patches._rows.runtime import unwrap
 from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
 from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run
@@ -38,10 +38,15 @@ def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
 
 
 def check_cases(cases: Sequence[Case], microbatches: Iterable[Sequence[int]]) -> None:
-    """On one rank: every case without offload, then with, at its own numbers of microbatches."""
+    """On one rank: every case without offload, then with, at its own numbers of microbatches.
+
+    Evaluation comes before and between the steps of the first case of each model: names change nothing about it.
+    """
     gc.disable()
+    references = References()
     for case, numbers in zip(cases, microbatches, strict=False):
-        run_with(case, numbers, run_without(case, numbers))
+        is_first = not references.has(case)
+        run_with(case, numbers, references.of(case, numbers), evaluate=is_first)
 
 
 def check_in_turns(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
@@ -55,19 +60,47 @@ def taking_turns(microbatches: Sequence[int]) -> Iterator[Sequence[int]]:
         yield [*microbatches[i:], microbatches[0]][:2]
 
 
+class References:
+    """Steps without offload, each run once, however many cases of one model are compared with it."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[Any, ...], dict[int, dict[str, str]]] = {}
+
+    def has(self, case: Case) -> bool:
+        """Whether any step of this model has been run."""
+        return _model_of(case) in self._models
+
+    def of(self, case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:
+        """The fingerprint of a step at each of these numbers of microbatches."""
+        steps = self._models.setdefault(_model_of(case), {})
+        missing = [n for n in microbatches if n not in steps]
+        if missing:
+            steps.update(zip(missing, run_without(case, missing), strict=True))
+        return [steps[n] for n in microbatches]
+
+
+def _model_of(case: Case) -> tuple[Any, ...]:
+    """All that a step without offload depends on, but for its number of microbatches."""
+    # A step leaves the weights as they are, so it depends on no other.
+    return case.kind, case.dtype, repr(sorted(case.settings.items())), case.wrap, case.change
+
+
 def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:
     chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=case.wrap, change=case.change)
     return [fingerprint(chunks, run(chunks, n)) for n in microbatches]
 
 
-def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, str]]) -> list[IterationStats]:
-    """Steps with offload, compared with `expected`; returns the counters of each."""
+def run_with(
+    case: Case, microbatches: Sequence[int], expected: list[dict[str, str]], *, evaluate: bool = True
+) -> list[IterationStats]:
+    """Steps with offload, compared with `expected`, and evaluation around them; returns the counters of each step."""
     meter = ResidencyMeter()
     counters = []
     with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), meter=meter) as handle:
         settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
         chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap, change=case.change)
-        run(chunks, microbatches[-1], forward_only=True)
+        if evaluate:
+            run(chunks, microbatches[-1], forward_only=True)
         assert handle.engine is None, "evaluation must not start anything"
         for n, wanted in zip(microbatches, expected, strict=True):
             got = fingerprint(chunks, run(chunks, n))
@@ -76,7 +109,8 @@ def run_with(case: Case, microbatches: Sequence[int], expected: list[dict[str, s
             _check_counters(case, handle, chunks, n)
             assert meter.current_bytes == 0 and handle.engine is not None and handle.engine.pool.num_leases == 0
             counters.append(handle.engine.stats)
-            run(chunks, microbatches[0], forward_only=True)
+            if evaluate:
+                run(chunks, microbatches[0], forward_only=True)
     return counters
 
 

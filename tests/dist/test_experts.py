@@ -16,8 +16,8 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from megatron_patches._model import experts  # noqa: E402
 from megatron_patches._hooks.attach import Attachment  # noqa: E402
+from megatron_patches._model import experts  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import GroupedLinear, GroupedProduct  # noqa: E402

@@ -14,8 +14,7 @@ import torch  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
 from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from offload_engine import FixedBounds  # noqa: E402
-from offload_engine import IterationStats, OffloadConfig  # noqa: E402
+from offload_engine import FixedBounds, IterationStats, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
 from tests.dist.parity import Case, actions, run_with, run_without  # noqa: E402

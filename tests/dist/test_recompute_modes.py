@@ -71,7 +71,8 @@ def _check_discarded() -> None:
     discarded = {"core_attn": ["mla_up_proj"], "experts": ["layernorm"]}
     for name, modules in discarded.items():
         kind, model = SELECTIVE[modules[0]]
-        case = Case(kind, [name], settings={**model, "recompute_granularity": "selective", "recompute_modules": modules})
+        recompute = {"recompute_granularity": "selective", "recompute_modules": modules}
+        case = Case(kind, [name], settings={**model, **recompute})
         expected = run_without(case, [2])
         with adversarial_device(1) as device:
             (stats,) = run_with(case, [2], expected)

@@ -24,7 +24,9 @@ MOE = ["layer_input", "core_attn", "router", "dispatched_tokens", "router_fc1", 
 
 
 @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept whole"])
-@pytest.mark.parametrize(("kind", "names"), [("dense", DENSE), ("moe", MOE), ("dense", ["core_attn"])], ids=["dense", "moe", "one name"])
+@pytest.mark.parametrize(
+    ("kind", "names"), [("dense", DENSE), ("moe", MOE), ("dense", ["core_attn"])], ids=["dense", "moe", "one name"]
+)
 def test_losses_and_gradients_are_equal_to_the_last_bit(kind: str, names: list[str], reshard: bool) -> None:
     run_ranks(_check_parity, kind, names, reshard, world_size=2)
 

@@ -212,7 +212,10 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
         ("--num-layers 3 --pipeline-model-parallel-size 2", "must be a multiple of the 2"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
         ("--offload-modules core_attn", "without --offload-activation"),
-        ("--offload-dir . --offload-resident-bytes 0", "--offload-resident-bytes, --offload-dir without --offload-activation"),
+        (
+            "--offload-dir . --offload-resident-bytes 0",
+            "--offload-resident-bytes, --offload-dir without --offload-activation",
+        ),
         (
             "--offload-activation --offload-modules no_such_module",
             "'no_such_module' in offload_modules; known for this configuration: ",

@@ -14,11 +14,11 @@ import torch  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
-from tests.engine_state import is_in_backward  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.parity import Case, actions  # noqa: E402
 from tests.dist.streams import adversarial_device  # noqa: E402
 from tests.dist.tiny import forward_step, make_chunks, make_config, run  # noqa: E402
+from tests.engine_state import is_in_backward  # noqa: E402
 
 NUM_MICROBATCHES = 4
 BEFORE_THE_LAST_MLP = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
@@ -53,7 +53,9 @@ def _groups_left(case: Case) -> list[int]:
         def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
             output, loss = forward_step(batches, model, *more)
             chunk = handle.engine.current_chunk
-            assert chunk._groups.progress.is_forward_done, "else the last of a step, and what is behind it, comes back late"
+            assert chunk._groups.progress.is_forward_done, (
+                "else the last of a step, and what is behind it, comes back late"
+            )
             output.register_hook(lambda grad: left.append(len(handle.engine.snapshot().leaving)))
             return output, loss
 
@@ -79,7 +81,7 @@ def test_copies_are_in_flight_up_to_the_head_and_come_back_behind_the_loss(shape
 
 
 def _at_the_head(case: Case) -> list[dict[str, bool]]:
-    """Of each microbatch: whether groups are in flight before and behind the head, and what the engine knows in backward."""
+    """Of each microbatch: are groups in flight before and behind the head, what does the engine know in backward?"""
     gc.disable()
     found: list[dict[str, bool]] = []
     with adversarial_device(None), apply(OffloadConfig(min_tensor_bytes=1), modules=case.names) as handle:

@@ -11,8 +11,7 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
-from offload_engine import FixedBounds  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 

@@ -42,6 +42,14 @@ def test_a_transposed_source(device: CudaDevice) -> None:
     assert torch.equal(device.host_read(source).wait(), source.cpu())
 
 
+def test_conjugate_and_negative_views(device: CudaDevice) -> None:
+    source = torch.complex(torch.arange(4.0), torch.arange(4.0) - 2).cuda()
+    for view in (source.conj(), source.conj().imag):
+        read = device.host_read(view)
+        assert isinstance(read, MappedRead)
+        assert torch.equal(read.wait(), view.cpu().resolve_conj().resolve_neg())
+
+
 def test_a_large_tensor_is_read_the_plain_way(device: CudaDevice) -> None:
     source = torch.arange(SLOT_BYTES, device="cuda")
     read = device.host_read(source)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine.errors import OffloadError
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -43,4 +44,4 @@ def refuse_when_compiled(what: str) -> None:
 def is_compiled() -> bool:
     """True in code that torch.compile traces, or has given up tracing but for the functions called there."""
     # No public function tells the latter.
-    return torch.compiler.is_compiling() or callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+    return torch.compiler.is_compiling() or callable(torch_private.eval_frame_callback())

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 import torch
 
+from offload_engine._compat import torch_private
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import CopyError
@@ -17,6 +19,8 @@ from offload_engine.schedule import ChunkKey
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
+
+_current_graph_task: Final = torch_private.current_graph_task
 
 
 class Session:
@@ -107,11 +111,11 @@ class Session:
         A backward inside another one (reentrant checkpointing) ends earlier than the whole; each has its own callback,
         and the one that finds nothing saved any more ends the iteration.
         """
-        task = torch._C._current_graph_task_id()
+        task = _current_graph_task()
         if not self._owns_iterations or task == -1 or task in self._noted_tasks:
             return
         self._noted_tasks.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, task))
+        torch_private.queue_callback(partial(self._end_backward, task))
 
     def warn_if_idle(self) -> None:
         """After a forward, once: offload that does nothing is a mistake that nothing else would show."""
@@ -160,4 +164,4 @@ class Session:
 
 def is_in_backward() -> bool:
     """True in code that autograd runs, such as recomputation: what is saved there is used at once."""
-    return torch._C._current_graph_task_id() != -1
+    return _current_graph_task() != -1

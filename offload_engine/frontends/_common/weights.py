@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-# Names of autograd's nodes: an operation with a gradient formula has no other identity in Python.
-_CAST = "ToCopyBackward0"
-_VIEWS = ("T", "Transpose", "Permute", "View", "Select", "Slice", "Split", "SplitWithSizes", "AsStrided")
-_CAST_OR_VIEW = frozenset((_CAST, *(f"{name}Backward0" for name in _VIEWS)))
+from offload_engine._compat import torch_private
+
+_LEAF: Final[Any] = torch_private.LEAF_NODE
+_CAST: Final[Any] = torch_private.CAST_NODE
+_CAST_OR_VIEW: Final[Any] = torch_private.VIEW_NODES | {_CAST}
 
 
 def may_move(tensor: torch.Tensor) -> bool:
@@ -25,11 +26,11 @@ def may_move(tensor: torch.Tensor) -> bool:
     if base.is_leaf:
         return not base.requires_grad and not isinstance(base, nn.Parameter)
     node: Any = base.grad_fn
-    if type(node).__name__ != _CAST:
+    if type(node) is not _CAST:
         return True
-    while type(node).__name__ in _CAST_OR_VIEW:
+    while type(node) in _CAST_OR_VIEW:
         node = node.next_functions[0][0]
-    return type(node).__name__ != "AccumulateGrad"
+    return type(node) is not _LEAF
 
 
 def weights_of(parts: Iterable[nn.Module | torch.Tensor]) -> Iterator[torch.Tensor]:

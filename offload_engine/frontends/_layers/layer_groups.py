@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload_engine._compat import torch_private
 from offload_engine._saved.eligibility import with_storage
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.storage import TensorGroup
@@ -316,7 +317,7 @@ class LayerGroups:
     # -- hooks on saved tensors --------------------------------------------------------------------------------------
 
     def _is_on_top(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = torch_private.innermost_hooks(True)
         return top is not None and top[0] == self._pack_hook
 
     def _pack(self, tensor: torch.Tensor) -> _Saved | StayingTensor:

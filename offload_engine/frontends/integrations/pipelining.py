@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
+from offload_engine._compat.torch_private import of_schedule
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._common.device import device_for
@@ -180,7 +181,7 @@ def read_actions(schedule: Schedule) -> list[Action]:
         orders = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
         return _translate(orders[schedule.rank], stages)
     # `pipeline_order` of these is for display: on the last rank of 1F1B it leaves out the first forward (torch 2.13).
-    (stage,), num_microbatches = stages, schedule._n_microbatches
+    (stage,), num_microbatches = stages, of_schedule(schedule, "_n_microbatches")
     if isinstance(schedule, Schedule1F1B):
         actions = one_forward_one_backward(stage.num_stages, stage.stage_index, num_microbatches)
         return [Action(kind, ChunkKey(stage.stage_index, chunk.microbatch)) for kind, chunk in actions]
@@ -196,9 +197,9 @@ def read_actions(schedule: Schedule) -> list[Action]:
 def stages_of(schedule: Schedule) -> list[Any]:
     """The stages that `schedule` runs on this rank."""
     if isinstance(schedule, PipelineScheduleMulti):
-        return list(schedule._stages)
+        return list(of_schedule(schedule, "_stages"))
     if isinstance(schedule, PipelineScheduleSingle):
-        return [schedule._stage]
+        return [of_schedule(schedule, "_stage")]
     raise TypeError(f"expected a schedule of torch.distributed.pipelining, got {type(schedule).__name__}")
 
 

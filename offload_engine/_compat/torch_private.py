@@ -1,0 +1,177 @@
+"""Every name of torch that is not public and that the two packages use, taken here once.
+
+Whoever uses a name on a hot path binds it again at module level, `_use_count: Final[Any] = torch_private.use_count`:
+then a call costs what it costs in torch. What a name means is probed by tests/cpu/test_torch_private.py.
+
+Attributes of tensors, storages, nodes and modules stay attributes where they are read: a function around each would
+cost as much as the read. They are listed below, and looked for when this module is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.utils._pytree
+
+SUPPORTED: Final = "torch 2.6 to 2.15"
+_MISSING: Final = object()
+
+# What may be read of an object of torch anywhere in the two packages.
+TENSOR_ATTRIBUTES: Final = ("_base", "_is_view", "_is_zerotensor", "_version")
+STORAGE_ATTRIBUTES: Final = ("_cdata", "_weak_ref")
+NODE_ATTRIBUTES: Final = ("_sequence_nr",)
+MODULE_ATTRIBUTES: Final = (
+    "_buffers",
+    "_compiled_call_impl",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_parameters",
+)
+SCHEDULE_ATTRIBUTES: Final = ("_n_microbatches", "_stage", "_stages")
+"""Of schedules of `torch.distributed.pipelining`, read by `of_schedule` only."""
+
+
+def take(path: str) -> Any:
+    """What `path`, such as "torch._C._storage_Use_Count", names.
+
+    Raises:
+        ImportError: if this torch has nothing of that name.
+    """
+    found: Any = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, _MISSING)
+        if found is _MISSING:
+            raise _import_error(path)
+    return found
+
+
+def take_or_refuse(path: str) -> Any:
+    """As `take`, for what only some builds of torch have: where it is missing, a function that raises when called."""
+    try:
+        return take(path)
+    except ImportError as error:
+        message = str(error)
+
+        def refuse(*args: object) -> NoReturn:
+            raise ImportError(message)
+
+        return refuse
+
+
+def check_attributes(owner: object, path: str, names: tuple[str, ...]) -> None:
+    """Look for attributes of `owner`, a class or an instance of it that is found under `path`.
+
+    Raises:
+        ImportError: if one is missing.
+    """
+    for name in names:
+        if getattr(owner, name, _MISSING) is _MISSING:
+            raise _import_error(f"{path}.{name}")
+
+
+def _import_error(path: str) -> ImportError:
+    return ImportError(
+        f"offload_engine needs {path} ({SUPPORTED}); torch {torch.__version__} has none: install a torch between "
+        "those two, or a later offload_engine that knows this one",
+        name=__name__,
+    )
+
+
+# -- saved tensors: hooks and who is innermost; the context manager for these has no way to ask
+
+innermost_hooks: Final[Callable[[bool], tuple[Any, Any] | None]] = take(
+    "torch._C._autograd._top_saved_tensors_default_hooks"
+)
+"""The pair of the innermost `saved_tensors_hooks` of this thread, or None; with True also while a tracer runs."""
+push_hooks: Final[Callable[[Any, Any], None]] = take("torch._C._autograd._push_saved_tensors_default_hooks")
+pop_hooks: Final[Callable[[], None]] = take("torch._C._autograd._pop_saved_tensors_default_hooks")
+
+# -- the graph
+
+next_sequence_nr: Final[Callable[[], int]] = take("torch._C._autograd._get_sequence_nr")
+"""The number that the next node of this thread will have; `node._sequence_nr()` tells that of a node."""
+current_graph_task: Final[Callable[[], int]] = take("torch._C._current_graph_task_id")
+"""A number for the backward that runs in this thread; -1 outside any."""
+queue_callback: Final[Callable[[Callable[[], None]], None]] = take(
+    "torch.autograd.Variable._execution_engine.queue_callback"
+)
+"""Have a function called when the backward that runs in this thread is over. RuntimeError outside any."""
+
+# An operation with a gradient formula has no identity in Python but the class of its node.
+LEAF_NODE: Final[type] = take("torch._C._functions.AccumulateGrad")
+CAST_NODE: Final[type] = take("torch._C._functions.ToCopyBackward0")
+VIEW_NODES: Final[frozenset[type]] = frozenset(
+    take(f"torch._C._functions.{name}Backward0")
+    for name in ("T", "Transpose", "Permute", "View", "Select", "Slice", "Split", "SplitWithSizes", "AsStrided")
+)
+
+# -- tensors and storages
+
+use_count: Final[Callable[[int], int]] = take("torch._C._storage_Use_Count")
+"""How many hold the storage at `_cdata`: each tensor over it, in Python, C++ and graphs, and each object in Python that
+is the storage itself, once."""
+free_weak_ref: Final[Callable[[Any], None]] = take("torch.UntypedStorage._free_weak_ref")
+"""Give back what `storage._weak_ref()` returned: until then no other storage gets its address."""
+neg_view: Final[Callable[[torch.Tensor], torch.Tensor]] = take("torch._neg_view")
+
+# -- torch.compile
+
+eval_frame_callback: Final[Callable[[], Any]] = take("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+"""What torch.compile does with the frames of this thread: None where it does nothing, False where it only runs what it
+has compiled, else a function."""
+
+# -- CUDA: builds without it have none of these
+
+cuda_current_stream: Final[Callable[[int], int]] = take_or_refuse("torch._C._cuda_getCurrentRawStream")
+"""The handle of the current stream of the device of that index; 0 is the default stream."""
+cuda_current_device: Final[Callable[[], int]] = take_or_refuse("torch._C._cuda_getDevice")
+
+# -- modules
+
+global_forward_hooks: Final[dict[int, Any]] = take("torch.nn.modules.module._global_forward_hooks")
+"""Those of `torch.nn.modules.module.register_module_forward_hook`; the dict itself, which changes."""
+global_forward_pre_hooks: Final[dict[int, Any]] = take("torch.nn.modules.module._global_forward_pre_hooks")
+
+# -- containers
+
+tree_leaves: Final[Callable[[Any], list[Any]]] = take("torch.utils._pytree.tree_leaves")
+"""What nested lists, tuples, dicts and registered classes hold, in order."""
+
+check_attributes(torch.Tensor, "torch.Tensor", TENSOR_ATTRIBUTES)
+check_attributes(torch.UntypedStorage, "torch.UntypedStorage", STORAGE_ATTRIBUTES)
+check_attributes(LEAF_NODE, "torch.autograd.graph.Node", NODE_ATTRIBUTES)
+check_attributes(torch.nn.Module(), "torch.nn.Module()", MODULE_ATTRIBUTES)
+
+
+def class_behind_fsdp(module: torch.nn.Module) -> type:
+    """The class of `module`; if `fully_shard` has derived another from it, the one it had before."""
+    from torch.distributed.fsdp import FSDPModule  # here: it takes a second, and who has such a module has paid it
+
+    own: type = type(module)
+    while issubclass(own, FSDPModule):
+        bases = own.__bases__
+        if len(bases) < 2 or not issubclass(bases[0], FSDPModule):
+            raise _import_error("a class of fully_shard's derived from FSDPModule and, behind it, the module's own")
+        own = bases[1]
+    return own
+
+
+def of_schedule(schedule: object, name: str) -> Any:
+    """An attribute, one of `SCHEDULE_ATTRIBUTES`, of a schedule of `torch.distributed.pipelining`.
+
+    Raises:
+        ImportError: if this torch's schedules have none of that name.
+    """
+    check_attributes(schedule, type(schedule).__name__, (name,))
+    return getattr(schedule, name)
+
+
+# -- profiles
+
+record_function: Final[Any] = take("torch._C._profiler._RecordFunctionFast")
+"""As `torch.profiler.record_function`, in a tenth of the time."""
+PROFILER_ATTRIBUTES: Final = ("_is_profiler_enabled",)
+"""Of `torch.autograd.profiler`: whether one of torch's profilers listens; read on hot paths."""
+check_attributes(take("torch.autograd.profiler"), "torch.autograd.profiler", PROFILER_ATTRIBUTES)
