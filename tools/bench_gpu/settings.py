@@ -321,7 +321,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the turn's peaks are reset")
     parser.add_argument(
-        "--engine", action="append", default=[], metavar="NAME=VALUE", help="argument of OffloadConfig.from_flags, for ours"
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of ours, see OffloadConfig.from_flags",
     )
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
     parser.add_argument(
