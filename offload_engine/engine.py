@@ -213,7 +213,7 @@ class OffloadEngine:
 
         Args:
             holders: all tensors that share one storage, but for what autograd saved in groups or under
-                `ChunkOffloadHandler.rest_hooks`; the base of a view need not be named. Nothing else may have saved
+                `SavedTensorHooks.around_groups`; the base of a view need not be named. Nothing else may have saved
                 them.
             num_copies: how many detached aliases exist besides, where they cannot be named.
         """

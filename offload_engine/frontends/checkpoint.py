@@ -82,7 +82,7 @@ class CheckpointOffload:
     an attention mask, is copied once, and goes with the last of them.
 
     Args:
-        config: bounds and thresholds; None: at most two groups on the device (`OffloadConfig.horizon_groups`).
+        config: bounds and thresholds; without a policy, at most two groups on the device (`GroupWindow`).
         weights: parameters and buffers, which never move; None: those that receive a gradient are known without it.
         engine: to be used instead of a new one, with its own config, device and meter. Nobody else may drive it.
 

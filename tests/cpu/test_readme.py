@@ -15,6 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -26,12 +27,14 @@ from megatron_patches._model.modules import MODULES, ModuleRow
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import SUPPORTED
 from offload_engine import OffloadConfig
+from offload_engine.planning.moves import BoundaryKind, Op, parse_boundary
+from offload_engine.policies import PolicySettings
 
 ROOT = Path(__file__).parents[2]
-README, ARCHITECTURE = ROOT / "README.md", ROOT / "docs" / "architecture.md"
+README, ARCHITECTURE, PLAN = ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "plan.md"
 MIGRATION = ROOT / "docs" / "migration.md"
 PAGES = sorted((ROOT / "docs" / "frontends").glob("*.md"))
-DOCUMENTS = [README, ARCHITECTURE, MIGRATION, *PAGES]
+DOCUMENTS = [README, ARCHITECTURE, PLAN, MIGRATION, *PAGES]
 PACKAGES = ("offload_engine", "megatron_patches")
 
 # Names in the documentation that are not ours.
@@ -42,7 +45,7 @@ FOREIGN = {
     "generate", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "megatron.core",
     "MLATransformerConfig", "nn.Module", "no_grad", "none", "preserve_rng_state", "record_stream", "save_on_cpu",
     "jacrev", "torch.func.grad", "vjp", "vmap",
-    "torch", "torch.cuda", "torch.distributed.pipelining", "torch.compile", "torch.utils.checkpoint.checkpoint",
+    "str", "torch", "torch.cuda", "torch.distributed.pipelining", "torch.compile", "torch.utils.checkpoint.checkpoint",
     "TransformerConfig",
     # TransformerEngine
     "AsyncDoubleBufferGroupOffloadHandler", "manual_synchronization", "model_layers", "num_layers", "offload_stream",
@@ -164,7 +167,7 @@ def test_code_after_migration_runs(block: str, tmp_path: Path) -> None:
 
 def test_code_for_other_libraries_is_code() -> None:
     found = [(document, block) for document in DOCUMENTS for block in blocks(document, "py")]
-    assert len(found) > 2
+    assert len(found) > 3
     for document, block in found:
         compile(block, str(document), "exec")
 
@@ -220,12 +223,25 @@ def test_patch_rows() -> None:
         assert any(fnmatchcase(target, pattern) for target in targets), f"{pattern} matches no row"
 
 
-def test_every_file_has_a_row() -> None:
-    files = {cells[0].strip("`") for cells in table(section(ARCHITECTURE, "Files"))}
-    folders = [*(ROOT / name for name in PACKAGES), *(ROOT / "offload_engine").rglob("frontends/**/")]
-    sources = {path for folder in folders for path in folder.glob("*.py") if path.name != "__init__.py"}
-    expected = {path.relative_to(ROOT).as_posix() for path in sources} | {"offload_engine/_devices/"}
-    assert files == expected, f"rows to add or take out: {sorted(files ^ expected)}"
+def test_boundaries() -> None:
+    stated = {kind.strip("`"): text.strip("`") for kind, text, *_ in table(section(PLAN, "Boundaries"))}
+    assert {name: parse_boundary(text).kind.name for name, text in stated.items()} == {name: name for name in stated}
+    assert set(stated) == set(BoundaryKind.__members__)
+
+
+def test_moves() -> None:
+    assert [op.strip("`") for op, _ in table(section(PLAN, "Moves"))] == list(Op.__members__)
+
+
+def test_policies() -> None:
+    stated = [cells[0].strip("`").split("(")[0] for cells in table(section(PLAN, "Policies"))]
+    assert {policy.__name__ for policy in get_args(PolicySettings)} <= set(stated)
+
+
+def test_rules_of_the_executor() -> None:
+    source = (ROOT / "offload_engine/_policy/executor.py").read_text()
+    rules = re.findall(r"^ {5}(\d)\. ", source, re.MULTILINE)
+    assert rules and rules == re.findall(r"^(\d)\. ", section(PLAN, "What the executor guarantees"), re.MULTILINE)
 
 
 def test_rules_of_order() -> None:
@@ -291,7 +307,9 @@ def is_known(span: str, symbols: set[str], options: set[str]) -> bool:
     word = words[0].removesuffix("()")
     if word.startswith("--"):
         return word in options
-    return word in symbols or is_public(word) or is_file(word) or is_target(word) or is_code(span, symbols)
+    if is_public(word) or is_file(word) or is_target(word) or is_boundary(word):
+        return True
+    return word in symbols or is_code(span, symbols)
 
 
 def is_public(word: str) -> bool:
@@ -338,12 +356,19 @@ def package_text() -> str:
 
 
 def is_file(word: str) -> bool:
-    beside = ROOT / "offload_engine" / "_devices" / word  # the table of files names these in short
-    return PATH.fullmatch(word) is not None and ((ROOT / word).exists() or beside.exists())
+    return PATH.fullmatch(word) is not None and (ROOT / word).exists()
 
 
 def is_target(word: str) -> bool:
     return ":" in word  # of a patch: `test_patch_rows` looks at these
+
+
+def is_boundary(word: str) -> bool:
+    """Whether it is the text of a boundary; `test_boundaries` looks at the table of them."""
+    try:
+        return bool(parse_boundary(word))
+    except ValueError:
+        return False
 
 
 def known_options() -> set[str]:
@@ -362,7 +387,7 @@ def settings() -> set[str]:
 
 def defined_symbols() -> Iterator[str]:
     """Modules, classes, functions and variables of the source, and `Class.member`."""
-    for path in python_files(*PACKAGES, "tests"):
+    for path in (*python_files(*PACKAGES, "tests"), ROOT / "setup.py"):
         for node in ast.parse(path.read_text()).body:
             for name in names_of(node):
                 yield name
@@ -383,5 +408,6 @@ def python_files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def test_the_diagram_is_well_formed() -> None:
-    assert ElementTree.parse(ROOT / "docs" / "images" / "stations.svg").getroot().tag.endswith("svg")
+@pytest.mark.parametrize("name", ["plan.svg", "stations.svg"])
+def test_diagrams_are_well_formed(name: str) -> None:
+    assert ElementTree.parse(ROOT / "docs" / "images" / name).getroot().tag.endswith("svg")

@@ -18,7 +18,7 @@ CONTENDERS = {
     "none": "no offload",
     "layers": "enable_activation_offloading",
     "any_model": "manage_activations",
-    "any_model_2": "manage_activations, resident_bytes of two layers",
+    "any_model_2": "manage_activations, ResidentBudget of two layers",
     "ckpt": "checkpointing",
     "layers_ckpt": "enable_activation_offloading, enable_ckpt=True",
     "wrapper": "checkpointing, offload_wrapper",
@@ -225,7 +225,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host-gib", type=float, metavar="G", help="host memory a contender may take (default 80%%)")
     parser.add_argument("--device-gib", type=float, metavar="G", help="as if the GPU had no more")
     parser.add_argument(
-        "--engine", action="append", default=[], metavar="NAME=VALUE", help="field of OffloadConfig, for ours"
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of ours, see OffloadConfig.from_flags",
     )
     parser.add_argument("--group-bytes", type=int, metavar="N", help="of manage_activations, instead of its default")
     parser.add_argument(

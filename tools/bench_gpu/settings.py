@@ -321,7 +321,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the turn's peaks are reset")
     parser.add_argument(
-        "--engine", action="append", default=[], metavar="NAME=VALUE", help="field of OffloadConfig, for ours"
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of ours, see OffloadConfig.from_flags",
     )
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
     parser.add_argument(
@@ -400,7 +404,7 @@ def assignment(text: str) -> tuple[str, Any]:
     """
     name, separator, value = text.partition("=")
     if not (name and separator and value):
-        raise ValueError(f"{text!r} is not NAME=VALUE: a field of OffloadConfig and its value")
+        raise ValueError(f"{text!r} is not NAME=VALUE: an argument of OffloadConfig.from_flags and its value")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
