@@ -107,10 +107,25 @@ _SETTINGS = (
         _size,
     ),
     _Setting(
+        "offload_planned",
+        bool,
+        False,
+        "Plan the moves of each step ahead, by the schedule and the sizes that the step before has shown, instead of "
+        "deciding at each boundary.",
+    ),
+    _Setting(
         "offload_dir",
         _TEXT,
         None,
         "Without a GPU: directory of the host tier's file, 'none' for plain memory. Default: a temporary directory.",
+        str,
+    ),
+    _Setting(
+        "offload_trace",
+        _TEXT,
+        None,
+        "Record the second training step of each rank in this file, a Chrome trace for Perfetto and for "
+        "`python -m offload_engine.report`. {rank} and {step} in the name are replaced. Default: none.",
         str,
     ),
     _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
@@ -125,6 +140,8 @@ class Settings(NamedTuple):
 
     engine: OffloadConfig
     modules: tuple[str, ...]
+    trace: str | None = None
+    """File for the recording of the second step."""
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -169,7 +186,8 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     own = getattr(config, "offload_modules", None) if getattr(config, "offload_activation", False) else None
     modules = canonical_names(own or defaults.modules or DEFAULT_MODULES)
     _check_no_paged_stash(config, modules)
-    return Settings(_engine_config(config, defaults.engine), modules)
+    trace = getattr(config, "offload_trace", None) or defaults.trace
+    return Settings(_engine_config(config, defaults.engine), modules, trace)
 
 
 def config_rows() -> list[Patch]:
@@ -300,7 +318,8 @@ def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
 
 def _policy(source: Any) -> dict[str, PolicySettings]:
     """The policy that the flags ask for; nothing where none of them was given."""
-    policy = policy_for(**{name: getattr(source, _PREFIX + name, None) for name in _BOUNDS})
+    bounds: dict[str, Any] = {name: getattr(source, _PREFIX + name, None) for name in _BOUNDS}
+    policy = policy_for(**bounds, planned=getattr(source, "offload_planned", False))
     return {} if policy is None else {"policy": policy}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from megatron_patches._arguments import Settings, config_rows
@@ -34,6 +35,20 @@ class Handle:
     def stats(self) -> IterationStats | None:
         """Counters of the running or last training step; None before the first one, and once the model is gone."""
         return self.engine.stats if self.engine is not None else None
+
+    def record(self, file: str | os.PathLike[str] | None = None) -> None:
+        """Record the next training step of the model that took the last one; see `OffloadEngine.record`.
+
+        Raises:
+            RuntimeError: before the first training step.
+        """
+        if self.engine is None:
+            raise RuntimeError("no model has trained yet: call record() after the first training step")
+        self.engine.record(file)
+
+    def report(self) -> str | None:
+        """Return the tables of the last recorded step, else of the last step's counters; None before the first."""
+        return self.engine.report() if self.engine is not None else None
 
     def remove(self) -> None:
         """Take every hook and patch back and close the engines. Idempotent.

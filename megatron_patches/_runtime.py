@@ -148,6 +148,8 @@ class ModelRuntime:
             attachment.note_weights(step.chunks)
         if to_check is not None:
             self._check_first_step(attachment, step, to_check)
+            if to_check.trace is not None:
+                attachment.engine.record(to_check.trace)
         attachment.warn_of_unused_names()
 
     def _first_step_without(self, step: Step) -> AbstractContextManager[object] | None:

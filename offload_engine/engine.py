@@ -20,6 +20,7 @@ from offload_engine._observe.observer import Observer
 from offload_engine._policy.choose import make_policy
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
@@ -28,6 +29,7 @@ from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import HELD
+from offload_engine.planning.plan import Plan
 from offload_engine.policies import LowestPeak
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
@@ -232,6 +234,15 @@ class OffloadEngine:
         """
         self._store.alloc_streams.declare(tensor, stream)
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
+
+        `planning.plan.format_plan` prints it.
+        """
+        policy = self._executor.policy
+        return policy.plan if isinstance(policy, PlannedPolicy) else None
+
     def snapshot(self) -> EngineSnapshot:
         """Return how many bytes and copies are where now."""
         counters, leaving = self._store.counters, self._executor.leaving
@@ -273,7 +284,7 @@ class OffloadEngine:
         """Ranges in profiles around what the engine issues."""
         return self._store.context.ranges
 
-    def record_next_step(self, file: str | os.PathLike[str] | None = None) -> None:
+    def record(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next iteration that begins; see docs/observe.md.
 
         Args:

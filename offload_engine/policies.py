@@ -11,6 +11,7 @@ __all__ = [
     "FixedBounds",
     "GroupWindow",
     "LowestPeak",
+    "Planned",
     "PolicySettings",
     "PrefetchWindow",
     "ResidentBudget",
@@ -131,7 +132,33 @@ class PrefetchWindow:
         _check_bytes(self, "max_inflight_bytes")
 
 
-PolicySettings = LowestPeak | FixedBounds | ResidentBudget | ResidentLayers | GroupWindow | PrefetchWindow
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The moves of `LowestPeak`, `FixedBounds` or a `ResidentBudget`, planned before each step from the second on.
+
+    For schedules that are known, as those of pipelines: `OffloadEngine.plan` shows what the step does at which
+    boundary. With a budget the plan knows what is needed next, and moves less than `ResidentBudget` guesses. The first
+    step, and steps without a schedule, go as under the reactive policy with the same bounds.
+
+    Raises:
+        ValueError: for a negative bound, and for a budget beside another bound.
+        TypeError: for a bound that is not an integer.
+    """
+
+    horizon_bytes: int | None = None
+    """See `FixedBounds`."""
+    max_inflight_bytes: int | None = None
+    """See `FixedBounds`."""
+    resident_bytes: int | None = None
+    """See `ResidentBudget`; None: no budget."""
+
+    def __post_init__(self) -> None:
+        _check_bytes(self, "horizon_bytes", "max_inflight_bytes", "resident_bytes")
+        if self.resident_bytes is not None and (self.horizon_bytes, self.max_inflight_bytes) != (None, None):
+            raise ValueError("resident_bytes bounds what the other bounds do: set it alone")
+
+
+PolicySettings = Planned | LowestPeak | FixedBounds | ResidentBudget | ResidentLayers | GroupWindow | PrefetchWindow
 
 
 BOUNDS: tuple[str, ...] = (
@@ -140,6 +167,7 @@ BOUNDS: tuple[str, ...] = (
     "prefetch_groups",
     "horizon_bytes",
     "max_inflight_bytes",
+    "planned",
 )
 """The arguments of `policy_for`."""
 
@@ -151,11 +179,13 @@ def policy_for(
     prefetch_groups: int | None = None,
     horizon_bytes: int | None = None,
     max_inflight_bytes: int | None = None,
+    planned: bool = False,
 ) -> PolicySettings | None:
     """Return the policy that a flag of this name asks for; None where none was given.
 
     For command lines, where each bound is a flag of its own: `resident_bytes` is a `ResidentBudget`, `horizon_groups` a
-    `GroupWindow`, `prefetch_groups` a `PrefetchWindow`, and the other two alone are `FixedBounds`.
+    `GroupWindow`, `prefetch_groups` a `PrefetchWindow`, and the other two alone are `FixedBounds`. `planned` asks for
+    `Planned` with the bounds in bytes.
 
     Raises:
         ValueError: for bounds of several policies, or a value outside its range.
@@ -168,6 +198,12 @@ def policy_for(
         given.append("max_inflight_bytes")
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} bound the same thing: set one of them")
+    if planned:
+        if horizon_groups is not None or prefetch_groups is not None:
+            raise ValueError("a window of groups cannot be planned: leave planned out")
+        return Planned(
+            horizon_bytes=horizon_bytes, max_inflight_bytes=max_inflight_bytes, resident_bytes=resident_bytes
+        )
     if resident_bytes is not None:
         return ResidentBudget(resident_bytes)
     if horizon_groups is not None:
@@ -182,7 +218,7 @@ def policy_for(
 def _check_bytes(settings: object, *fields: str) -> None:
     for field in fields:
         value = getattr(settings, field)
-        if value is None and field != "resident_bytes":
+        if value is None and not isinstance(settings, ResidentBudget):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{field} must be an integer number of bytes, got {value!r}")

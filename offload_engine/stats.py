@@ -23,6 +23,8 @@ class IterationStats:
     """Groups that the plan keeps resident."""
     kept_bytes: int = 0
     """Bytes that the groups kept by the plan saved, over the whole iteration."""
+    num_unplanned_groups: int = 0
+    """Groups that differed from those of the plan: their chunks went on without it."""
     num_host_limit_groups: int = 0
     """Groups that stayed resident because the host tier had no room."""
     num_emptied_storages: int = 0

@@ -29,6 +29,7 @@ from offload_engine import (
     LowestPeak,
     OffloadConfig,
     OffloadEngine,
+    Planned,
     PrefetchWindow,
     ResidencyMeter,
     ResidentBudget,
@@ -316,6 +317,8 @@ class Case:
             broken = case._draw_step(rng)
             broken.failure = case._draw_failure(rng, broken)
             case.steps[rng.randint(0, len(case.steps) - 1) : 0] = [broken]
+        if isinstance(case.config.policy, Planned):  # a plan takes a step to learn from
+            case.steps = [step for step in case.steps for _ in range(2)]
         return case
 
     def _draw_step(self, rng: random.Random) -> Step:
@@ -355,6 +358,9 @@ def _draw_policy(rng: random.Random, other: random.Random) -> PolicySettings:
                 ResidentLayers(other.randint(1, 3)),
                 GroupWindow(other.randint(1, 4)),
                 PrefetchWindow(other.randint(1, 4)),
+                Planned(),
+                Planned(horizon_bytes=other.choice((0, 400, 2000)), max_inflight_bytes=other.choice((0, 400, 2000))),
+                Planned(resident_bytes=other.choice((0, 300, 1000, 4000, 1 << 30))),
             )
         )
     if horizon_bytes is None and max_inflight_bytes is None:

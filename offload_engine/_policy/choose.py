@@ -9,12 +9,15 @@ from offload_engine._policy.lowest_peak import (
     LowestPeakPolicy,
     PrefetchWindowPolicy,
 )
+from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
 from offload_engine._policy.resident import ResidentBudgetPolicy, ResidentLayersPolicy
 from offload_engine._saved.counters import ByteCounters
+from offload_engine.planning.shapes import Bounds
 from offload_engine.policies import (
     FixedBounds,
     GroupWindow,
+    Planned,
     PolicySettings,
     PrefetchWindow,
     ResidentBudget,
@@ -24,6 +27,9 @@ from offload_engine.policies import (
 
 def make_policy(chosen: PolicySettings, counters: ByteCounters, leaving: LeavingQueue) -> Policy:
     """Make the policy for `OffloadConfig.policy`."""
+    if isinstance(chosen, Planned):
+        bounds = Bounds(chosen.horizon_bytes, chosen.max_inflight_bytes, chosen.resident_bytes)
+        return PlannedPolicy(counters, leaving, bounds)
     if isinstance(chosen, FixedBounds):
         return FixedBoundsPolicy(counters, leaving, chosen.horizon_bytes, chosen.max_inflight_bytes)
     if isinstance(chosen, ResidentBudget):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, Final
+
+from torch.autograd import profiler
+
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._devices.base import Device, Event
 from offload_engine._observe.recorder import Recorder
@@ -11,6 +15,8 @@ from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, IN, ITERATION_END, OUT, BoundaryKind
+
+_profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
 
 
 class Executor:
@@ -43,6 +49,7 @@ class Executor:
         self._is_complete = device.is_complete
         self._dry_run = dry_run
         self._context = store.context
+        self._ranges = store.context.ranges
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
@@ -86,7 +93,10 @@ class Executor:
         produced = self._produced.pop(group, None)
         if self._dry_run:
             return
-        with self._context.ranges.around(OUT, group):
+        if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
+            with self._ranges.around(OUT, group):
+                issued = self.store.issue_copy_out(group, produced)
+        else:
             issued = self.store.issue_copy_out(group, produced)
         if issued is not None:
             if self._context.recorder is not None:
@@ -104,8 +114,10 @@ class Executor:
             return 0
         if self._context.recorder is not None:
             self._context.recorder.note_move(IN, group, nbytes)
-        with self._context.ranges.around(IN, group):
-            return self.store.issue_copy_in(group)
+        if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
+            with self._ranges.around(IN, group):
+                return self.store.issue_copy_in(group)
+        return self.store.issue_copy_in(group)
 
     def keep(self, group: TensorGroup) -> None:
         """Commit a group that stays: its backward comes at once."""
@@ -156,7 +168,10 @@ class Executor:
             self._release(leaving.pop())
 
     def _release(self, issued: CopyOut) -> None:
-        with self._context.ranges.around(DROP, issued.group):
+        if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
+            with self._ranges.around(DROP, issued.group):
+                self.store.release(issued)
+        else:
             self.store.release(issued)
         if self._context.recorder is not None:
             self._context.recorder.note_move(DROP, issued.group, issued.nbytes)

@@ -33,7 +33,7 @@ from offload_engine.planning.moves import (
     parse_group,
 )
 from offload_engine.planning.shapes import Shapes, group_keys, step_boundaries
-from offload_engine.schedule import Action
+from offload_engine.schedule import Action, ChunkKey
 
 _OPS = {op.value: op for op in Op}
 
@@ -60,16 +60,23 @@ class Plan:
     lines: tuple[Line, ...]
     """In the order of the step."""
     _by_boundary: Mapping[Boundary, tuple[PlannedMove, ...]] = field(init=False, repr=False, compare=False)
+    _leaving: frozenset[GroupKey] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         by_boundary = dict(self.lines)
         if len(by_boundary) < len(self.lines) or not all(by_boundary.values()):
             raise ValueError("a plan names each boundary once, and only those that have moves")
         object.__setattr__(self, "_by_boundary", by_boundary)
+        leaving = frozenset(move.group for line in self.lines for move in line.moves if move.op is OUT)
+        object.__setattr__(self, "_leaving", leaving)
 
     def at(self, boundary: Boundary) -> tuple[PlannedMove, ...]:
         """Return the moves of `boundary`, in order."""
         return self._by_boundary.get(boundary, ())
+
+    def leaves(self, chunk: ChunkKey, index: int) -> bool:
+        """Return whether a group is copied out at any boundary."""
+        return GroupKey(chunk, index) in self._leaving
 
     def moves(self) -> Iterator[tuple[Boundary, PlannedMove]]:
         """Iterate over all moves, with their boundaries, in order."""

@@ -30,6 +30,8 @@ FIELDS = {
     "offload_host_limit_bytes",
     "offload_host_policy",
     "offload_horizon_bytes",
+    "offload_planned",
+    "offload_trace",
     "offload_resident_bytes",
     "offload_max_inflight_bytes",
     "offload_dir",

@@ -45,7 +45,7 @@ def test_the_record_agrees_with_the_counters(tmp_path: Path) -> None:
         engine = OffloadEngine(config, device=device)
         plain = train(engine, model)
         assert "record a step" not in engine.report() and "groups offloaded" in engine.report()
-        engine.record_next_step(tmp_path / "step{step}.json.gz")
+        engine.record(tmp_path / "step{step}.json.gz")
         assert train(engine, model) == plain
         (record,) = read_records(tmp_path / "step1.json.gz")
         stats = engine.stats

@@ -1,0 +1,186 @@
+"""`PlannedPolicy`: the moves of a plan that was made before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from offload_engine._chunk.progress import ChunkProgress
+from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.lowest_peak import FixedBoundsPolicy, LowestPeakPolicy
+from offload_engine._policy.policy import Move, Policy
+from offload_engine._policy.reactive import Reactive
+from offload_engine._policy.resident import ResidentBudgetPolicy
+from offload_engine._policy.shape_log import ShapeLog
+from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.moves import (
+    BACKWARD,
+    COMMIT,
+    DROP,
+    FORWARD,
+    IN,
+    ITERATION_END,
+    LAUNCH,
+    OUT,
+    TAIL,
+    Boundary,
+    BoundaryKind,
+)
+from offload_engine.planning.plan import Plan
+from offload_engine.planning.planner import Planner
+from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.schedule import Action, ChunkKey, validate_actions
+
+_TOLERANCE = 9 / 8
+"""A group may have this much more than the planned bytes, as routing gives experts now more, now fewer tokens."""
+
+
+class PlannedPolicy(Policy):
+    """Follows a plan of the schedule's actions and the shapes that the steps before have shown.
+
+    Plans are memoised by what they are made of, so a step with another number of microbatches has its own. Without a
+    schedule, and until every virtual stage has shown its shape, a reactive policy with the same bounds answers.
+
+    A group that is not the planned one lets its chunk go on without the plan, and is counted: it leaves at its commit
+    and comes back when its backward begins. Results never depend on the plan.
+
+    Args:
+        counters: see `Policy`.
+        leaving: see `Policy`.
+        bounds: of the plans.
+
+    Attributes:
+        plan: of the running step, or of the last one; None: it went without.
+    """
+
+    def __init__(self, counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds) -> None:
+        super().__init__(counters, leaving)
+        self.plan: Plan | None = None
+        self._bounds = bounds
+        self._reactive = _reactive(counters, leaving, bounds)
+        self._planner = Planner()
+        self._log = ShapeLog()
+        self._shapes: Shapes = ()  # that the plan was made of
+        self._chunks: dict[ChunkKey, ChunkProgress] = {}
+        self._unplanned: set[ChunkKey] = set()
+        self._held_back: dict[TensorGroup, None] = {}  # committed; the plan copies them out later
+
+    def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
+        """See `Policy`."""
+        self.clear()
+        shapes = self._log.shapes({action.chunk.stage for action in actions}) if _is_whole_step(actions) else None
+        self._shapes = shapes or ()
+        self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
+        # A copy-out under a plan comes back by that plan, released early or not.
+        self.releases_completed = self.plan is not None or self._reactive.releases_completed
+        if self.plan is None:
+            self._reactive.begin(actions, is_combined)
+
+    def clear(self) -> None:
+        """See `Policy`."""
+        self._reactive.clear()
+        self._chunks.clear()
+        self._unplanned.clear()
+        self._held_back.clear()
+
+    def must_release(self) -> bool:
+        """See `Policy`."""
+        return self._reactive.must_release()
+
+    def at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> Iterable[Move]:
+        """See `Policy`."""
+        if chunk is not None and kind is FORWARD:
+            self._chunks[chunk.key] = chunk
+        elif chunk is not None and kind in (TAIL, LAUNCH):
+            self._log.mark(kind, chunk)
+        elif kind is ITERATION_END:
+            self._log.learn(self._chunks.values())
+        if self.plan is None:
+            return self._reactive.at(kind, chunk, group)
+        if chunk is None:
+            return self._at_end_or_held(kind)
+        if kind is COMMIT and group is not None:
+            return self._commit(self.plan, chunk, group)
+        if kind is BACKWARD and group is not None:
+            return self._begin_backward(self.plan, chunk, group)
+        index = group.index if group is not None else len(chunk.groups) if kind is LAUNCH else -1
+        return self._moves(self.plan, Boundary(kind, chunk.key, index))
+
+    def _make_plan(self, actions: Sequence[Action], shapes: Shapes, is_combined: bool) -> Plan:
+        return self._planner.plan_step(actions, shapes, self._bounds, is_combined=is_combined)
+
+    def _at_end_or_held(self, kind: BoundaryKind) -> Iterator[Move]:
+        for group in list(self._held_back):
+            yield OUT, group
+        self._held_back.clear()
+        if kind is ITERATION_END:
+            for group in self.leaving.groups:
+                yield DROP, group
+
+    def _commit(self, plan: Plan, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
+        if not self._is_as_planned(chunk, group):
+            self._unplanned.add(chunk.key)
+            self.counters.stats.num_unplanned_groups += 1
+        if chunk.key in self._unplanned:
+            if not group.is_kept:
+                yield OUT, group
+            return
+        moves = plan.at(Boundary(COMMIT, chunk.key, group.index))
+        leaves_now = any(op is OUT and key.chunk == chunk.key and key.index == group.index for op, key in moves)
+        if group.may_delay and not group.is_kept and not leaves_now and plan.leaves(chunk.key, group.index):
+            # Where the link is behind, which no plan knows, compute would wait for a copy that was issued late.
+            if self.leaving.inflight_bytes + group.own_bytes > 2 * self.leaving.largest_bytes:
+                yield OUT, group
+            else:
+                self._held_back[group] = None
+        yield from self._moves(plan, Boundary(COMMIT, chunk.key, group.index))
+
+    def _begin_backward(self, plan: Plan, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
+        if chunk.key not in self._unplanned:
+            yield from self._moves(plan, Boundary(BACKWARD, chunk.key, group.index))
+        if group.on_host_bytes:  # the plan did not bring it back in time, or does not know it
+            yield IN, group
+        if chunk.key in self._unplanned and group.index > 0:
+            following = chunk.groups[group.index - 1]
+            if following.on_host_bytes or following.leaving_bytes:
+                yield IN, following
+
+    def _moves(self, plan: Plan, boundary: Boundary) -> Iterator[Move]:
+        """Translate the planned moves of a boundary; of an unplanned chunk none are left."""
+        for op, key in plan.at(boundary):
+            chunk = self._chunks.get(key.chunk)
+            if chunk is None or key.chunk in self._unplanned or key.index >= len(chunk.groups):
+                continue
+            group = chunk.groups[key.index]
+            if op is OUT:
+                self._held_back.pop(group, None)
+                if group.is_kept:
+                    continue
+            yield op, group
+
+    def _is_as_planned(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
+        if chunk.key.stage >= len(self._shapes):
+            return False
+        groups = self._shapes[chunk.key.stage].groups
+        if group.index >= len(groups):
+            return False
+        planned = groups[group.index]
+        is_same_place = group.name == planned.name and group.layer == planned.layer
+        return is_same_place and group.own_bytes <= _TOLERANCE * planned.nbytes
+
+
+def _is_whole_step(actions: Sequence[Action]) -> bool:
+    """Return whether each chunk of a schedule runs forward once and then backward once: else it cannot be planned."""
+    try:
+        validate_actions(actions)
+    except ValueError:
+        return False
+    return bool(actions)
+
+
+def _reactive(counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds) -> Reactive:
+    if bounds.resident_bytes is not None:
+        return ResidentBudgetPolicy(counters, leaving, bounds.resident_bytes)
+    if bounds.horizon_bytes is None and bounds.max_inflight_bytes is None:
+        return LowestPeakPolicy(counters, leaving)
+    return FixedBoundsPolicy(counters, leaving, bounds.horizon_bytes, bounds.max_inflight_bytes)

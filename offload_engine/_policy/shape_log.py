@@ -1,0 +1,94 @@
+"""`ShapeLog`: the shapes of chunks, as the steps before have shown them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from offload_engine._chunk.progress import ChunkProgress
+from offload_engine.planning.moves import TAIL, BoundaryKind
+from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
+from offload_engine.schedule import ChunkKey
+
+_UNSEEN_LAYERS = 1 << 30
+"""So many layers that none of a chunk is among its last two: which groups are kept is known from their traits."""
+
+
+class ShapeLog:
+    """Learns one shape for each virtual stage. Bytes only grow, so that routing soon makes no new plans."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[int, ChunkShape | None] = {}  # None: its chunks differ in more than bytes
+        self._tails: dict[ChunkKey, int] = {}  # of the running step
+        self._launches: dict[ChunkKey, list[int]] = {}
+
+    def shapes(self, stages: set[int]) -> Shapes | None:
+        """Return the shapes of these virtual stages; None while one is not known, or has none."""
+        if stages != set(range(len(stages))):
+            return None
+        shapes = [self._shapes.get(stage) for stage in sorted(stages)]
+        found = tuple(shape for shape in shapes if shape is not None)
+        return found if len(found) == len(shapes) else None
+
+    def mark(self, kind: BoundaryKind, chunk: ChunkProgress) -> None:
+        """Record where the tail of a forward begins (TAIL), or its experts are launched (LAUNCH)."""
+        if kind is TAIL:
+            self._tails[chunk.key] = len(chunk.groups)
+        else:
+            self._launches.setdefault(chunk.key, []).append(len(chunk.groups))
+
+    def learn(self, chunks: Iterable[ChunkProgress]) -> None:
+        """Learn from the chunks of a step that is over."""
+        seen: dict[int, list[ChunkShape]] = {}
+        for chunk in chunks:
+            seen.setdefault(chunk.key.stage, []).append(self._shape_of(chunk))
+        for stage, shapes in seen.items():
+            known = self._shapes.get(stage)
+            self._shapes[stage] = _joined(shapes if known is None else [known, *shapes]) or _joined(shapes)
+        self._tails.clear()
+        self._launches.clear()
+
+    def _shape_of(self, chunk: ChunkProgress) -> ChunkShape:
+        return ChunkShape(
+            groups=tuple(
+                GroupShape(
+                    group.name,
+                    layer=group.layer,
+                    nbytes=group.own_bytes,
+                    may_delay=group.may_delay,
+                    keep=group.is_kept,
+                )
+                for group in chunk.groups
+            ),
+            num_layers=_UNSEEN_LAYERS,
+            tail_index=self._tails.get(chunk.key),
+            launch_counts=tuple(self._launches.get(chunk.key, ())),
+            has_head=chunk.has_head,
+        )
+
+
+def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
+    """Return the shape that covers all of `shapes`; None where they differ in more than bytes."""
+    first = shapes[0]
+    groups = []
+    for same in zip(*(shape.groups for shape in shapes)):  # noqa: B905  (their numbers are compared below)
+        if len({(group.name, group.layer, group.may_delay) for group in same}) > 1:
+            return None
+        groups.append(
+            GroupShape(
+                same[0].name,
+                layer=same[0].layer,
+                nbytes=max(group.nbytes for group in same),
+                may_delay=same[0].may_delay,
+                keep=any(group.keep for group in same),
+            )
+        )
+    is_same = all(
+        len(shape.groups) == len(groups)
+        and shape.tail_index == first.tail_index
+        and shape.launch_counts == first.launch_counts
+        for shape in shapes
+    )
+    if not is_same:
+        return None
+    has_head = any(shape.has_head for shape in shapes)
+    return ChunkShape(tuple(groups), _UNSEEN_LAYERS, first.tail_index, first.launch_counts, has_head)

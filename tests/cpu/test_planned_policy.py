@@ -1,0 +1,141 @@
+"""The policy that follows a plan: the moves of the reactive ones without a budget, fewer waits with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_engine import ChunkKey, OffloadConfig, OffloadEngine, Planned
+from offload_engine.planning.plan import format_plan, validate_plan
+from offload_engine.schedule import Action, no_pipelining, one_forward_one_backward, parse_actions
+from tests.adversarial import AdversarialDevice
+from tests.virtual_time import LAYER, Job, run
+
+ALL = tuple(module.name for module in LAYER)
+MOST = ("qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_fc2")
+DEEP = Job(MOST, pipeline=4, virtual=1, num_microbatches=16, layers=16)
+GROUP_BYTES = 256
+
+
+class Bench:
+    """Chunks of equal groups, on a device whose copies complete when something waits for them."""
+
+    def __init__(self, **bounds: int) -> None:
+        self.device = AdversarialDevice(host_capacity=1 << 16)
+        config = OffloadConfig(min_tensor_bytes=0, policy=Planned(**bounds))
+        self.engine = OffloadEngine(config, self.device)
+
+    def step(self, actions: list[Action], names: str = "a b a b") -> None:
+        saved: dict[ChunkKey, list[object]] = {}
+        chunks = {}
+        with self.engine.iteration(actions):
+            for kind, key in actions:
+                if kind == "F":
+                    chunk = chunks[key] = self.engine.start_chunk(key)
+                    saved[key] = [self._save(chunk, name, i) for i, name in enumerate(names.split())]
+                    chunk.end_forward()
+                    continue
+                chunk = chunks.pop(key)
+                chunk.begin_backward()
+                for index in reversed(range(len(saved[key]))):
+                    chunk.on_group_commit_backward(chunk.groups[index])
+                    assert (chunk.tensor_pop(saved[key].pop()) == index).all()
+                    chunk.on_group_start_backward()
+        assert self.device.hazards == []
+
+    @staticmethod
+    def _save(chunk: object, name: str, value: int) -> object:
+        size = 4 * GROUP_BYTES if name == "large" else GROUP_BYTES
+        chunk.open_group(name)  # type: ignore[attr-defined]
+        handle = chunk.tensor_push(torch.full((size,), value, dtype=torch.uint8))  # type: ignore[attr-defined]
+        chunk.close_group()  # type: ignore[attr-defined]
+        return handle
+
+
+PIPELINE = one_forward_one_backward(2, 0, 4)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"max_inflight_bytes": 1300}, {"horizon_bytes": 2000}], ids=str)
+@pytest.mark.parametrize("job", [Job(MOST), Job(ALL, virtual=4), DEEP, Job(ALL, 1, 1, 4)], ids=str)
+def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: Job, bounds: dict[str, int]) -> None:
+    reactive, planned = run(job, **bounds), run(job, planned=True, **bounds)
+    assert planned.milliseconds == pytest.approx(reactive.milliseconds)
+    assert planned.stalled == pytest.approx(reactive.stalled)
+    for before, after in zip(reactive.stats, planned.stats, strict=True):
+        assert after == before
+
+
+@pytest.mark.parametrize("mib", [2000, 3000, 5000, 9000])
+@pytest.mark.parametrize("job", [Job(MOST), Job(ALL), Job(ALL, virtual=4), DEEP, Job(ALL, 1, 1, 4)], ids=str)
+def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: Job, mib: int) -> None:
+    reactive, planned = run(job, resident_bytes=mib), run(job, resident_bytes=mib, planned=True)
+    assert planned.milliseconds <= 1.0001 * reactive.milliseconds
+    assert all(stats.peak_resident_bytes >> 10 <= mib for stats in planned.stats)
+    assert sum(stats.prefetch_misses + stats.num_unplanned_groups for stats in planned.stats) == 0
+
+
+def test_a_planned_budget_is_shorter_where_another_chunk_comes_first() -> None:
+    reactive, planned = run(Job(ALL), resident_bytes=5000), run(Job(ALL), resident_bytes=5000, planned=True)
+    assert planned.milliseconds < 0.97 * reactive.milliseconds
+
+
+def test_the_first_step_has_no_plan_and_the_second_has_a_valid_one() -> None:
+    bench = Bench()
+    bench.step(PIPELINE)
+    assert bench.engine.plan is None
+    bench.step(PIPELINE)
+    plan = bench.engine.plan
+    assert plan is not None and "OUT 0.0:0" in format_plan(plan)
+    validate_plan(plan, PIPELINE, bench.engine._executor.policy._shapes)  # type: ignore[attr-defined]
+    assert bench.engine.stats.num_unplanned_groups == 0
+
+
+def test_a_step_with_other_microbatches_has_its_own_plan_and_the_first_is_found_again() -> None:
+    bench = Bench()
+    bench.step(PIPELINE)
+    bench.step(PIPELINE)
+    first = bench.engine.plan
+    bench.step(one_forward_one_backward(2, 0, 3))
+    assert bench.engine.plan is not None and bench.engine.plan != first
+    bench.step(PIPELINE)
+    assert bench.engine.plan is first
+
+
+@pytest.mark.parametrize("names", ["a c a b", "a b a", "a b a b b", "a large a b"])
+def test_a_chunk_that_differs_goes_on_without_the_plan_and_is_counted(names: str) -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    bench.step(PIPELINE, names)
+    assert (bench.engine.stats.num_unplanned_groups > 0) == (len(names.split()) >= 4)
+    assert 0 < bench.engine.stats.copied_in_bytes <= bench.engine.stats.copied_out_bytes
+
+
+def test_chunks_that_differ_among_themselves_are_not_planned() -> None:
+    bench = Bench()
+    bench.step(no_pipelining(1))
+    bench.step(no_pipelining(1), "b a")
+    bench.step(no_pipelining(1))
+    assert bench.engine.stats.num_storages_left == 0
+
+
+@pytest.mark.parametrize("order", ["", "F0.0", "F0.0 B0.0 F0.0 B0.0", "F0.0 F2.0 B2.0 B0.0"])
+def test_without_a_whole_schedule_there_is_no_plan(order: str) -> None:
+    bench = Bench()
+    actions = parse_actions(order)
+    for _ in range(2):
+        with bench.engine.iteration(actions):
+            pass
+    assert bench.engine.plan is None
+
+
+def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
+    bench = Bench(resident_bytes=3 * GROUP_BYTES)
+    for _ in range(2):
+        bench.step(PIPELINE)
+    bench.engine.begin_iteration(PIPELINE)
+    handle = bench._save(bench.engine.start_chunk(PIPELINE[0].chunk), "a", 1)
+    bench.engine.reset_iteration()
+    del handle
+    bench.step(PIPELINE)
+    assert bench.engine.plan is not None and bench.engine.stats.num_unplanned_groups == 0
