@@ -266,7 +266,7 @@ class ActivationStore:
         with self, self._lock:
             arriving = [saved for saved in group.storages if saved.residency is COPYING_IN]
             if arriving:
-                self._mover.await_copy_in(arriving)
+                self._mover.await_copy_in(arriving)  # early wait: unpack waits as well
 
     # -- private -----------------------------------------------------------------------------------------------------
 
