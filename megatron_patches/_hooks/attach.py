@@ -45,7 +45,8 @@ class Attachment:
         *,
         layers_per_checkpoint: int | None = None,
     ) -> None:
-        """
+        """Put the hooks on the chunks.
+
         Args:
             engine: moves the groups.
             chunks: this rank's model chunks, without wrappers, in the order of their virtual stages.

@@ -29,7 +29,8 @@ class GroupBracket:
         keeps: Collection[ChunkKey] = (),
         traits: GroupTraits = _NO_TRAITS,
     ) -> None:
-        """
+        """Make a closed bracket.
+
         Args:
             engine: moves the groups.
             name: of the groups.

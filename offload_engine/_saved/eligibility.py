@@ -41,7 +41,7 @@ class Eligibility:
         self._excluded.clear()
 
     def exclude(self, tensor: torch.Tensor) -> None:
-        """Never move the storage of `tensor` in this iteration."""
+        """Exclude the storage of `tensor` from moves in this iteration."""
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being reused, without keeping the bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
