@@ -136,7 +136,7 @@ def _add_target(slot: _Slot, mapped: torch.Tensor, size: int, shape: torch.Size)
 
 
 def _contiguous(shape: torch.Size) -> list[int]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * shape[i]
@@ -144,7 +144,7 @@ def _contiguous(shape: torch.Size) -> list[int]:
 
 
 def _device_view(slab: PinnedSlab, device: torch.device) -> torch.Tensor:
-    """The bytes of `slab` as a tensor on `device`, which does not keep them."""
+    """Return the bytes of `slab` as a tensor on `device`, which does not own them."""
     return torch.as_tensor(_CudaView(slab.address, slab.nbytes), device=device)
 
 
