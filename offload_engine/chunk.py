@@ -52,7 +52,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         hooks: packs the tensors that autograd saves.
 
     Raises:
-        NotImplementedError: for `double_buffering=True`.
+        NotImplementedError: if `double_buffering` is True.
     """
 
     current_group: int

@@ -171,7 +171,7 @@ class OffloadEngine:
 
         Raises:
             OffloadError: outside an iteration.
-            NotImplementedError: for `double_buffering=True`.
+            NotImplementedError: if `double_buffering` is True.
         """
         if not self._is_in_iteration:
             raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")

@@ -1,7 +1,7 @@
 """The few CUDA runtime calls of the hot path, straight from the library that torch has loaded.
 
 torch's own stream and event objects cost 5 to 15 microseconds for each copy, record or wait in Python; a group makes
-about fifteen of them. Here a stream is its handle, and an event is a handle that is reused once nobody holds it.
+about fifteen of them. Here a stream is its handle, and an event is a handle that is reused once unreferenced.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
     """The calls that each group makes, of the runtime in `library`: record, wait, query, copy, last error, copy batch.
 
     Through our own extension module where the package was compiled, else through ctypes. Arguments are those of CUDA,
-    but for copy batch: the stream, then all targets, all sources and all sizes. Call it only if `has_batch_copy`.
+    except for copy batch: the stream, then all targets, all sources and all sizes. Call it only if `has_batch_copy`.
     """
     for name, arguments in _SIGNATURES.items():
         getattr(library, name).argtypes = arguments
