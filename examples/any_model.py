@@ -1,4 +1,4 @@
-"""Trains a small model on English text without a mark in it, activations offloaded."""
+"""Trains a small, unmodified model on English text, activations offloaded."""
 
 import argparse
 from contextlib import nullcontext

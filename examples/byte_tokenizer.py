@@ -1,4 +1,4 @@
-"""The tokenizer of the examples: one token per byte, and one that ends a document."""
+"""The tokenizer of the examples: one token per byte, and an end-of-document token."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class ByteTokenizer:
     eod: int = 256
 
     def tokenize(self, text: bytes) -> list[int]:
-        """The bytes of one document, and the token that ends it."""
+        """Return the bytes of one document and the end-of-document token."""
         return [*text, self.eod]
 
     @property
     def unique_identifiers(self) -> dict[str, str]:
-        """What Megatron's dataset cache is keyed by."""
+        """Return the key of Megatron's dataset cache."""
         return {"class": type(self).__name__}
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """Written next to a .bin/.idx pair: what a trainer has to know about it."""
+    """Vocabulary and other facts about a .bin/.idx pair, written next to it for the trainer."""
 
     vocab_size: int
     eod: int

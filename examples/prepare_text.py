@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 
 class TextError(Exception):
-    """An input or output that cannot be used; the message says which and why."""
+    """Raised if an input or output cannot be used; the message says which and why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(files: Sequence[Path], prefix: Path, *, document_bytes: int) -> Metadata:
-    """Tokenises the files (none: the help topics) and writes PREFIX.bin, .idx and .json.
+    """Tokenise the files (none: the help topics) and write PREFIX.bin, .idx and .json.
 
     Args:
         document_bytes: longer texts are cut at line ends into documents of at most this many bytes, so that a
@@ -59,7 +59,7 @@ def prepare(files: Sequence[Path], prefix: Path, *, document_bytes: int) -> Meta
 
 
 def help_topics() -> dict[str, bytes]:
-    """The texts behind Python's `help()`, by topic.
+    """Return the texts behind Python's `help()`, by topic.
 
     Raises:
         TextError: if this Python was built without them.
@@ -72,7 +72,7 @@ def help_topics() -> dict[str, bytes]:
 
 
 def split_text(text: bytes, document_bytes: int) -> Iterator[bytes]:
-    """Cuts a text at line ends into pieces of at most `document_bytes` bytes (a longer line stays whole)."""
+    """Cut a text at line ends into pieces of at most `document_bytes` bytes (a longer line stays whole)."""
     lines: list[bytes] = []
     size = 0
     for line in text.splitlines(keepends=True):
@@ -105,7 +105,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _write_dataset(documents: Sequence[bytes], prefix: Path, tokenizer: ByteTokenizer) -> int:
-    """Writes the pair and returns the number of tokens."""
+    """Write the pair; return the number of tokens."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # takes seconds: not for --help
 
     num_tokens = 0

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Sets up this process, trains, and takes everything down again.
+    """Set up this process, train, and tear everything down again.
 
     Raises:
         UsageError: before the first step, for what the user has to change.

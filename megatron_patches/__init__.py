@@ -1,6 +1,6 @@
 """Activation offload for megatron-core: patches applied by an explicit call, and removable.
 
-`apply()` is the whole of it; nothing is patched at import.
+Call `apply()`; nothing is patched at import.
 """
 
 from megatron_patches._arguments import add_offload_arguments, offload_config_from_args

@@ -14,15 +14,15 @@ import torch
 
 from megatron_patches import add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
 from megatron_patches._arguments import DEFAULT_MODULES, split_flags
-from megatron_patches._model.modules import MODULES, Bracket, canonical_names
+from megatron_patches._model.modules import MODULES, Span, canonical_names
 
 logger = logging.getLogger("megatron_patches")
 
-TABLE_COLUMNS = 120  # narrower than this the paths of submodules do not fit
+TABLE_COLUMNS = 120  # the paths of submodules need this width
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the flags in front of the script, applies the patches and runs the script as `__main__`."""
+    """Parse the flags in front of the script, apply the patches and run the script as `__main__`."""
     own, script = split_flags(sys.argv[1:] if argv is None else argv)
     parser = _make_parser()
     args = parser.parse_args(own)
@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def module_table() -> str:
-    """The table of module names as text, drawn with rich where that is installed."""
+    """Return the table of module names as text, drawn with rich if it is installed."""
     columns = ("name", "what is moved", "submodules of a layer", "not with --recompute-modules")
     rows = [
         (
             "\n".join((row.name, *row.aliases)),
             row.saves,
-            "\n".join(_submodule(bracket) for bracket in row.brackets),
+            "\n".join(_submodule(span) for span in row.spans),
             ", ".join((*row.recomputed_by, *row.discarded_by)),
         )
         for row in MODULES
@@ -66,9 +66,9 @@ def module_table() -> str:
     return capture.get().rstrip()
 
 
-def _submodule(bracket: Bracket) -> str:
-    until = f" .. {bracket.until.rpartition('.')[2]}" if bracket.until else ""
-    return bracket.path + until
+def _submodule(span: Span) -> str:
+    until = f" .. {span.until.rpartition('.')[2]}" if span.until else ""
+    return span.path + until
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def _make_parser() -> argparse.ArgumentParser:
         prog="python -m megatron_patches",
         usage="python -m megatron_patches [--offload-activation] [--offload-modules NAME ...] [...] script.py ARGS",
         description="Applies the patches to megatron-core and runs a Megatron-LM script unchanged. The flags here are "
-        "defaults; the script itself understands them too.",
+        "defaults; the script accepts them too.",
         allow_abbrev=False,
     )
     parser.add_argument("--list-modules", action="store_true", help="Print the names for --offload-modules and exit.")
@@ -92,14 +92,14 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     try:
         apply(config, modules=names)
         if not torch.cuda.is_available():
-            logger.info("no GPU here: megatron-core is patched to run on the CPU")
+            logger.info("no GPU found: megatron-core is patched to run on the CPU")
             apply_cpu_support()
     except RuntimeError as error:
         sys.exit(f"python -m megatron_patches: {error}")
 
 
 def _log_to_stderr() -> None:
-    # Only what the patches have to say: the script sets up its own logging.
+    # Only the messages of this package: the script sets up its own logging.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logger.addHandler(handler)
@@ -107,7 +107,7 @@ def _log_to_stderr() -> None:
 
 
 def _run(script: Sequence[str]) -> None:
-    # What `python script.py ARGS` would set up.
+    # As `python script.py ARGS` would.
     sys.argv = list(script)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     runpy.run_path(script[0], run_name="__main__")

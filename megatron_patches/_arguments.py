@@ -1,7 +1,7 @@
-"""The settings as fields of TransformerConfig and as command-line flags, and what they amount to for one model.
+"""The settings as fields of TransformerConfig and as command-line flags, resolved for one model.
 
-megatron.training makes a flag of every field of TransformerConfig, and copies every flag into the configuration it
-builds, so that the new fields alone teach a stock script the new flags.
+megatron.training makes a flag of every field of TransformerConfig and copies every flag into the configuration that it
+builds. So the new fields are enough to give a stock script the new flags.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Setting(NamedTuple):
 
 
 def _size(text: str) -> int:
-    """A number of bytes on the command line."""
+    """Parse a number of bytes on the command line."""
     try:
         value = int(text)
     except ValueError:
@@ -60,7 +60,7 @@ def _size(text: str) -> int:
     return value
 
 
-# Sizes default to None here, which stands for what `apply(config=...)` was given, else for OffloadConfig's default.
+# Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
 _SIZE = Optional[int]  # noqa: UP045
 _TEXT = Optional[str]  # noqa: UP045
 _SETTINGS = (
@@ -79,7 +79,7 @@ _SETTINGS = (
         "offload_host_policy",
         _TEXT,
         None,
-        "What finds no room below that bound is kept on the device, or is an error. Default: keep.",
+        "A group without room below that bound stays on the device (keep) or ends the step (error). Default: keep.",
         str,
         HOST_POLICIES,
     ),
@@ -94,16 +94,16 @@ _SETTINGS = (
         "offload_resident_bytes",
         _SIZE,
         None,
-        "A budget: how many saved bytes of the modules may be on the device at once; what fits stays. In place of the "
-        "horizon and of the bytes under way. Without it everything leaves as soon as it can. Default: none.",
+        "A budget: how many saved bytes of the modules may be on the device at once; what fits stays. Excludes the "
+        "horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
         _size,
     ),
     _Setting(
         "offload_max_inflight_bytes",
         _SIZE,
         None,
-        "How many bytes of copy-out may be under way before compute waits. Where the link is behind, more makes steps "
-        "shorter and the peak higher. Default: twice the largest group, or less.",
+        "How many bytes of copy-out may be in flight before compute waits. If the link is the bottleneck, more makes "
+        "steps shorter and the peak higher. Default: twice the largest group, or less.",
         _size,
     ),
     _Setting(
@@ -130,13 +130,13 @@ _SETTINGS = (
     ),
     _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
 )
-_BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each asks for a policy, see `policy_for`
+_BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each selects a policy, see `policy_for`
 _SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
 _SWITCHES = tuple(s.name for s in _SETTINGS if s.parse is None)
 
 
 class Settings(NamedTuple):
-    """What to do for one model, or for models whose configuration does not say."""
+    """Settings of one model, or the defaults of models whose configuration sets none."""
 
     engine: OffloadConfig
     modules: tuple[str, ...]
@@ -145,7 +145,7 @@ class Settings(NamedTuple):
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the offload flags to a parser, except those it has already; returns the parser."""
+    """Add the offload flags that `parser` does not have yet; return the parser."""
     group = parser.add_argument_group("activation offload")
     for setting in _SETTINGS:
         _add_unless_there(group, setting.flag, **setting.argparse_kwargs())
@@ -162,10 +162,10 @@ def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 
 def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
-    """The engine's configuration from parsed flags; a flag that was not given leaves the engine's default.
+    """Return the engine's configuration for parsed flags; a flag that was not given leaves the engine's default.
 
     Raises:
-        ValueError, TypeError: for a value that `OffloadConfig` rejects, and for flags without `--offload-activation`.
+        ValueError, TypeError: if `OffloadConfig` rejects a value, or flags are given without `--offload-activation`.
     """
     given = ["--offload-modules"] if getattr(args, "offload_modules", None) else []
     given += [s.flag for s in _SETTINGS if getattr(args, s.name, s.default) != s.default]
@@ -175,10 +175,10 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
 
 
 def resolve(config: Any, defaults: Settings) -> Settings | None:
-    """What the configuration of a model asks for; None: nothing.
+    """Return the settings that the configuration of a model selects; None if it offloads nothing.
 
     Raises:
-        ValueError: for settings that exclude each other.
+        ValueError: if two settings exclude each other.
     """
     if not (getattr(config, "offload_activation", False) or defaults.modules):
         return None
@@ -191,13 +191,13 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
 
 
 def config_rows() -> list[Patch]:
-    """Rows that give TransformerConfig and MLATransformerConfig the new fields."""
+    """Return the rows that give TransformerConfig and MLATransformerConfig the new fields."""
     base = f"{_CONFIGS}:TransformerConfig"
     rows = [_class_default(base, setting) for setting in _SETTINGS]
     for owner in (base, f"{_CONFIGS}:MLATransformerConfig"):
-        rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_with_fields, why=_WHY))
-        rows.append(Patch(target=f"{owner}.__init__", wrapper=_accepting, why=_WHY))
-    rows.append(Patch(target=f"{base}.__post_init__", wrapper=_validating, why=_WHY))
+        rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_add_fields, why=_WHY))
+        rows.append(Patch(target=f"{owner}.__init__", wrapper=_wrap_init, why=_WHY))
+    rows.append(Patch(target=f"{base}.__post_init__", wrapper=_wrap_post_init, why=_WHY))
     return rows
 
 
@@ -205,22 +205,22 @@ def _add_unless_there(group: argparse._ArgumentGroup, flag: str, **kwargs: Any) 
     try:
         group.add_argument(flag, **kwargs)
     except argparse.ArgumentError:
-        # megatron.training made it from the configuration's fields
+        # megatron.training has made the flag from the configuration's field
         return
 
 
 def _class_default(owner: str, setting: _Setting) -> Patch:
-    # A configuration made before `apply()` has no such attribute of its own: it finds the class's, as with any field.
+    # A configuration made before `apply()` has no such instance attribute and reads the default on the class.
     return Patch(target=f"{owner}.{setting.name}", wrapper=lambda _: setting.default, why=_WHY, is_new=True)
 
 
-def _with_fields(fields: dict[str, Any]) -> dict[str, Any]:
+def _add_fields(fields: dict[str, Any]) -> dict[str, Any]:
     definitions = [setting.definition() for setting in _SETTINGS]
     new = dataclasses.fields(dataclasses.make_dataclass("_OffloadFields", definitions, kw_only=True))
     return {**fields, **{field.name: field for field in new}}
 
 
-def _accepting(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for setting in _SETTINGS:
@@ -230,7 +230,7 @@ def _accepting(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _validating(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         original(self)
@@ -240,12 +240,12 @@ def _validating(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_fields(config: Any) -> None:
-    """Checks the offload fields of a configuration against each other and against megatron-core's own.
+    """Check the offload fields of a configuration against each other and against megatron-core's own.
 
     Raises:
-        ValueError: for a switch that is no bool, an unknown module name, a size that is negative or no integer,
-            `offload_modules` without `offload_activation`, an unknown policy, a budget beside what it bounds, or
-            megatron-core's own offloading switched on as well, or its paged stash beside names in the experts.
+        ValueError: if a switch is not a bool, a module name or host policy is unknown, a size is negative or not an
+            integer, `offload_modules` is set without `offload_activation`, a budget is combined with a bound that it
+            replaces, megatron-core's own offloading is on too, or its paged stash is on and a name is in the experts.
     """
     for name in _SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
@@ -278,7 +278,7 @@ def _check_size(name: str, value: object) -> None:
 
 
 def _check_limit(config: Any) -> None:
-    # Where the threshold is left open, `apply()` may have lowered it: the first step checks the two together.
+    # Without a threshold here, `apply()` may have lowered it: the first step checks the two together.
     if None not in (config.offload_host_limit_bytes, config.offload_min_tensor_bytes):
         _engine_config(config, OffloadConfig())
 
@@ -288,7 +288,7 @@ def _check_bounds(config: Any) -> None:
         return
     for other in ("offload_horizon_bytes", "offload_max_inflight_bytes"):
         if getattr(config, other) is not None:
-            raise ValueError(f"offload_resident_bytes bounds what {other} does, and more: leave one of the two out")
+            raise ValueError(f"offload_resident_bytes bounds what {other} does, and more: set only one of the two")
 
 
 def _check_others_are_off(config: Any) -> None:
@@ -302,7 +302,7 @@ def _check_others_are_off(config: Any) -> None:
 
 def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
     inside = [name for name in names if is_in_experts(name)]
-    # Its hooks are entered inside the experts: of what these save nothing would reach the groups.
+    # The stash enters its hooks inside the experts, so no tensor saved there would reach the groups.
     if inside and getattr(config, "moe_paged_stash", False):
         raise ValueError(
             f"offload_modules has {', '.join(map(repr, inside))}, but megatron-core's own moe_paged_stash=True keeps "
@@ -317,7 +317,7 @@ def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
 
 
 def _policy(source: Any) -> dict[str, PolicySettings]:
-    """The policy that the flags ask for; nothing where none of them was given."""
+    """Return the `policy` field that the flags select; empty if none of them was given."""
     bounds: dict[str, Any] = {name: getattr(source, _PREFIX + name, None) for name in _BOUNDS}
     policy = policy_for(**bounds, planned=getattr(source, "offload_planned", False))
     return {} if policy is None else {"policy": policy}
@@ -328,7 +328,7 @@ def _source_name(field: str) -> str:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates the launcher's own flags from the script and what follows it.
+    """Separate the launcher's own flags from the script and its arguments.
 
     The script is the first argument that ends in ".py" and is not the value of a flag.
     """

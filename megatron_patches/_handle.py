@@ -1,4 +1,4 @@
-"""`apply()` and the handle it returns: which patches are in force, and one engine for each model that trains."""
+"""`apply()` and the handle it returns: the patches in force and the engines of the models that train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload_engine import IterationStats, OffloadConfig, OffloadEngine, Residen
 
 
 class Handle:
-    """The patches in force since one call of `apply()`, and the engines they made. Also a context manager."""
+    """Owns the patches that one call of `apply()` installed, and their engines. Also a context manager."""
 
     def __init__(self, runtime: ModelRuntime, applied: Applied) -> None:
         self._runtime = runtime
@@ -28,12 +28,12 @@ class Handle:
 
     @property
     def engine(self) -> OffloadEngine | None:
-        """Engine of the model that took the last training step; None before the first, and once that is gone."""
+        """Return the engine of the model that trained last; None before the first step and after the model is gone."""
         return self._runtime.latest_engine
 
     @property
     def stats(self) -> IterationStats | None:
-        """Counters of the running or last training step; None before the first one, and once the model is gone."""
+        """Return the counters of the running or last step; None before the first and after the model is gone."""
         return self.engine.stats if self.engine is not None else None
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
@@ -51,7 +51,7 @@ class Handle:
         return self.engine.report() if self.engine is not None else None
 
     def remove(self) -> None:
-        """Take every hook and patch back and close the engines. Idempotent.
+        """Remove every hook and patch and close the engines. Idempotent.
 
         Raises:
             PatchError: if patches applied later are still in force on top of these.
@@ -71,23 +71,23 @@ class Handle:
 def apply(
     config: OffloadConfig | None = None, *, modules: Sequence[str] = (), meter: ResidencyMeter | None = None
 ) -> Handle:
-    """Teaches megatron-core to offload activations, until `Handle.remove()`.
+    """Patch megatron-core to offload activations, until `Handle.remove()`.
 
-    Call it before the configuration of a model is made. What is moved is set by that configuration:
+    Call it before the configuration of a model is made. The configuration selects the modules:
     `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
-    these fields if it is defined after this call; in models of others `modules` names what is moved. The fields may
-    change between two steps, on all ranks of a pipeline alike, if all of them offload; where some do not, these would
-    not take part in the checks of the others, and wait for them for ever.
+    these fields if it is defined after this call; for models with any other configuration pass `modules`. The fields
+    may change between two steps, on all ranks of a pipeline alike, and only if all of them offload: a rank that does
+    not would skip the collective checks of the others, which would then wait for ever.
 
     Args:
-        config: settings of the engines, for what the model's configuration leaves open.
+        config: settings of the engines where the model's configuration sets none.
         modules: names to offload in models whose configuration does not ask for offload; empty: none.
         meter: where resident bytes are counted; None: each engine has its own.
 
     Raises:
-        RuntimeError: if megatron-core is missing or of a version that is not supported.
+        RuntimeError: if megatron-core is missing or its version is not supported.
         PatchError: if the patches are in force already.
-        ValueError: for an unknown module name.
+        ValueError: if a module name is unknown.
     """
     check_supported()
     runtime = ModelRuntime(Settings(config or OffloadConfig(), canonical_names(modules)), meter)

@@ -38,10 +38,10 @@ class _Attached(NamedTuple):
 
     attachment: Attachment
     settings: Settings
-    """That it was made for."""
+    """The settings that the attachment was made for."""
 
     closer: weakref.finalize[..., Any]
-    """Closes it when its model goes, and keeps it until then."""
+    """Closes the attachment when its model is freed, and keeps it alive until then."""
 
     def close(self) -> None:
         self.attachment.close()
@@ -49,79 +49,79 @@ class _Attached(NamedTuple):
 
 
 class ModelRuntime:
-    """The engines of the models that train; implements `Runtime` for the rows.
+    """Owns the engines of the models that train; implements `Runtime` for the rows.
 
     Args:
-        defaults: for what the configuration of a model leaves open.
+        defaults: used where the configuration of a model sets nothing.
         meter: counts resident bytes; None: each engine has its own.
     """
 
     def __init__(self, defaults: Settings, meter: ResidencyMeter | None) -> None:
         self._defaults: Settings = defaults
         self._meter: ResidencyMeter | None = meter
-        # By the first of a model's chunks: an attachment goes when its model does.
+        # Keyed by the first chunk of a model, weakly: an attachment is freed with its model.
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
-        self._known_as_off: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # first chunks of models without
+        self._known_as_off: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # first chunk, models without offload
         self._running: Attachment | None = None
         self._latest: weakref.ref[Attachment] | None = None
 
     @property
     def latest_engine(self) -> OffloadEngine | None:
-        """Engine of the model that took the last training step; None before the first, and once that is gone."""
+        """Return the engine of the model that trained last; None before the first step and after the model is gone."""
         attachment = self._latest() if self._latest is not None else None
         return attachment.engine if attachment is not None else None
 
     def close(self) -> None:
-        """Take every hook off and close the engines. Idempotent."""
+        """Remove every hook and close the engines. Idempotent."""
         for attached in list(self._attachments.values()):
             attached.close()
         self._attachments.clear()
         self._running = None
 
-    # -- what the rows report to --------------------------------------------------------------------------------------
+    # -- called by the rows -------------------------------------------------------------------------------------------
 
     @property
     def running_engine(self) -> OffloadEngine | None:
-        """The engine of the running step, else None."""
+        """Return the engine of the running training step; None outside a step."""
         return self._running.engine if self._running is not None else None
 
     @property
     def active_engine(self) -> OffloadEngine | None:
-        """The engine of the running step where groups may be opened, else None."""
+        """Return the engine of the running step if groups may be opened now, else None."""
         running = self._running
         return running.engine if running is not None and running.engine.is_active else None
 
     def record_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """`CheckpointWithoutOutput` has saved detached copies of `tensors`."""
+        """Record that recomputation has saved detached copies of `tensors` in the running step."""
         if self._running is not None:
             self._running.held.note_recomputed_from(tensors)
 
     def checkpoint_bracket(self) -> GroupBracket | None:
-        """The bracket for the input of fully recomputed layers, if the running step has it."""
+        """Return the bracket for the input of fully recomputed layers; None if the running step has none."""
         return self._running.checkpoint_bracket if self._running is not None else None
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
-        """The forward of a model chunk of the running step begins, as a plan of nodes."""
+        """Begin the forward of the chunk `model` as a plan of nodes."""
         if self._running is not None:
             self._running.nodes.start_plan(is_input_of_others)
             self._running.start_chunk(getattr(model, "vp_stage", None) or 0)
 
     def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
-        """Runs the forward of one node of a plan."""
+        """Run the forward of one node of a plan; return its outputs."""
         return forward(*inputs) if self._running is None else self._running.nodes.run(node, forward, *inputs)
 
     def step(self, step: Step) -> AbstractContextManager[object] | None:
-        """A context for one training step; None if nothing is to be offloaded.
+        """Return a context manager for one training step; None if nothing is to be offloaded.
 
         Raises:
-            ValueError, NotImplementedError: if the model cannot do what is asked, before its first training step; or,
-                when the context of the first one ends, if the host tier had no room for any group.
+            ValueError, NotImplementedError: if the model does not support the settings, before its first step; or if
+                the host tier had no room for any group, when the context of the first step ends.
         """
         settings = resolve(step.config, self._defaults)
         if settings is None:
             return self._first_step_without(step)
         attached = self._attachments.get(step.chunks[0])
-        if attached is not None and attached.settings != settings:  # the configuration asks for something else now
+        if attached is not None and attached.settings != settings:  # the configuration has changed
             self._detach(step)
             attached = None
         is_first = attached is None
@@ -153,7 +153,7 @@ class ModelRuntime:
         attachment.warn_of_unused_names()
 
     def _first_step_without(self, step: Step) -> AbstractContextManager[object] | None:
-        """The other ranks of the pipeline may offload: they wait for this one to take part in their checks."""
+        """Take part in the collective checks of ranks of the pipeline that do offload; they wait for this rank."""
         if step.chunks[0] in self._known_as_off:
             return None
         is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
@@ -166,7 +166,7 @@ class ModelRuntime:
         try:
             check_host_room(None, None, step.pipeline)
         except ValueError:
-            self._known_as_off.discard(step.chunks[0])  # they begin anew, too
+            self._known_as_off.discard(step.chunks[0])  # the other ranks, too, repeat their first step
             raise
 
     def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
@@ -177,10 +177,10 @@ class ModelRuntime:
             self._detach(step)
             raise
         if not has_moved and (reason := why_nothing_moved(stats, settings.engine)):
-            logger.warning("offload_activation has moved nothing in the first step: %s", reason)
+            logger.warning("offload_activation moved nothing in the first step: %s", reason)
 
     def _attach(self, step: Step, settings: Settings) -> Attachment:
-        """Checks a model and puts the hooks on it. Every rank of its pipeline takes part, whatever it finds."""
+        """Check a model and attach the hooks. Collective: every rank of its pipeline calls it, even with an error."""
         engine, problem = None, None
         try:
             engine = self._make_engine(step, settings)
@@ -220,6 +220,6 @@ class ModelRuntime:
         if "layer_input" in names and step.config.recompute_granularity == "full":
             is_uniform = step.config.recompute_method == "uniform"
             per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
-            # where only a block of layers is recomputed, those behind it save their input themselves
+            # with recompute_method="block" the layers behind the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)

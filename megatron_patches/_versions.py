@@ -1,4 +1,4 @@
-"""Which megatron-core is installed, and which ones this package knows."""
+"""The installed megatron-core version and the supported range."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SUPPORTED = ">=0.16.1,<0.20"
 
 
 def installed_version() -> str:
-    """Version of the megatron-core that `import megatron.core` finds (a wheel or a source tree on the path).
+    """Return the version of the megatron-core that `import megatron.core` finds (a wheel or a source tree).
 
     Raises:
-        RuntimeError: if there is none.
+        RuntimeError: if megatron-core cannot be imported.
     """
     try:
         from megatron.core.package_info import __version__
@@ -25,20 +25,20 @@ def installed_version() -> str:
 
 
 def is_in_range(version: str, specifiers: str) -> bool:
-    """Whether a version lies in a range such as ">=0.16.1,<0.20"; release candidates inside the range count."""
+    """Return whether a version lies in a range such as ">=0.16.1,<0.20"; release candidates in the range count."""
     return SpecifierSet(specifiers).contains(Version(version), prereleases=True)
 
 
 def check_supported(version: str | None = None) -> str:
-    """Returns the installed version (or the given one) if it is supported.
+    """Return the installed version (or the given one) if it is supported.
 
     Raises:
-        RuntimeError: if it is not, naming both the version and the supported range.
+        RuntimeError: if it is not; names the version and the supported range.
     """
     version = installed_version() if version is None else version
     if not is_in_range(version, SUPPORTED):
         raise RuntimeError(
-            f"megatron-core {version} is not supported: the patches know {SUPPORTED} and were tested with 0.16.1 and "
-            f"0.19.2. Install one of them: pip install 'megatron-core{SUPPORTED}'"
+            f"megatron-core {version} is not supported: the patches are for {SUPPORTED} and were tested with 0.16.1 "
+            f"and 0.19.2. Install a supported version: pip install 'megatron-core{SUPPORTED}'"
         )
     return version

@@ -40,19 +40,19 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     Args:
         key: virtual stage and microbatch.
-        executor: asked at each boundary.
+        executor: called at each boundary.
         keep_groups: indices of the groups that stay resident.
         num_offload_group: groups from this index on stay resident too; None: no bound.
-        tensor_need_offloading_checker: saved tensors for which it is false stay where they are; None: all may move.
+        tensor_need_offloading_checker: returns whether a saved tensor may move; None: all may.
         double_buffering: must be False.
-        has_head: the backward comes at once, and `begin_head` will be called in front of the loss.
+        has_head: the backward comes at once, and `begin_head` will be called before the loss.
 
     Attributes:
         key: virtual stage and microbatch.
-        hooks: packs what autograd saves.
+        hooks: packs the tensors that autograd saves.
 
     Raises:
-        NotImplementedError: for `double_buffering=True`.
+        NotImplementedError: if `double_buffering` is True.
     """
 
     current_group: int
@@ -86,26 +86,26 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     @property
     def groups(self) -> Sequence[TensorGroup]:
-        """The groups of this forward so far, in order."""
+        """Return the groups of this forward so far, in order."""
         return self._groups.progress.groups
 
     @property
     def innermost_group(self) -> TensorGroup | None:
-        """The innermost open group, if any."""
+        """Return the innermost open group, if any."""
         return self._groups.open_groups[-1] if self._groups.open_groups else None
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def open_group(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
-        """Open a group: what is saved from now on belongs to it, until `close_group`.
+        """Open a group: tensors saved until `close_group` belong to it.
 
         Args:
-            name: in statistics, recordings and errors.
-            traits: what is known of the group.
+            name: used in statistics, recordings and errors.
+            traits: known facts about the group.
         """
         groups = self._groups
         if self.current_group == 0 and groups.progress.groups and groups.progress.is_forward_done:
-            # Driven for another pass, after the backward of the last one came down to the first group.
+            # Another pass of the same handler, after the backward of the last one reached the first group.
             groups.start_again()
             self.begin_forward()
         group = groups.open(name, traits)
@@ -116,7 +116,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Commit the innermost open group: its copy-out is issued, unless the policy keeps or delays it.
 
         Args:
-            keep: its backward comes at once, so it stays, whatever the policy.
+            keep: the backward comes at once, so the group stays, whatever the policy.
 
         Raises:
             OffloadError: if no group is open.
@@ -133,12 +133,12 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         return group
 
     def abandon_group(self) -> None:
-        """Close the innermost open group, whose forward raised. What it saved goes with its graph."""
+        """Close the innermost open group, whose forward raised. Its saved tensors are freed with their graph."""
         if self._groups.open_groups:
             self._groups.open_groups.pop().is_kept = False
 
     def offload_kept_groups(self, name: str | None = None) -> None:
-        """Copy out kept groups: their backward does not come at once, as where another forward comes first.
+        """Copy out kept groups whose backward does not come at once after all, for instance before another forward.
 
         Args:
             name: of the groups; None: all.
@@ -148,13 +148,13 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
                 self._executor.offload_kept(group)
 
     def recall_groups(self) -> None:
-        """Let what is being copied out stay on the device: the backward comes next."""
+        """Recall groups that are being copied out, because the backward comes next."""
         for group in self.groups:
             if group.leaving_bytes:
                 self._executor.store.recall(group)
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context manager for the forward of a group: what autograd saves inside it belongs to the group."""
+        """Return a context manager for the forward of a group: tensors saved inside it belong to the group."""
         return self.hooks.in_group()
 
     # -- boundaries of the chunk -------------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._executor.at(TAIL, self._groups.progress)
 
     def begin_head(self) -> None:
-        """Mark the end of the layers: logits and loss come next, and what was copied out is released for them.
+        """Mark the end of the layers: copy-outs are released, to make room for logits and loss.
 
-        Idempotent. No-op without `has_head`: then the first kept group marks it.
+        Idempotent. No-op without `has_head`: then the first kept group is the mark.
         """
         if self._groups.progress.has_head:
             self._executor.at(HEAD, self._groups.progress)
@@ -187,29 +187,29 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._executor.at(FORWARD_END, self._groups.progress)
 
     def begin_backward(self) -> None:
-        """Mark the start of the chunk's backward: memory of earlier copy-outs is released so that it can be reused.
+        """Mark the start of the chunk's backward: releases memory of earlier copy-outs so that backward can reuse it.
 
-        Idempotent. Without this call the backward of the first group marks it, which may come behind the peak.
+        Idempotent. Without this call the backward of the first group is the mark, which may come after the peak.
         """
         self._executor.at(CHUNK_BACKWARD, self._groups.progress)
 
     def end_loss(self) -> None:
-        """Mark that the backward has come through the loss and freed its memory: prefetch of the groups begins.
+        """Mark that the backward has finished the loss and freed its memory: prefetch of the groups begins.
 
-        Otherwise prefetch starts with the backward of the last group. Where the forward had a tail, groups of the
-        layers before the last come a layer ahead and no earlier: that backward, too, needs memory in large pieces.
+        Without this call prefetch starts with the backward of the last group. If the forward had a tail, groups before
+        the last layer are copied in one layer ahead and no earlier: the tail's backward needs memory in large pieces.
         """
         self._executor.at(LOSS_DONE, self._groups.progress)
 
     def pass_host_wait(self) -> None:
-        """Mark that the device had to wait for the host and has work again: delayed copy-outs are issued.
+        """Mark that the device had to wait for the host and has work again: issues delayed copy-outs.
 
-        While a copy is under way the host works more slowly: a read of memory that it has not cached takes two to four
-        times as long. So groups with `GroupTraits.may_delay` are not copied before this is called, or a group commits
-        that is copied at once, or the last block begins, or the forward ends.
+        While a copy runs the host is slower: a read of uncached memory takes two to four times as long. So groups with
+        `GroupTraits.may_delay` are not copied until this call, the commit of a group without delay, the start of the
+        last block, or the end of the forward.
 
         Raises:
-            OffloadError: if the host tier is full, and that is to be an error.
+            OffloadError: if the host tier is full and `host_policy` is "error".
             CopyError: if an earlier copy has failed.
         """
         self._executor.at(LAUNCH, self._groups.progress)
@@ -217,7 +217,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
     # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
 
     def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        """Pack one saved tensor; return a handle, or the tensor itself where it stays."""
+        """Pack one saved tensor; return a handle, or the tensor itself if it stays."""
         if not self._groups.open_groups:
             self.open_group("layer")
         self.tensor_count_current_group += 1
@@ -225,17 +225,17 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         return packed if isinstance(packed, PackedTensor) else packed.unpack()
 
     def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
-        """Unpack what `tensor_push` returned; may be called more than once, as for a retained graph."""
+        """Unpack a result of `tensor_push`; may be called more than once, as for a retained graph."""
         if not isinstance(tensor_tag, PackedTensor):
             return tensor_tag
         return self._executor.store.unpack(tensor_tag)
 
     def on_group_commit_forward(self) -> TensorGroup | None:
-        """Close the open group; no-op where none is open, as in evaluation."""
+        """Close the open group; no-op if none is open, as in evaluation."""
         return self.close_group() if self._groups.open_groups else None
 
     def on_group_commit_backward(self, group: TensorGroup | None = None) -> None:
-        """Begin the backward of `group`; TransformerEngine's function names none and means the next one down."""
+        """Begin the backward of `group`; None, as TransformerEngine's function passes, means the next one down."""
         groups = self._groups.progress.groups
         index = max(self.current_group - 1, 0) if group is None else group.index
         self.current_group = index
@@ -246,11 +246,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._executor.at(BACKWARD_END, self._groups.progress)
 
     def bulk_offload_group(self, group_to_offload: int) -> None:
-        """Copy out the group with this index. No-op for what has been copied out already."""
+        """Copy out the group with this index. No-op for storages that have been copied out already."""
         self._executor.copy_out(self._group(group_to_offload))
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
-        """Copy in the group with this index. No-op for what is resident."""
+        """Copy in the group with this index. No-op for resident storages."""
         self._executor.store.issue_copy_in(self._group(group_to_reload))
 
     def _group(self, index: int) -> TensorGroup:

@@ -1,4 +1,4 @@
-"""What to offload and within which bounds. No torch here: a configuration is plain data."""
+"""`OffloadConfig`: what to offload and within which bounds. Plain data that needs no torch."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class OffloadConfig:
     """Settings of one `OffloadEngine`.
 
     Raises:
-        ValueError: for a value outside its range, when it is constructed.
-        TypeError: for a size that is not an integer.
+        ValueError: if a value is outside its range, at construction.
+        TypeError: if a size is not an integer.
     """
 
     min_tensor_bytes: int = MIB
     """Storages smaller than this stay on the device: a small copy wastes the link (64 KiB reach a tenth of it)."""
 
     host_limit_bytes: int | None = None
-    """Upper bound on host-tier bytes of this process. None: four fifths of what the machine, the control group or the
-    directory has free, seen when the host tier grows."""
+    """Upper bound on host-tier bytes of this process. None: four fifths of the free bytes of the machine, the control
+    group or the directory, measured when the host tier grows."""
 
     host_policy: Literal["keep", "error"] = "keep"
-    """What happens to a group that finds no room below that bound: it stays resident and is counted, or the step ends
-    with an error that names it."""
+    """What to do with a group that finds no room below that bound: "keep" leaves it resident and counts it, "error"
+    ends the step with an error that names it."""
 
     policy: PolicySettings | None = None
-    """What stays on the device, what waits, and what comes back when: one of `offload_engine.policies`. None: the
-    default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
+    """Decides what stays on the device, what waits, and when copy-ins are issued: one of `offload_engine.policies`.
+    None: the default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
 
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
     None for a temporary directory. CUDA devices use pinned memory and reject a directory."""
 
     dry_run: bool = False
-    """Mark groups and account for their bytes, but move nothing: shows what offloading would have to work with."""
+    """Mark groups and account for their bytes, but move nothing: shows how much offload could move."""
 
     def __post_init__(self) -> None:
         for field in ("min_tensor_bytes", "host_limit_bytes"):
@@ -80,39 +80,39 @@ class OffloadConfig:
         """Return the configuration for settings of a command line, where each bound of a policy is a flag of its own.
 
         Args:
-            settings: fields of this class but `policy`, and the arguments of `policies.policy_for`.
+            settings: fields of this class except `policy`, and the arguments of `policies.policy_for`.
 
         Raises:
-            ValueError: for bounds of several policies, or a value outside its range.
-            TypeError: for a value of the wrong type, and an unknown setting.
+            ValueError: if bounds belong to several policies, or a value is outside its range.
+            TypeError: if a value has the wrong type, or a setting is unknown.
         """
         bounds = {name: settings.pop(name) for name in BOUNDS if name in settings}
         return cls(**settings, policy=policy_for(**bounds))
 
     @classmethod
     def from_smp(cls, config: Mapping[str, Any] | str | os.PathLike[str]) -> OffloadConfig:
-        """The settings of a SageMaker model parallel (SMP) configuration, given as it is.
+        """Return the configuration for an unchanged SageMaker model parallel (SMP) configuration.
 
-        SMP v2: `activation_loading_horizon` (positive integer, default 2) becomes `policies.GroupWindow`. Where
-        `sm_activation_offloading` (default true) is false SMP leaves the work to PyTorch's own offload, which still
-        moves every activation but overlaps no copy; so does the result, and a warning says so.
+        SMP v2: `activation_loading_horizon` (positive integer, default 2) becomes `policies.GroupWindow`. If
+        `sm_activation_offloading` (default true) is false, SMP uses PyTorch's own offload, which moves every activation
+        but overlaps no copy; the result does the same, with a warning.
 
-        SMP v1, known by `offload_activations`: `activation_loading_horizon` (default 4) becomes
+        SMP v1, recognized by `offload_activations`: `activation_loading_horizon` (default 4) becomes
         `policies.PrefetchWindow`.
 
-        All other keys (`hybrid_shard_degree`, `tensor_parallel_degree`, `pipeline_parallel_degree`, ...) are SMP's own
-        and do not concern activation offload; a log record of level INFO names them.
+        All other keys (`hybrid_shard_degree`, `tensor_parallel_degree`, `pipeline_parallel_degree`, ...) do not concern
+        activation offload; a log record of level INFO lists them.
 
         Args:
             config: the configuration, or the path of a JSON file that holds it.
 
         Raises:
-            TypeError: for a configuration, or a value in it, of the wrong type.
-            ValueError: for a value outside its range, a misspelt key, or `offload_activations` that is false.
-            OSError: for a file that cannot be read.
+            TypeError: if the configuration, or a value in it, has the wrong type.
+            ValueError: if a value is outside its range, a key is misspelt, or `offload_activations` is false.
+            OSError: if the file cannot be read.
         """
         return cls(policy=smp_policy(config))
 
     def replace(self, **changes: object) -> OffloadConfig:
-        """A copy with some fields changed, validated again."""
+        """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

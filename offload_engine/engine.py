@@ -39,20 +39,20 @@ _current_graph_task: Final[Any] = torch_private.current_graph_task
 
 
 class EngineSnapshot(NamedTuple):
-    """How many bytes and copies are where; see `OffloadEngine.snapshot`."""
+    """Bytes and copies of an engine at one moment; see `OffloadEngine.snapshot`."""
 
     saved_bytes: int
-    """Saved by groups, with a handle left, wherever they are."""
+    """Bytes saved by groups and held by a handle, wherever they are."""
     resident_bytes: int
-    """Of these, on the device."""
+    """Those of `saved_bytes` that are on the device."""
     prefetched_bytes: int
-    """Copy-ins that are issued and not used yet."""
+    """Bytes of copy-ins that are issued and not used yet."""
     inflight_bytes: int
-    """Copy-outs that are issued and not released."""
+    """Bytes of copy-outs that are issued and not released."""
     leaving: tuple[TensorGroup, ...]
-    """The group of each of these copy-outs, oldest first."""
+    """The groups of these copy-outs, oldest first."""
     num_live: int
-    """Saved storages with a handle left."""
+    """Number of saved storages held by a handle."""
     lent_bytes: int
     """Host bytes lent to them."""
 
@@ -65,12 +65,12 @@ class OffloadEngine:
 
     Args:
         config: bounds and thresholds.
-        device: where activations are; None: CUDA where there is a GPU, else the CPU.
-        meter: where resident bytes are counted besides `stats`, over time and together with a `SavedTensorTracker`.
+        device: where activations are; None: CUDA if there is a GPU, else the CPU.
+        meter: counts resident bytes in addition to `stats`, over time and together with a `SavedTensorTracker`.
 
     Raises:
         ValueError: if the configuration does not fit the device.
-        TypeError: if `device` is one of torch's.
+        TypeError: if `device` is a device of torch.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class OffloadEngine:
     ) -> None:
         if isinstance(device, (str, int, torch.device)):
             raise TypeError(
-                f"device={device!r} is a device of torch's. Leave it out: the engine takes the current CUDA device "
-                "(torch.cuda.set_device), or the CPU where there is none"
+                f"device={device!r} is a device of torch. Omit it: the engine takes the current CUDA device "
+                "(torch.cuda.set_device), or the CPU if there is no GPU"
             )
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
@@ -97,32 +97,32 @@ class OffloadEngine:
 
     @property
     def is_active(self) -> bool:
-        """True where groups may be opened: in an iteration, with gradients, outside any running backward."""
+        """Return whether groups may be opened: in an iteration, with gradients, outside any running backward."""
         return self._is_in_iteration and torch.is_grad_enabled() and _current_graph_task() == -1
 
     @property
     def active_chunk(self) -> ChunkOffloadHandler | None:
-        """The chunk whose forward runs, where groups may be opened; else None."""
+        """Return the chunk whose forward runs, if groups may be opened; else None."""
         return self.current_chunk if self.is_active else None
 
     @property
     def is_in_iteration(self) -> bool:
-        """True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
+        """Return True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
         return self._is_in_iteration
 
     @property
     def has_saved(self) -> bool:
-        """True while a graph holds anything that the engine took charge of: its backward may still come."""
+        """Return whether a graph still holds a tensor that the engine packed: its backward may still come."""
         return bool(self._store.live)
 
     @property
     def has_failed(self) -> bool:
-        """True after a copy has failed, until `reset_iteration()`: what was saved in this iteration is not complete."""
+        """Return whether a copy has failed since the last `reset_iteration()`: saved tensors may be incomplete."""
         return self._store.failures.has_failed
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running iteration, or of the last one."""
+        """Return the counters of the running iteration, or of the last one."""
         return self._store.counters.stats
 
     def begin_iteration(
@@ -138,8 +138,8 @@ class OffloadEngine:
             actions: the order in which this rank will run forwards and backwards of chunks, for prefetch; None: the
                 backward takes chunks in the reverse order of their forwards.
             weights: parameters and buffers; their storages, and views of them, never move.
-            is_combined: each forward runs together with the backward behind it in `actions`, as in the all-to-all
-                overlap: the prefetch for that one does not wait for the forward to begin.
+            is_combined: each forward runs together with the next backward in `actions`, as in the all-to-all overlap:
+                prefetch for that backward does not wait until the forward begins.
 
         Raises:
             OffloadError: if an iteration is running, or the engine is closed.
@@ -167,20 +167,20 @@ class OffloadEngine:
         double_buffering: bool = False,
         has_head: bool = False,
     ) -> ChunkOffloadHandler:
-        """The forward of a chunk begins; the forward of the chunk before it, if any, is over.
+        """Start the forward of a chunk; ends that of the previous chunk, if any.
 
         Args:
             key: virtual stage and microbatch; None: the next microbatch of stage 0.
             keep_groups: indices of groups that stay resident, because their backward comes at once.
             num_offload_group: groups from this index on stay resident too.
-            tensor_need_offloading_checker: saved tensors for which it is false stay where they are.
+            tensor_need_offloading_checker: returns whether a saved tensor may move; None: all may.
             double_buffering: for callers of TransformerEngine's handler; must be False.
-            has_head: its backward comes at once, and its `begin_head` will be called between the last layer and the
-                loss; until then the copies of its last layers may be in flight.
+            has_head: the backward comes at once, and `begin_head` will be called between the last layer and the loss;
+                until then copies of the last layers may be in flight.
 
         Raises:
             OffloadError: outside an iteration.
-            NotImplementedError: for `double_buffering=True`.
+            NotImplementedError: if `double_buffering` is True.
         """
         if not self._is_in_iteration:
             raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
@@ -199,38 +199,38 @@ class OffloadEngine:
         return chunk
 
     def exclude(self, tensor: torch.Tensor) -> None:
-        """Never copy the storage of `tensor` in this iteration, for instance one that recomputation discards."""
+        """Exclude the storage of `tensor` from copies in this iteration, for instance because it is recomputed."""
         self._store.eligibility.exclude(tensor)
 
     def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0) -> None:
-        """Promise that nobody reads `holders` until the backward of what has been saved of them; empty their storage.
+        """Declare that `holders` are not read again before backward, so their storage may be freed while on host.
 
-        A copy-out frees no memory while somebody keeps the tensor: a schedule that keeps the inputs of its stages, say.
-        After this call the storage is resized to zero bytes as soon as its copy is complete, and gets them back, in
-        place, before the backward needs them, or when the graph goes without a backward. To read it in between crashes
-        the process. Reads that were issued before, on the current stream, are safe.
+        A copy-out frees no memory while another reference keeps the tensor, such as a schedule that keeps the inputs of
+        its stages. After this call the storage is resized to zero bytes as soon as its copy-out is complete. It is
+        refilled, in place, before its backward needs it, or when the graph is freed without a backward. A read in
+        between crashes the process. Reads issued before this call, on the current stream, are safe.
 
-        No-op for what no group has saved, or stays resident. A storage that more tensors share than are told here is
-        left alone, and counted in `IterationStats.num_viewed_storages`.
+        No-op if no group has saved the storage, or it stays resident. A storage shared by more tensors than declared is
+        left alone and counted in `IterationStats.num_viewed_storages`.
 
         Args:
-            holders: all tensors that share one storage, but for what autograd saved in groups or under
-                `SavedTensorHooks.around_groups`; the base of a view need not be named. Nothing else may have saved
+            holders: all tensors that share one storage, except those that autograd saved in groups or under
+                `SavedTensorHooks.around_groups`; the base of a view may be omitted. No other hooks may have saved
                 them.
-            num_copies: how many detached aliases exist besides, where they cannot be named.
+            num_copies: number of further detached aliases that cannot be passed.
         """
-        self._executor.at(HELD)  # a delayed copy-out first: the storage of what stays resident would stay, too
+        self._executor.at(HELD)  # issues delayed copy-outs first: a storage that is not leaving cannot be emptied
         self._store.empty_for_holders(holders, num_copies)
 
     def set_allocation_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Declare which compute stream made `tensor`, where another one is about to save it.
+        """Declare the compute stream that allocated `tensor`, if another stream is about to save it.
 
-        The memory returns to the pool of the stream that made it, which then waits for the copy-out as well. It is safe
-        to name one that may have made it: the stream that saves it waits anyway.
+        The memory returns to the pool of the allocating stream, which then waits for the copy-out as well. Declaring a
+        stream that only may have allocated it is safe: the stream that saves the tensor waits anyway.
 
         Args:
             tensor: not saved yet.
-            stream: as `engine.device.current_stream()` names it.
+            stream: as returned by `engine.device.current_stream()`.
         """
         self._store.alloc_streams.declare(tensor, stream)
 
@@ -244,7 +244,7 @@ class OffloadEngine:
         return policy.plan if isinstance(policy, PlannedPolicy) else None
 
     def snapshot(self) -> EngineSnapshot:
-        """Return how many bytes and copies are where now."""
+        """Return the current bytes and copies."""
         counters, leaving = self._store.counters, self._executor.leaving
         return EngineSnapshot(
             saved_bytes=counters.saved_bytes,
@@ -257,25 +257,25 @@ class OffloadEngine:
         )
 
     def trim_host_memory(self) -> int:
-        """Give host memory that nothing uses, and no copy reads any more, back to the system.
+        """Return idle host memory, which no storage uses and no copy reads, to the system.
 
-        Whole slabs only. Between two steps that is nearly all; the next step obtains what it needs anew, which is slow
-        where it is pinned. `close()` gives back everything.
+        Returns whole slabs only, which between two steps are nearly all; the next step allocates again, which is slow
+        for pinned memory. `close()` returns everything.
 
         Returns:
-            Number of bytes given back.
+            Number of bytes returned to the system.
         """
         return self.pool.trim()
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
 
-        Unlike `.cpu()` it does not stand behind copies of activations that are under way. Larger tensors are read the
-        plain way, at once. The result may be pinned: if it is copied to a device without blocking, on a stream other
-        than that of the next read, hold it until the copy is over.
+        Unlike `.cpu()` it does not queue behind copies of activations in flight. Larger tensors are read by `.cpu()`,
+        at once. The result may be pinned: if it is copied to a device without blocking, on a stream other than that of
+        the next read, keep a reference until the copy is over.
 
         Returns:
-            A handle: `wait()` gives the tensor on the CPU; `tensor` is it, valid once the stream has come so far.
+            A handle: `wait()` returns the tensor on the CPU; `tensor` is valid once the stream has reached the read.
         """
         return self.device.host_read(tensor)
 
@@ -299,7 +299,7 @@ class OffloadEngine:
     def end_iteration(self) -> IterationStats:
         """End a training step, after its last backward.
 
-        What a graph still holds stays valid; it is counted in `num_storages_left` and named in a warning.
+        Storages that a graph still holds stay valid; they are counted in `num_storages_left` and cause a warning.
 
         Raises:
             OffloadError: outside an iteration.
@@ -315,27 +315,26 @@ class OffloadEngine:
         self._observer.end(recorder, stats)
         if stats.num_storages_left:
             logger.warning(
-                "%d saved storages outlive the iteration, first %s: a graph is kept alive, or a backward has not run",
+                "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run",
                 stats.num_storages_left,
                 next(iter(self._store.live)),
             )
         return stats
 
     def reset_iteration(self) -> None:
-        """Recover after an exception: wait for copies in flight, then drop every saved activation. Idempotent.
+        """Recover after an exception: wait for copies in flight, then retire every saved storage. Idempotent.
 
-        No-op after `close()`, which has done it.
-
-        Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward.
+        Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward. No-op
+        after `close()`, which resets too.
         """
-        if self._is_closed:  # the device takes no more work, not even the events of a reset
+        if self._is_closed:  # a closed device accepts no work, not even the events of a reset
             return
         recorder, self._store.context.recorder = self._store.context.recorder, None
         if recorder is not None:
             recorder.discard()
         self._executor.reset()
         self._store.abandon_all()
-        self.pool.forget_events()  # no copy is left; a failed one would never complete, and stop the next step
+        self.pool.forget_events()  # no copy is in flight; the event of a failed one would block the next step
         self._is_in_iteration = False
         self.current_chunk = None
 
@@ -347,7 +346,7 @@ class OffloadEngine:
         *,
         is_combined: bool = False,
     ) -> Iterator[OffloadEngine]:
-        """`begin_iteration` and `end_iteration`, with `reset_iteration` where the body raises."""
+        """Return a context manager for `begin_iteration` and `end_iteration`; calls `reset_iteration` on exceptions."""
         self.begin_iteration(actions, weights, is_combined=is_combined)
         try:
             yield self
@@ -357,10 +356,10 @@ class OffloadEngine:
             raise
 
     def close(self) -> None:
-        """Drop everything and give the host memory back; the engine takes no more iterations. Idempotent."""
+        """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent."""
         if self._is_closed:
             return
         self.reset_iteration()
         self.pool.close()
         self.device.close()
-        self._is_closed = True  # last: after an interrupt the next call goes on
+        self._is_closed = True  # last: after an interrupt the next call continues

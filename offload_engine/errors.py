@@ -8,4 +8,4 @@ __all__ = ["CopyError", "OffloadError"]
 
 
 class OffloadError(RuntimeError):
-    """A call in the wrong order, or an activation that is no longer there."""
+    """Raised for a call in the wrong order, or an activation that was dropped."""

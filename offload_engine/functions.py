@@ -1,6 +1,6 @@
-"""What marks in the graph where a group begins and ends, in forward and in backward: hooks and autograd identities.
+"""Marks the start and end of a group in the autograd graph, by hooks and identity functions.
 
-An identity returns an alias of its input that is not a view of it, so a model may go on to modify it in place.
+An identity returns an alias of its input that is not a view of it, so a model may modify it in place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupStartFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Tell the chunk; the gradient passes unchanged."""
+        """End the backward of the group; the gradient passes unchanged."""
         ctx.chunk.on_group_start_backward()
         return grads[0], None, None, None
 
@@ -45,13 +45,13 @@ class GroupCommitFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Tell the chunk; the gradient passes unchanged."""
+        """Begin the backward of the group; the gradient passes unchanged."""
         ctx.chunk.on_group_commit_backward(ctx.group)
         return grads[0], None
 
 
 class _BackwardBegins:
-    """Hook in front of the last node of a group."""
+    """Pre-hook of the last node of a group, whose backward is the first to run."""
 
     __slots__ = ("_chunk", "_group")
 
@@ -68,9 +68,9 @@ def group_start(
 ) -> torch.Tensor:
     """Open the group `name` of `chunk` in front of a submodule; use the returned tensor as its input.
 
-    Do not mark an input that the submodule writes into in place and that is used again behind it: autograd sees that
-    write on the returned alias only. Nor one that others read too, where the last bit matters: its gradients are then
-    summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
+    Do not mark an input that the submodule modifies in place and that is used again after it: autograd sees the write
+    on the returned alias only. If the last bit matters, do not mark an input with other readers either: its gradients
+    are then summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
     """
     return GroupStartFunction.apply(tensor, chunk, name, traits)
 
@@ -79,14 +79,14 @@ def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tens
     """Commit the open group of `chunk` behind a submodule; use the returned tensor as its output."""
     group, node = chunk.innermost_group, tensor.grad_fn
     if group is not None and node is not None and not group.storages and not group.has_made(node):
-        # What the group was given, as an identity returns it: there is nothing to bring back, and a mark would gather
-        # the gradients of its readers here, before those of others are added.
+        # The group returned its own input, as an identity does: there is nothing to copy in, and a mark would sum the
+        # gradients of its readers here, before those of other readers are added.
         chunk.on_group_commit_forward()
         return tensor
     if group is None or node is None or not group.has_made(node) or tensor._is_view():
-        # Its node would not do. It runs its backward long after the group's where the group did not compute the tensor,
-        # and never where the model goes on to write into a view.
+        # A hook on its node is not enough: if the group did not compute the tensor, the node's backward runs long after
+        # the group's; if the model later writes into a view, it never runs.
         return GroupCommitFunction.apply(tensor, chunk)
-    # The group's backward begins with this node: a hook there takes a fourth of the time of an identity behind it.
+    # The group's backward begins with this node, and a hook on it costs a quarter of an identity after it.
     node.register_prehook(_BackwardBegins(chunk, chunk.on_group_commit_forward()))
     return tensor

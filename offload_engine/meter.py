@@ -1,4 +1,4 @@
-"""How many bytes of saved activations are resident on the device, now, at most, and over time."""
+"""`ResidencyMeter`: counts bytes of saved activations on the device, now, at most, and over time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import time
 
 
 class ResidencyMeter:
-    """Counts resident saved bytes, each storage once however many holders it has.
+    """Counts resident saved bytes, each storage once, however many holders it has.
 
-    The engine and `SavedTensorTracker` report to the same meter, so a step with offload and a step without are
-    measured alike.
+    The engine and `SavedTensorTracker` report to the same meter, so steps with and without offload are measured alike.
 
     Attributes:
         current_bytes: bytes resident now.
-        peak_bytes: the most there have been since construction or `reset_peak()`.
+        peak_bytes: maximum since construction or `reset_peak()`.
         timeline: (`time.perf_counter()` seconds, bytes) at each change, if `record_timeline` is set.
     """
 
@@ -25,7 +24,7 @@ class ResidencyMeter:
         self._holders: dict[int, list[int]] = {}  # storage address -> [number of holders, bytes]
 
     def hold(self, storage: int, nbytes: int) -> None:
-        """A holder keeps the storage at address `storage` alive from now on."""
+        """Count one more holder of the storage at address `storage`."""
         entry = self._holders.get(storage)
         if entry is not None:
             entry[0] += 1
@@ -34,10 +33,10 @@ class ResidencyMeter:
         self._change(nbytes)
 
     def drop(self, storage: int) -> None:
-        """The opposite of one `hold`.
+        """Undo one `hold`.
 
         Raises:
-            KeyError: if nobody holds `storage`.
+            KeyError: if `storage` has no holder.
         """
         entry = self._holders[storage]
         entry[0] -= 1

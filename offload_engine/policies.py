@@ -22,30 +22,30 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LowestPeak:
-    """Everything leaves as soon as it can, and comes back as late as the link allows: the lowest peak of memory.
+    """Copies each group out as early as possible and in as late as the link allows, for the lowest peak of memory.
 
-    At most twice the largest group's bytes are in flight in each direction. Before the peaks of a step compute waits
-    for copy-outs that have had their time.
+    At most twice the largest group's bytes are in flight in each direction. Before the memory peaks of a step, compute
+    waits for copy-outs that have had time to complete.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedBounds:
-    """As `LowestPeak`, with a bound in bytes in place of one or both of its own.
+    """Works as `LowestPeak`, with a bound in bytes in place of one or both of its own.
 
     Raises:
-        ValueError: for a negative bound, or none at all.
-        TypeError: for a bound that is not an integer.
+        ValueError: if a bound is negative, or none is given.
+        TypeError: if a bound is not an integer.
     """
 
     horizon_bytes: int | None = None
-    """How many bytes of copy-in may be issued ahead of their use, of whichever layer; 0: none. None: as `LowestPeak`,
-    which brings back the last layer alone before the backward of a chunk has begun."""
+    """How many bytes of copy-in may be issued ahead of their use, of any layer; 0: none. None: as `LowestPeak`, which
+    copies in only the last layer before the backward of a chunk has begun."""
 
     max_inflight_bytes: int | None = None
-    """How many bytes of copy-out may wait for their release before compute waits for the oldest, anywhere. Where the
-    link is behind, more makes steps shorter and the peak higher (docs/benchmarks_details.md). None: as `LowestPeak`,
-    which waits for all but the last copies where the backward of another chunk begins."""
+    """How many bytes of copy-out may wait for their release before compute waits for the oldest, anywhere. If the link
+    is the bottleneck, more makes steps shorter and the peak higher (docs/benchmarks_details.md). None: as `LowestPeak`,
+    which waits for all but the last copies when the backward of another chunk begins."""
 
     def __post_init__(self) -> None:
         if self.horizon_bytes is None and self.max_inflight_bytes is None:
@@ -55,15 +55,15 @@ class FixedBounds:
 
 @dataclass(frozen=True)
 class ResidentBudget:
-    """As many saved bytes as fit into a budget stay on the device; only the rest moves.
+    """Keeps as many saved bytes on the device as fit into a budget; only the rest moves.
 
-    Compute waits for a copy-out only where the budget would be exceeded, and copy-ins run as far ahead as there is
-    room, during a forward within a quarter of it. Where the link cannot keep up, a budget of what two forwards of a
+    Compute waits for a copy-out only if the budget would be exceeded. Copy-ins run as far ahead as the budget allows,
+    during a forward within a quarter of it. If the link is the bottleneck, a budget of the bytes that two forwards of a
     chunk save makes steps shorter than `LowestPeak`.
 
     Raises:
-        ValueError: for a negative budget.
-        TypeError: for one that is not an integer.
+        ValueError: if the budget is negative.
+        TypeError: if it is not an integer.
     """
 
     resident_bytes: int
@@ -75,15 +75,15 @@ class ResidentBudget:
 
 @dataclass(frozen=True)
 class ResidentLayers:
-    """A `ResidentBudget` of the bytes of so many layers, the largest so far; of groups that have layers.
+    """A `ResidentBudget` of `num_layers` times the bytes of the largest layer so far, for groups that have layers.
 
     Raises:
-        ValueError: for less than one layer.
-        TypeError: for a number that is not an integer.
+        ValueError: if `num_layers` is below one.
+        TypeError: if it is not an integer.
     """
 
     num_layers: int = 2
-    """One computes while another is on its way."""
+    """With 2, one layer computes while another is being copied."""
 
     def __post_init__(self) -> None:
         _check_count(self, "num_layers", "layers")
@@ -91,14 +91,15 @@ class ResidentLayers:
 
 @dataclass(frozen=True)
 class GroupWindow:
-    """At most so many groups are on the device at once: `activation_loading_horizon` of SageMaker's SMP v2.
+    """Keeps at most `num_groups` groups on the device: `activation_loading_horizon` of SageMaker's SMP v2.
 
-    In forward those being copied out, one of them still in use; in backward those copied in and not gone yet, the one
-    in use included. A retained graph keeps what its first backward brought back, beyond this bound.
+    In forward these are groups being copied out, including one still in use; in backward groups copied in and not
+    released, including the one in use. A retained graph keeps groups that its first backward copied in, beyond this
+    bound.
 
     Raises:
-        ValueError: for less than one group, or a negative bound.
-        TypeError: for a number that is not an integer.
+        ValueError: if `num_groups` is below one, or a bound is negative.
+        TypeError: if a number is not an integer.
     """
 
     num_groups: int = 2
@@ -114,11 +115,11 @@ class GroupWindow:
 
 @dataclass(frozen=True)
 class PrefetchWindow:
-    """Copy-ins run so many groups ahead of the backward: `activation_loading_horizon` of SageMaker's SMP v1.
+    """Copies groups in up to `num_groups` ahead of the backward: `activation_loading_horizon` of SageMaker's SMP v1.
 
     Raises:
-        ValueError: for less than one group, or a negative bound.
-        TypeError: for a number that is not an integer.
+        ValueError: if `num_groups` is below one, or a bound is negative.
+        TypeError: if a number is not an integer.
     """
 
     num_groups: int = 4
@@ -181,15 +182,15 @@ def policy_for(
     max_inflight_bytes: int | None = None,
     planned: bool = False,
 ) -> PolicySettings | None:
-    """Return the policy that a flag of this name asks for; None where none was given.
+    """Return the policy that the given bound selects; None if no bound is given.
 
     For command lines, where each bound is a flag of its own: `resident_bytes` is a `ResidentBudget`, `horizon_groups` a
     `GroupWindow`, `prefetch_groups` a `PrefetchWindow`, and the other two alone are `FixedBounds`. `planned` asks for
     `Planned` with the bounds in bytes.
 
     Raises:
-        ValueError: for bounds of several policies, or a value outside its range.
-        TypeError: for a bound that is not an integer.
+        ValueError: if bounds belong to several policies, or a value is outside its range.
+        TypeError: if a bound is not an integer.
     """
     counts = {"horizon_groups": horizon_groups, "prefetch_groups": prefetch_groups}
     exclusive = {"resident_bytes": resident_bytes, "horizon_bytes": horizon_bytes, **counts}

@@ -1,7 +1,7 @@
 """The order in which one rank runs the forward and backward of its model chunks.
 
-The engine prefetches in this order. It is computed anew for each step from the pipeline's shape, so there is no
-warm-up step and nothing to spoil when the number of microbatches changes.
+The engine prefetches in this order. It is computed in each step from the pipeline's shape, so there is no warm-up step
+and no state to invalidate when the number of microbatches changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Action(NamedTuple):
 
 
 def no_pipelining(num_microbatches: int, overlap_expert_comm: bool = False) -> list[Action]:
-    """Forward and backward of each microbatch in turn (gradient accumulation): F0 B0 F1 B1 ...
+    """Return forward and backward of each microbatch in turn (gradient accumulation): F0 B0 F1 B1 ...
 
     Args:
         num_microbatches: microbatches of a step.
@@ -45,10 +45,10 @@ def no_pipelining(num_microbatches: int, overlap_expert_comm: bool = False) -> l
 
 
 def one_forward_one_backward(num_stages: int, stage: int, num_microbatches: int) -> list[Action]:
-    """1F1B without virtual stages, on the rank that holds pipeline stage `stage` of `num_stages`.
+    """Return 1F1B without virtual stages, on the rank that holds pipeline stage `stage` of `num_stages`.
 
     Raises:
-        ValueError: for a size that is not positive or a stage outside the pipeline.
+        ValueError: if a size is not positive or the stage is outside the pipeline.
     """
     _check_positive(num_stages=num_stages, num_microbatches=num_microbatches)
     _check_stage(stage, num_stages)
@@ -63,7 +63,7 @@ def interleaved(
     group_size: int | None = None,
     overlap_expert_comm: bool = False,
 ) -> list[Action]:
-    """Interleaved 1F1B, on the rank that holds pipeline stage `stage` of `num_stages`.
+    """Return interleaved 1F1B, on the rank that holds pipeline stage `stage` of `num_stages`.
 
     Args:
         num_stages: pipeline-parallel size; at least 2, a single stage never interleaves.
@@ -76,7 +76,7 @@ def interleaved(
             (megatron-core's `overlap_moe_expert_parallel_comm`).
 
     Raises:
-        ValueError: for sizes that megatron-core's schedule refuses as well, and for a stage outside the pipeline.
+        ValueError: if megatron-core's schedule rejects the sizes, or the stage is outside the pipeline.
     """
     group_size = num_stages if group_size is None else group_size
     _check_positive(num_virtual_stages=num_virtual_stages, num_microbatches=num_microbatches)
@@ -89,15 +89,15 @@ def interleaved(
 
 
 def format_actions(actions: Iterable[Action]) -> str:
-    """The actions as text, `F0.3 B1.2`: kind, virtual stage, microbatch."""
+    """Return the actions as text, `F0.3 B1.2`: kind, virtual stage, microbatch."""
     return " ".join(f"{action.kind}{action.chunk.stage}.{action.chunk.microbatch}" for action in actions)
 
 
 def parse_actions(text: str) -> list[Action]:
-    """Exact inverse of `format_actions`, for any white space between actions.
+    """Parse actions; the exact inverse of `format_actions`, with any white space between actions.
 
     Raises:
-        ValueError: naming the first word that is not an action.
+        ValueError: if a word is not an action; names the first one.
     """
     return [_parse_action(word) for word in text.split()]
 
@@ -106,7 +106,7 @@ def validate_actions(actions: Iterable[Action]) -> None:
     """Check that each chunk runs forward once and then backward once.
 
     Raises:
-        ValueError: naming the action that is out of place.
+        ValueError: if not; names the action that is out of place.
     """
     seen: dict[Action, int] = {}
     for position, action in enumerate(actions):
@@ -122,7 +122,7 @@ def validate_actions(actions: Iterable[Action]) -> None:
 
 
 def count_alive(actions: Iterable[Action]) -> list[int]:
-    """How many chunks wait for their backward (their activations are alive) after each action."""
+    """Return, after each action, how many chunks wait for their backward (their activations are alive)."""
     return list(accumulate(1 if action.kind == "F" else -1 for action in actions))
 
 
@@ -146,7 +146,7 @@ def backward_at_once(actions: Sequence[Action], is_combined: bool = False) -> fr
 
 
 def _forward_order(num_virtual_stages: int, num_microbatches: int, group_size: int) -> list[ChunkKey]:
-    """Group by group of microbatches, each through all virtual stages; the last group may be smaller."""
+    """Order the forwards: each group of microbatches through all virtual stages; the last group may be smaller."""
     return [
         ChunkKey(virtual_stage, microbatch)
         for first in range(0, num_microbatches, group_size)
@@ -158,7 +158,7 @@ def _forward_order(num_virtual_stages: int, num_microbatches: int, group_size: i
 def _overlapped(
     forwards: Sequence[ChunkKey], num_warmup: int, backwards: Sequence[ChunkKey] | None = None
 ) -> list[Action]:
-    """`num_warmup` forwards alone, then a forward and a backward in turn, then the backwards that are left.
+    """Return `num_warmup` forwards alone, then a forward and a backward in turn, then the remaining backwards.
 
     Args:
         backwards: chunks in the order of their backward; None: as their forwards.

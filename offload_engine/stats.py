@@ -1,4 +1,4 @@
-"""Counters of one iteration. Reporting code reads them; nothing is decided by them."""
+"""Counters of one iteration, for reporting only: the engine makes no decision by them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class IterationStats:
-    """What the engine did between `begin_iteration()` and `end_iteration()`."""
+    """Counts what the engine did between `begin_iteration()` and `end_iteration()`."""
 
     copied_out_bytes: int = 0
     """Bytes of copy-out issued."""
@@ -18,7 +18,7 @@ class IterationStats:
     num_groups: int = 0
     """Groups committed."""
     num_offloaded_groups: int = 0
-    """Groups of which at least one storage was copied out."""
+    """Groups with at least one storage copied out."""
     num_kept_groups: int = 0
     """Groups that the plan keeps resident."""
     kept_bytes: int = 0
@@ -30,15 +30,15 @@ class IterationStats:
     num_emptied_storages: int = 0
     """Storages that were emptied in place, because tensors outside autograd held them (`held_elsewhere()`)."""
     num_viewed_storages: int = 0
-    """Storages that were to be emptied, but stayed resident: more tensors share them than were told, or they cannot be
-    resized."""
+    """Storages that were to be emptied but stayed resident, because more tensors share them than were declared or they
+    cannot be resized."""
     managed_bytes: int = 0
-    """Bytes of all storages the engine took charge of, each counted once."""
+    """Bytes of all storages that groups saved, each counted once."""
     peak_resident_bytes: int = 0
     """The most managed bytes that were resident at once."""
     peak_host_bytes: int = 0
     """The most host bytes that were lent at once."""
     host_bytes: int = 0
-    """Host-tier bytes that the pool had obtained from the system at the end."""
+    """Host-tier bytes that the pool held at the end."""
     num_storages_left: int = 0
     """Storages that a graph still held when the iteration ended (0 unless a graph is kept alive on purpose)."""

@@ -1,4 +1,4 @@
-"""Counts saved tensors that no engine manages, so that a run without offload can be measured like one with it."""
+"""`SavedTensorTracker`: counts saved tensors without an engine, to measure a run without offload like one with it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from offload_engine.meter import ResidencyMeter
 
 
 class SavedTensorTracker:
-    """Context manager: every tensor saved inside it, and not packed by hooks further inside, counts on `meter`.
+    """Context manager that counts on `meter` every tensor saved inside it, unless inner hooks pack it.
 
-    It moves nothing and changes no value: autograd gets back what it saved, without the graph that led to it.
+    It moves nothing and changes no value: autograd gets back the saved tensor, detached.
 
     Args:
-        meter: where bytes are counted, from the moment autograd saves them until its graph frees them.
+        meter: counts bytes from the moment autograd saves them until their graph is freed.
         weights: tensors whose storages are not activations (parameters, buffers).
     """
 

@@ -1,4 +1,4 @@
-"""`GroupTraits`: what is known of a group when it opens."""
+"""`GroupTraits`: facts about a group that are known when it opens."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class GroupTraits(NamedTuple):
-    """Facts about one group that policies decide by. Given when the group opens; they never change."""
+    """Facts about one group that policies decide by. Set when the group opens; they never change."""
 
     keep: bool = False
     """The backward of the group comes at once, so it stays on the device. `ChunkOffloadHandler.offload_kept_groups`
-    takes this back."""
+    reverts this."""
     layer: int = -1
-    """Layer of the chunk that the group belongs to, from 0; -1 where layers are not known."""
+    """Layer of the chunk that the group belongs to, from 0; -1 if layers are not known."""
     read_once: bool = False
-    """Each backward reads its tensors once and drops them at once, as a recomputation does with its inputs. Their
-    device memory is then freed when the reader drops it, and their host memory is kept for a second backward."""
+    """Each backward reads its tensors once and drops them, as a recomputation does with its inputs. Their device memory
+    is then freed when the reader drops it, and their host memory is kept for a second backward."""
     may_delay: bool = False
     """Its copy-out may be issued after its commit, at `ChunkOffloadHandler.pass_host_wait`."""

@@ -27,7 +27,7 @@ class _SaveThree(torch.autograd.Function):
 def forward_groups(
     x: torch.Tensor, tensors: list[list[torch.Tensor]], chunk: ChunkOffloadHandler | None
 ) -> torch.Tensor:
-    """Forward of one group for each entry of `tensors`, which it empties: nobody else may hold what is saved.
+    """Run the forward of one group for each entry of `tensors`, which it empties: no other reference may hold them.
 
     A group is opened and closed as the brackets around megatron-core's modules do it: with a mark at its end alone.
 

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_mutations(root: Path) -> list[Mutation]:
-    """Every wait of the engine, and every hand-over of an event that somebody waits for later, in order of source."""
+    """Return every wait of the engine, and every hand-over of an event that is awaited later, in source order."""
     mutations: list[Mutation] = []
     for path in sorted(path for folder in FOLDERS for path in (root / PACKAGE / folder).glob("*.py")):
         source = path.read_text()
@@ -119,7 +119,7 @@ def run_tests(mutation: Mutation | None, root: Path) -> Outcome:
 
 
 def _copy(root: Path, target: Path) -> Path:
-    """What the tests need of the repository."""
+    """Copy the parts of the repository that the tests need."""
     for name in (PACKAGE, "tests"):
         shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(root / "pyproject.toml", target)

@@ -99,7 +99,7 @@ class Timeline:
 
     @classmethod
     def load_all(cls, path: Path) -> list[Timeline]:
-        """One timeline a rank."""
+        """Load one timeline per rank."""
         return [cls._from_json(rank) for rank in json.loads(path.read_text())["ranks"]]
 
     @classmethod

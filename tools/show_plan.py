@@ -320,7 +320,7 @@ def draw_spans(panel: Axes, spans: Sequence[Span]) -> None:
 
 
 def draw_count(panel: Axes, rank: int, actions: Sequence[Action]) -> None:
-    """How many chunks are alive after each action."""
+    """Draw how many chunks are alive after each action."""
     alive = count_alive(actions)
     panel.fill_between(range(len(actions) + 1), [0, *alive], step="post", color="0.8")
     panel.set_ylim(0, max(alive) + 0.5)

@@ -13,7 +13,7 @@ def labelled_file(text: str) -> tuple[str, Path]:
 
 
 def mistake_in(files: Sequence[tuple[str, Path]]) -> str | None:
-    """What is wrong with files on a command line: a label given twice, a file that is not there."""
+    """Return the mistake in files of a command line, if any: a label given twice, a file that does not exist."""
     if len({label for label, _ in files}) < len(files):
         return "two files have the same label: write LABEL=FILE"
     absent = [str(file) for _, file in files if not file.is_file()]

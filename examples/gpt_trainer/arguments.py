@@ -10,11 +10,11 @@ from megatron_patches import add_offload_arguments, offload_config_from_args
 
 
 class UsageError(Exception):
-    """A mistake of the user; the message says which, and what to do. It ends the run without a traceback."""
+    """Raised for a mistake of the user; the message says what to change. It ends the run without a traceback."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses and checks the command line; a mistake ends the process with a message, before anything is built."""
+    """Parse and check the command line; exit with a message on a mistake, before anything is built."""
     parser = build_parser()
     args = parser.parse_args(arguments)
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
@@ -26,7 +26,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All flags of the trainer."""
+    """Return the parser with all flags of the trainer."""
     parser = argparse.ArgumentParser(
         description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun.",
         allow_abbrev=False,
@@ -60,7 +60,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--timeline-step needs --timeline-json")
     _check_output_files(args)
     _check_virtual_stages(args)
-    offload_config_from_args(args)  # raises where these flags make no sense
+    offload_config_from_args(args)  # raises if these flags are inconsistent
 
 
 def _check_output_files(args: argparse.Namespace) -> None:
@@ -222,7 +222,7 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A flag's value that must be an integer above zero."""
+    """Parse a flag's value that must be an integer above zero."""
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be positive, got {value}")
@@ -237,7 +237,7 @@ def _non_negative(text: str) -> int:
 
 
 def _layer_frequency(text: str) -> int | list[int]:
-    """Megatron's pattern: an integer, or sums and products of lists, such as "([0]*1+[1]*3)"."""
+    """Parse Megatron's pattern: an integer, or sums and products of lists, such as "([0]*1+[1]*3)"."""
     if text.isdigit():
         return positive(text)
     if not set(text) <= set("01()[]*+, 23456789"):

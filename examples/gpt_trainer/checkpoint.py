@@ -26,7 +26,7 @@ from gpt_trainer.arguments import UsageError
 from gpt_trainer.steps import Progress
 
 LATEST = "latest_checkpointed_iteration.txt"
-# What the files of a checkpoint depend on: with other values they would not fit, or would silently mean another model.
+# Settings that the files of a checkpoint depend on: with others they would not fit, or silently give another model.
 _SHAPE = (
     "num_layers",
     "hidden_size",
@@ -42,7 +42,7 @@ _SHAPE = (
 
 
 class CheckpointError(UsageError):
-    """A checkpoint that cannot be read or does not fit; the message says what was expected."""
+    """Raised if a checkpoint cannot be read or does not fit; the message says what was expected."""
 
 
 class Checkpoints:
@@ -61,7 +61,7 @@ class Checkpoints:
         self._scheduler = scheduler
 
     def save(self, directory: Path, progress: Progress) -> None:
-        """Writes a checkpoint; the latest one is replaced only when all ranks are done."""
+        """Write a checkpoint; replace the latest one only when all ranks are done."""
         folder = directory / f"iter_{progress.step:07d}"
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self._state(progress), folder / _rank_file())
@@ -71,7 +71,7 @@ class Checkpoints:
         dist.barrier()
 
     def load(self, directory: Path) -> Progress:
-        """Restores the latest checkpoint.
+        """Restore the latest checkpoint.
 
         Raises:
             CheckpointError: if there is none, or it was made with other sizes.
@@ -130,7 +130,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _optimizer_states(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """This rank's share of the optimizer, whatever its kind: torch's own states, and the weights they belong to.
+    """Return this rank's share of the optimizer, of any kind: torch's own states and the weights they belong to.
 
     megatron-core's functions for this fail for a distributed optimizer made of torch's AdamW, as on a CPU.
     """
@@ -148,13 +148,13 @@ def _set_optimizer_states(optimizer: MegatronOptimizer, states: list[dict[str, A
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """Dense and expert parameters have an optimizer each; a stage without parameters has a stub without one."""
+    """Return the optimizers: one each for dense and expert parameters, none on a stage without parameters."""
     parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     return [part for part in parts if part is not None]
 
 
 def _weights(part: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What the optimizer steps: float32 copies of this rank's share of the parameters, or these themselves."""
+    """Return the weights that the optimizer steps: this rank's share of the parameters, or float32 copies of it."""
     return [weight for group in part.param_groups for weight in group["params"]]
 
 

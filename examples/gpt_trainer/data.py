@@ -20,11 +20,11 @@ _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class DataError(UsageError):
-    """Data that cannot be used; the message says what to do."""
+    """Raised if data cannot be used; the message says what to change."""
 
 
 def vocabulary(args: argparse.Namespace) -> ByteTokenizer:
-    """The vocabulary of the data: `--vocab-size`, or what prepare_text.py wrote beside the first data set.
+    """Return the vocabulary size of the data: `--vocab-size`, or that of the metadata beside the first data set.
 
     Raises:
         DataError: if neither is there, or a data set is missing.
@@ -53,7 +53,7 @@ def _prefixes(args: argparse.Namespace) -> list[Path]:
 def build_datasets(
     args: argparse.Namespace, tokenizer: ByteTokenizer, num_train: int, num_valid: int
 ) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and validation sets with the given numbers of samples (at least).
+    """Build training and validation sets with at least the given numbers of samples.
 
     Raises:
         DataError: if the validation share of `--split` holds no sample.
@@ -81,7 +81,7 @@ def build_datasets(
 def microbatches(
     args: argparse.Namespace, dataset: GPTDataset, first_sample: int, count: int, device: torch.device
 ) -> Iterator[Batch]:
-    """This data-parallel rank's next `count` microbatches, from global sample `first_sample` on.
+    """Yield this data-parallel rank's next `count` microbatches, from global sample `first_sample` on.
 
     Yields:
         tokens, labels, position_ids and loss_mask, each [micro batch size, sequence length / context ranks].
@@ -96,9 +96,9 @@ def microbatches(
 
 
 def _context_share(tensor: torch.Tensor) -> torch.Tensor:
-    """This context-parallel rank's part of the sequence: the n-th piece from the front and the n-th from the back.
+    """Return this context-parallel rank's part of a sequence: the n-th piece from the front and the n-th from the back.
 
-    Under a causal mask late tokens cost more than early ones; so every rank gets as much work as the others.
+    Under a causal mask late tokens cost more than early ones; this gives every rank the same work.
     """
     num_ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if num_ranks == 1:

@@ -1,4 +1,4 @@
-"""Processes and devices: NCCL where there is a GPU, else gloo; megatron-core's process groups; random seeds."""
+"""Processes and devices: NCCL with a GPU, else gloo; megatron-core's process groups; random seeds."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class ProcessError(UsageError):
-    """The processes that were started do not fit the flags."""
+    """Raised if the number of started processes does not fit the flags."""
 
 
 class PatchingError(UsageError):
-    """megatron-core cannot be patched: it is of another version, or patched already."""
+    """Raised if megatron-core cannot be patched: its version is not supported, or it is patched already."""
 
 
 @contextlib.contextmanager
 def patching() -> Iterator[None]:
-    """Around `megatron_patches.apply*()`.
+    """Return a context manager for calls of `megatron_patches.apply*()` that turns their errors into `PatchingError`.
 
     Raises:
-        PatchingError: for what these functions find wrong with megatron-core.
+        PatchingError: if megatron-core cannot be patched.
     """
     try:
         yield
@@ -53,10 +53,10 @@ def patching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def environment(args: argparse.Namespace) -> Iterator[torch.device]:
-    """Sets up processes, groups and seeds, yields this rank's device, and takes the groups down at the end.
+    """Set up processes, groups and seeds, yield this rank's device, and destroy the groups at the end.
 
     Raises:
-        ProcessError: for a number of processes, or a batch size, that the flags cannot be spread over.
+        ProcessError: if the flags do not fit the number of processes or the batch size.
     """
     device = _init_processes()
     try:
@@ -97,7 +97,7 @@ def _init_groups(args: argparse.Namespace) -> None:
 
 
 def num_virtual_stages(args: argparse.Namespace) -> int | None:
-    """Model chunks per rank if the schedule is the interleaved one, else None."""
+    """Return the model chunks per rank for the interleaved schedule, else None."""
     if args.pipeline_model_parallel_layout is None:
         return args.num_virtual_stages_per_pipeline_rank
     layout = PipelineParallelLayerLayout.from_str(
@@ -120,7 +120,7 @@ def _init_microbatches(args: argparse.Namespace) -> None:
 
 
 def _check_microbatches(args: argparse.Namespace, num_microbatches: int) -> None:
-    """The interleaved schedule runs microbatches in groups of the pipeline's size."""
+    """Check the microbatches of the interleaved schedule, which runs them in groups of the pipeline's size."""
     size = args.pipeline_model_parallel_size
     if num_virtual_stages(args) is not None and num_microbatches % size != 0:
         raise ProcessError(

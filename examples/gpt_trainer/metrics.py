@@ -1,4 +1,4 @@
-"""What a run reports: a progress bar, one JSON object a step, and resident saved bytes over one step."""
+"""Reports of a run: a progress bar, one JSON object per step, and resident saved bytes over one step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Metrics:
         stats: IterationStats | None,
         validation_loss: float | None = None,
     ) -> None:
-        """Reports one training step; `stats` is None without offload."""
+        """Report one training step; `stats` is None without offload."""
         figures = {
             "rank": dist.get_rank(),
             "loss": result.loss,
@@ -67,13 +67,13 @@ class Metrics:
         self._show(step, record)
 
     def start(self, validation_loss: float | None) -> None:
-        """Reports the validation loss before the first step."""
+        """Report the validation loss before the first step."""
         losses = self._gather(validation_loss)
         if losses is not None:
             self._bar.write(f"before the first step: validation loss {_first_known(losses):.4f}")
 
     def timeline(self, path: Path, step: int, begin: float, spans: Spans) -> None:
-        """Writes what the meter and `spans` recorded in the step that began at `begin`, in seconds from there."""
+        """Write the records of the meter and `spans` for the step that began at `begin`, in seconds from there."""
         assert self._meter is not None, "a timeline needs a meter"
         points = [(time - begin, nbytes) for time, nbytes in self._meter.timeline]
         chunks = [(kind, first - begin, last - begin) for kind, first, last in spans.recorded]
@@ -82,7 +82,7 @@ class Metrics:
             path.write_text(json.dumps({"step": step, "ranks": ranks}))
 
     def close(self) -> None:
-        """Ends the progress bar and the file."""
+        """Close the progress bar and the file."""
         self._bar.close()
         if self._file is not None:
             self._file.close()
@@ -107,7 +107,7 @@ def _first_known(values: list[float | None]) -> float | None:
 
 
 def _total(ranks: list[dict[str, int]]) -> dict[str, int]:
-    """Sums over the ranks; of peaks the largest, because the ranks' peaks are at different times."""
+    """Sum over the ranks; for peaks take the largest, because the ranks' peaks are at different times."""
     return {key: (max if key.startswith("peak") else sum)(rank[key] for rank in ranks) for key in ranks[0]}
 
 

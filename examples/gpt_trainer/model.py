@@ -29,14 +29,14 @@ from gpt_trainer.environment import num_virtual_stages
 
 
 class ConfigError(UsageError):
-    """Flags that megatron-core rejects, or that the chosen implementation cannot run."""
+    """Raised for flags that megatron-core rejects, or that the chosen implementation cannot run."""
 
 
 def transformer_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
-    """megatron-core's configuration: every flag that is named like one of its fields, and what follows from them.
+    """Return megatron-core's configuration: every flag named like one of its fields, and the values derived from them.
 
     Raises:
-        ConfigError: for flags that do not go together.
+        ConfigError: if flags are incompatible.
     """
     _check_implementation(args, transformer_impl(args, device), device)
     config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
@@ -76,7 +76,7 @@ def _check_implementation(args: argparse.Namespace, implementation: str, device:
     if args.num_moe_experts is not None and args.add_bias_linear:
         raise ConfigError("the local implementation's experts have no bias: add --disable-bias-linear")
     if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
-        # megatron-core's checkpoint makes the bias that it returns part of its own graph, and never comes back
+        # megatron-core's checkpoint makes the returned bias part of its own graph, and never returns
         raise ConfigError("--recompute-modules mlp needs --disable-bias-linear with the local implementation")
 
 
@@ -115,7 +115,7 @@ def _device_settings(args: argparse.Namespace, device: torch.device) -> dict[str
 
 
 def transformer_impl(args: argparse.Namespace, device: torch.device) -> str:
-    """The implementation asked for, or TransformerEngine on a GPU where it is installed, else megatron's own."""
+    """Return the implementation given, or TransformerEngine if it is installed and there is a GPU, else megatron's."""
     if args.transformer_impl is not None:
         return args.transformer_impl
     has_te = importlib.util.find_spec("transformer_engine") is not None
@@ -125,7 +125,7 @@ def transformer_impl(args: argparse.Namespace, device: torch.device) -> str:
 def build_chunks(
     args: argparse.Namespace, config: TransformerConfig, device: torch.device, vocab_size: int
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks, one per virtual stage, wrapped for data parallelism."""
+    """Build this rank's model chunks, one per virtual stage, wrapped for data parallelism."""
     num_stages = num_virtual_stages(args)
     stages = [None] if num_stages is None else range(num_stages)
     chunks = [_build_chunk(args, config, device, vocab_size, stage) for stage in stages]
@@ -175,7 +175,7 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, device: tor
 
 
 def padded_vocab_size(args: argparse.Namespace, vocab_size: int) -> int:
-    """The vocabulary rounded up so that every tensor-parallel rank gets an equal, aligned share."""
+    """Round the vocabulary up so that every tensor-parallel rank gets an equal, aligned share."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
@@ -194,7 +194,7 @@ def _set_gradient_hooks(
 
 
 def build_optimizer(args: argparse.Namespace, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """megatron-core's optimizer over all chunks of this rank."""
+    """Build megatron-core's optimizer over all chunks of this rank."""
     config = OptimizerConfig(
         optimizer=args.optimizer,
         lr=args.lr,
@@ -215,7 +215,7 @@ def build_optimizer(args: argparse.Namespace, chunks: list[DistributedDataParall
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate and weight decay by the number of samples seen."""
+    """Build the schedule of learning rate and weight decay by the number of samples seen."""
     decay_iters = args.lr_decay_iters or args.train_iters
     return OptimizerParamScheduler(
         optimizer,

@@ -29,7 +29,7 @@ from offload_engine import SavedTensorTracker
 
 @dataclass
 class Progress:
-    """How far training has come; a checkpoint holds it."""
+    """Progress of the training, saved in checkpoints."""
 
     step: int = 0
     samples: int = 0
@@ -37,7 +37,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step reports."""
+    """Results of one training step."""
 
     loss: float | None
     """Mean over the global batch's tokens; None except on ranks that compute the loss."""
@@ -75,7 +75,7 @@ class Steps:
         self.spans = Spans()
 
     def train(self, dataset: GPTDataset, progress: Progress) -> StepResult:
-        """One step from `progress.samples` on; advances `progress`."""
+        """Run one step from `progress.samples` on; advance `progress`."""
         update_num_microbatches(progress.samples, consistency_check=False)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -89,7 +89,7 @@ class Steps:
         return StepResult(_mean_loss(reports), None if grad_norm is None else float(grad_norm), num_samples)
 
     def evaluate(self, dataset: GPTDataset, num_batches: int) -> float | None:
-        """Mean loss over the first `num_batches` global batches; None except on ranks that compute the loss."""
+        """Return the mean loss over the first `num_batches` global batches; None on ranks without the loss."""
         for chunk in self._chunks:
             chunk.eval()
         num_microbatches = self._args.global_batch_size // (
@@ -126,7 +126,7 @@ class Steps:
             )
 
     def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False):
-        """What the schedule calls for each microbatch of each chunk."""
+        """Run one microbatch of one chunk; called by the schedule."""
         batch = next(batches)
         arguments = (batch["tokens"], batch["position_ids"], None)  # the causal mask is made by the attention itself
         if return_schedule_plan:  # all-to-all overlap: the schedule runs the plan's nodes later
@@ -139,7 +139,7 @@ class Steps:
 
 
 def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the token losses, number of tokens, and both for the report; the schedule divides."""
+    """Return the sum of the token losses, the number of tokens, and both for the report; the schedule divides."""
     mask = loss_mask.view(-1).float()
     total = (losses.view(-1).float() * mask).sum()
     num_tokens = mask.sum()
@@ -148,7 +148,7 @@ def _loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _mean_loss(reports: list[dict[str, torch.Tensor]]) -> float | None:
-    """Mean token loss over all microbatches of all data-parallel ranks, where there are reports (last stage)."""
+    """Return the mean token loss over all microbatches of all data-parallel ranks; the last stage has the reports."""
     if not reports:
         return None
     totals = torch.stack([report["loss"] for report in reports]).sum(dim=0)

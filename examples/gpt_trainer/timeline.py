@@ -1,4 +1,4 @@
-"""When each chunk of a step ran forward and backward, for a plot of resident bytes over the step."""
+"""Records when each chunk of a step ran forward and backward, for a plot of resident bytes over the step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Spans:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around one chunk's forward."""
+        """Return a context manager that records one chunk's forward."""
         begin = time.perf_counter()
         yield
         if self.is_recording:
             self.recorded.append(("F", begin, time.perf_counter()))
 
     def watch_backward(self, output: torch.Tensor) -> None:
-        """Records the backward that will begin at the output of a chunk."""
+        """Record the backward that will begin at the output of a chunk."""
         if self.is_recording and output.requires_grad:
             output.register_hook(self._backward_begins)
 

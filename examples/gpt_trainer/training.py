@@ -18,7 +18,7 @@ from offload_engine import ResidencyMeter, SavedTensorTracker
 
 
 class Training:
-    """Everything one rank needs to train; `run()` does it.
+    """Owns everything one rank needs to train; `run()` trains.
 
     Raises:
         UsageError: for a checkpoint, flags, data or a megatron-core that cannot be used.
@@ -50,12 +50,12 @@ class Training:
         self._steps = Steps(args, self._chunks, optimizer, scheduler, self._device, self._tracker())
 
     def close(self) -> None:
-        """Takes the offload patches back."""
+        """Remove the offload patches."""
         if self._offload is not None:
             self._offload.remove()
 
     def _apply_offload(self) -> megatron_patches.Handle:
-        """This is all that offload takes: one call before the configuration is made, which then has the flags."""
+        """Apply the offload patches: the only call needed, made before the configuration, which gets the flags."""
         with patching():
             return megatron_patches.apply(meter=self._meter)
 
@@ -70,7 +70,7 @@ class Training:
         return SavedTensorTracker(self._meter, weights)
 
     def run(self) -> None:
-        """Trains to `--train-iters`, or to the next multiple of `--exit-interval`.
+        """Train to `--train-iters`, or to the next multiple of `--exit-interval`.
 
         Raises:
             ConfigError: before the first step, for offload flags that do not fit the model.
@@ -122,7 +122,7 @@ class Training:
             self._meter.reset_peak()
 
     def _timeline_step(self) -> int:
-        # the first step is not typical: buffers are created in it
+        # the first step is not typical, because it creates buffers
         return self._args.timeline_step or min(2, self._args.train_iters)
 
     def _evaluate(self) -> float | None:

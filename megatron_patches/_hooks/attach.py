@@ -1,7 +1,7 @@
-"""Hooks that bracket submodules of model chunks, and the forward of each chunk, for one engine.
+"""Hooks around submodules of model chunks, and around the forward of each chunk, for one engine.
 
-Groups sit on leaf submodules: the all-to-all overlap and the recomputation call these, not always the layer or the
-chunk. Nothing here holds a module, so that an attachment may be kept as long as its model lives.
+Groups are on leaf submodules, because the all-to-all overlap and recomputation may call only these and not the layer
+or the chunk. An attachment holds no module, so it can be kept as long as its model lives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Called(NamedTuple):
-    """A chunk between the call of its forward and the return."""
+    """A chunk whose forward is running."""
 
     chunk: ChunkOffloadHandler
     ungrouped_hooks: AbstractContextManager[Any]
@@ -36,7 +36,7 @@ class _Called(NamedTuple):
 
 
 class Attachment:
-    """Hooks on one list of model chunks, and the engine they report to."""
+    """Owns the hooks on one list of model chunks, and the engine that the hooks call."""
 
     def __init__(
         self,
@@ -46,19 +46,20 @@ class Attachment:
         *,
         layers_per_checkpoint: int | None = None,
     ) -> None:
-        """
+        """Put the hooks on the chunks.
+
         Args:
-            engine: that moves the groups.
+            engine: moves the groups.
             chunks: this rank's model chunks, without wrappers, in the order of their virtual stages.
-            names: of the table; parts of others among them must be left out.
-            layers_per_checkpoint: how many fully recomputed layers share one input, which is a group of its own; None:
-                such inputs are not asked for.
+            names: of the table, without those that are parts of another one.
+            layers_per_checkpoint: number of fully recomputed layers that share one input, which is a group of its own;
+                None: these inputs are not offloaded.
         """
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
-        self._stretches: list[GroupBracket] = []
-        self._pause: HooksPause = HooksPause(engine)  # one: modules that pass by lie in no other such module
-        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._stretches, self._pause)
+        self._ranges: list[GroupBracket] = []
+        self._pause: HooksPause = HooksPause(engine)  # one is enough: modules without hooks are never nested
+        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._ranges, self._pause)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
         self._weights: list[weakref.ref[torch.Tensor]] = []
@@ -67,43 +68,44 @@ class Attachment:
         self._brackets: list[GroupBracket] = []
         self._last_groups: list[frozenset[int]] = []
         self._unused_names: set[str] = set()
-        self._called: _Called | None = None  # the chunk whose forward runs, unless it runs as the nodes of a plan
+        self._called: _Called | None = None  # the chunk whose forward runs; None if it runs as the nodes of a plan
         self._num_forwards: list[int] = [0] * len(chunks)
-        self._comes_back_at_once: set[ChunkKey] = set()  # of the running step; the brackets of last places look it up
+        self._comes_back_at_once: set[ChunkKey] = set()  # of the running step; shared with the brackets of last sites
         self.note_weights(chunks)
         for stage, chunk in enumerate(chunks):
             sites = find_sites(chunk, names)
-            is_in_checkpoints = not sites  # every layer is recomputed, and saves its input only
+            is_in_checkpoints = not sites  # every layer is recomputed and saves only its input
             last_groups = last_checkpoint(count_layers(chunk), layers_per_checkpoint) if is_in_checkpoints else ()
             self._last_groups.append(frozenset(last_groups))
             self._attach_chunk(chunk, stage)
             self._attach_sites(chunk, sites)
             self._attach_moe_layers(chunk)
             self._attach_pauses(chunk, names)
-            self._handles += self.held.attach(chunk)  # last: their hooks run behind those that commit
+            self._handles += self.held.attach(chunk)  # last: these hooks run after the hooks that commit groups
             self._unused_names.update(site.name for site in sites)
         self.checkpoint_bracket: GroupBracket | None = (
             None if layers_per_checkpoint is None else self.bracket(Site("layer_input", "", None))
         )
 
     def note_weights(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Looks up what is no activation. At the end of a step, when the device still has work: at its begin it waits.
+        """Collect the parameters and buffers of `chunks`, which are not activations.
 
-        What takes the place of one of them between two steps is known a step later: until then a buffer, and what has
-        been detached of a parameter, may be moved like activations.
+        Call it at the end of a step: the device still has queued work then, and would idle at the start. A parameter or
+        buffer replaced between two steps is known one step later. Until then a new buffer, and a tensor detached from a
+        new parameter, may move like activations.
 
         Args:
-            chunks: as in the constructor; DistributedDataParallel has something else under the name `buffers`.
+            chunks: as in the constructor, not wrapped: `buffers` of DistributedDataParallel are other objects.
         """
         self._weights = [weakref.ref(t) for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers())]
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """Parameters and buffers of the chunks, as they were at the end of the last step."""
+        """Return the parameters and buffers of the chunks, as they were at the end of the last step."""
         return [tensor for weight in self._weights if (tensor := weight()) is not None]
 
     def begin_iteration(self, actions: Sequence[Action], *, is_combined: bool = False) -> None:
-        """Starts counting this rank's forwards anew.
+        """Start a step: reset the counts of this rank's forwards.
 
         Args:
             actions: of this step.
@@ -115,12 +117,12 @@ class Attachment:
         self._comes_back_at_once |= backward_at_once(actions, is_combined)
 
     def start_chunk(self, stage: int, has_head: bool = False) -> ChunkOffloadHandler | None:
-        """The next forward of virtual stage `stage` begins; None while the engine is passive.
+        """Start the next forward of virtual stage `stage`; return its handler, or None while the engine is passive.
 
         Args:
             stage: of this rank.
-            has_head: the chunk is told when its logits are there. It waits for its copies then, if its backward comes
-                at once.
+            has_head: `begin_head` will be called after the logits. If the backward comes at once, copy-outs are
+                released there.
         """
         if not self.engine.is_active:
             return None
@@ -131,8 +133,8 @@ class Attachment:
         return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head and at_once)
 
     def abandon_iteration(self) -> None:
-        """Leaves every bracket that an exception kept open."""
-        self._pause.leave()  # first: else there are no hooks for a bracket to take off
+        """Leave every bracket that is still open after an exception."""
+        self._pause.leave()  # first: while hooks are paused a bracket has none to pop
         for bracket in reversed(self._brackets):
             bracket.leave()
         self._leave_called()
@@ -140,14 +142,14 @@ class Attachment:
         self.nodes.clear()
 
     def warn_of_unused_names(self) -> None:
-        """Says, once, which of the names found in the model's chunks here no step has called."""
+        """Warn, once, of each name whose submodules this rank has but no step has called."""
         self._unused_names -= self.num_groups.keys()
         for name in sorted(self._unused_names):
-            logger.warning("offload of %r: its submodules are there, but this step did not call them", name)
+            logger.warning("offload of %r: the model has its submodules, but this step did not call them", name)
         self._unused_names.clear()
 
     def close(self) -> None:
-        """Takes every hook off and closes the engine. Idempotent."""
+        """Remove every hook and close the engine. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -157,11 +159,11 @@ class Attachment:
         self.engine.close()
 
     def bracket(self, site: Site, is_last: bool = False) -> GroupBracket:
-        """A new bracket for the groups of a place; those of the last place stay where the backward comes at once.
+        """Make the bracket of a site; groups of the last site stay resident in chunks whose backward comes at once.
 
-        By place, not by number: the order in which a layer runs its modules is not always that of the table.
+        By site, not by group index: a layer does not always run its modules in the order of the table.
         """
-        # The set, not a function of self: without a cycle an attachment goes as soon as its model does.
+        # The set, not a method of self: without a reference cycle an attachment is freed together with its model.
         keeps = self._comes_back_at_once if is_last else ()
         traits = GroupTraits(layer=site.layer, may_delay=site.is_before_experts)
         bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, traits)
@@ -169,7 +171,7 @@ class Attachment:
         return bracket
 
     def _attach_chunk(self, chunk: torch.nn.Module, stage: int) -> None:
-        head = getattr(chunk, "output_layer", None)  # makes the logits; on the last stage only
+        head = getattr(chunk, "output_layer", None)  # computes the logits; on the last stage only
         has_head = head is not None
 
         def enter_chunk(module: torch.nn.Module, args: Any) -> None:
@@ -183,7 +185,7 @@ class Attachment:
                 self._called.chunk.begin_tail()
 
         def begin_head(module: torch.nn.Module, args: Any, output: Any) -> None:
-            # The first of several heads (of layers that predict further tokens) is the last in backward.
+            # Of several heads (MTP layers have their own) the first is the last in backward.
             if self._called is not None and not self._called.has_begun_head:
                 self._called = self._called._replace(has_begun_head=True)
                 self._called.chunk.begin_head()
@@ -191,8 +193,8 @@ class Attachment:
 
         def leave_chunk(module: torch.nn.Module, args: Any, output: Any) -> None:
             handler = self._leave_called()
-            if handler is not None and output is not None:  # no output: it raised
-                handler.begin_head()  # not called before by a loss that takes the weight of the head alone
+            if handler is not None and output is not None:  # None: the forward raised
+                handler.begin_head()  # needed if a fused loss reads only the head's weight and never calls the head
                 handler.end_forward()
                 when_backward_begins(output, handler.begin_backward)
 
@@ -206,33 +208,33 @@ class Attachment:
 
     def _leave_called(self) -> ChunkOffloadHandler | None:
         called, self._called = self._called, None
-        self._pause.leave()  # on still only after an interrupt, which runs no hook behind a forward
+        self._pause.leave()  # still paused only after a KeyboardInterrupt, for which torch runs no forward hook
         if called is None:
             return None
         called.ungrouped_hooks.__exit__(None, None, None)
         return called.chunk
 
     def _attach_sites(self, chunk: torch.nn.Module, sites: Sequence[Site]) -> None:
-        # Hooks run in the order of registration. On one submodule a stretch that ends there ends first, then comes
-        # the submodule's own bracket, and a stretch that begins there begins last.
+        # Hooks run in the order of registration. On one submodule, a range that ends there is left first, then comes
+        # the submodule's own bracket, and a range that begins there is entered last.
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(chunk, sites)}
         brackets = [self.bracket(site, site in last) for site in sites]
-        stretches = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
-        self._stretches += (bracket for _, bracket in stretches)
-        for site, bracket in stretches:
+        ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
+        self._ranges += (bracket for _, bracket in ranges)
+        for site, bracket in ranges:
             self._leave_before(modules[str(site.until)], bracket)
         for site, bracket in zip(sites, brackets, strict=True):
             if site.until is None:
                 self._enclose(modules[site.path], bracket)
-        for site, bracket in stretches:
+        for site, bracket in ranges:
             owner = modules[site.path.rpartition(".")[0]]
             self._enter_after(modules[site.path], owner, bracket)
 
     def _attach_moe_layers(self, chunk: torch.nn.Module) -> None:
-        # When the dispatcher has its split sizes, the device waits until the host has launched what computes the
-        # experts. The host takes longer for it while something is copied. So what the layer has committed before is
-        # copied from the end of its MLP on. (Not of the experts: they may run inside a checkpoint, unseen.)
+        # After the dispatcher has read its split sizes, the device waits until the host has launched the kernels of
+        # the experts, which takes the host longer while a copy runs. So groups committed before are copied from the
+        # end of the MLP on. (Not from the end of the experts: inside a checkpoint their hooks may not run.)
         engine = self.engine
 
         def pass_host_wait(module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -244,18 +246,18 @@ class Attachment:
             self._handles.append(layer.register_forward_hook(pass_host_wait))
 
     def _attach_pauses(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
-        # Where no group can have a use for what is saved, the host does not spend its time on it: with 32 experts in
-        # each layer that was a twentieth of the step. Where it has a use for one tensor of hundreds, for that one.
+        # Hooks pause in modules that share no saved tensor with a group: with 32 experts in each layer they cost the
+        # host a twentieth of the step. In a linear of experts they pause after the one tensor that a group may need.
         unshared = unshared_modules(chunk, names)
         for module in unshared:
             self._pause_in(module, self._pause.enter)
-        pass_by = {part for module in unshared for part in module.modules()}
+        without_hooks = {part for module in unshared for part in module.modules()}
         for linear in linears_of_experts(chunk):
-            if linear not in pass_by:
+            if linear not in without_hooks:
                 self._pause_in(linear, self._pause.enter_linear)
 
     def _pause_in(self, module: torch.nn.Module, enter: Callable[..., None]) -> None:
-        # Innermost: behind the end of a stretch in front of the module, and in front of the one that begins there.
+        # Innermost: entered after a range that ends at the module is left, left before a range that begins there.
         self._handles.append(module.register_forward_pre_hook(enter))
         self._handles.append(module.register_forward_hook(self._pause.leave, prepend=True, always_call=True))
 
@@ -274,7 +276,7 @@ class Attachment:
             bracket.enter()
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            bracket.leave()  # open still only if an exception left the stretch
+            bracket.leave()  # still open only if an exception was raised inside the range
 
         self._handles.append(module.register_forward_hook(enter))
         self._handles.append(owner.register_forward_hook(leave, always_call=True))
@@ -287,7 +289,7 @@ class Attachment:
 
 
 def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
-    """Has `do` called when the gradient of a module's output arrives; never where it has none."""
+    """Register `do` to be called when the gradient of a module's output arrives; no-op if no output requires grad."""
     for tensor in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda _: do())
@@ -295,10 +297,10 @@ def when_backward_begins(output: Any, do: Callable[[], None]) -> None:
 
 
 def last_of_each_name(chunk: torch.nn.Module, sites: Sequence[Site]) -> frozenset[int]:
-    """Ordinals, among the places of a chunk, of the last one of every name, where that is in the last two layers.
+    """Return the index, in `sites`, of the last site of every name, if it is in the last two layers of the chunk.
 
-    A backward that comes at once needs these before a copy could be out and back. Two, because a layer may be an
-    attention or an MLP alone.
+    A backward that comes at once needs these groups before a copy could be out and back. Two layers, because a layer
+    may be only an attention or only an MLP.
     """
     first_layer = sum(1 for _ in layers_of(chunk)) - 2
     last = {site.name: ordinal for ordinal, site in enumerate(sites)}
@@ -306,7 +308,7 @@ def last_of_each_name(chunk: torch.nn.Module, sites: Sequence[Site]) -> frozense
 
 
 def last_checkpoint(num_layers: int, layers_per_checkpoint: int | None) -> frozenset[int]:
-    """Ordinal, within the chunk, of the last group of recomputed layers."""
+    """Return the index, in the chunk, of the last group of recomputed layers."""
     if not layers_per_checkpoint or not num_layers:
         return frozenset()
     return frozenset({(num_layers - 1) // layers_per_checkpoint})

@@ -1,4 +1,4 @@
-"""The bracket around one place in the model: opens and closes its groups, and marks their ends in the graph."""
+"""`GroupBracket`: opens and closes the groups of one site in the model, and marks their ends in the graph."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NO_TRAITS = GroupTraits()
 
 
 class GroupBracket:
-    """Opens and closes the groups of one place in the model, one at a time.
+    """Opens and closes the groups of one site in the model, one at a time.
 
-    While the engine is passive (evaluation, recomputation) nothing is opened, and leaving changes nothing.
+    While the engine is passive (evaluation, recomputation) no group is opened, and leaving is a no-op.
     """
 
     def __init__(
@@ -29,12 +29,13 @@ class GroupBracket:
         keeps: Collection[ChunkKey] = (),
         traits: GroupTraits = _NO_TRAITS,
     ) -> None:
-        """
+        """Make a closed bracket.
+
         Args:
-            engine: that moves the groups.
+            engine: moves the groups.
             name: of the groups.
-            counter: of groups opened, by name.
-            keeps: the chunks whose groups of this place stay resident.
+            counter: counts the groups opened, by name.
+            keeps: the chunks in which groups of this site stay resident.
             traits: of the groups.
         """
         self._engine = engine
@@ -42,29 +43,29 @@ class GroupBracket:
         self._counter = counter
         self._keeps = keeps
         self._traits = traits
-        self._chunk: ChunkOffloadHandler | None = None  # whose group is open
-        self._has_hooks = False  # else the bracket is suspended, or not open
+        self._chunk: ChunkOffloadHandler | None = None  # the chunk of the open group
+        self._has_hooks = False  # False: the bracket is suspended, or not open
 
     def enter(self) -> bool:
-        """Opens a group: what is saved from now on belongs to it.
+        """Open a group: tensors saved from now on belong to it.
+
+        The input gets no mark in the graph. A mark would sum the gradients of the readers inside the group before
+        those of its other readers are added: another order of summation, which changes the last bit.
 
         Returns:
             False, and no group is open, while the engine is passive, and inside a checkpoint of torch or other hooks
             that are not the chunk's.
-
-        Nothing marks the input in the graph. A mark would gather the gradients of an input that is read more than once
-        before those of its other readers are added: another order of summation, and another last bit.
         """
         chunk = self._engine.active_chunk
         if chunk is None:
             return False
         if self._chunk is not None:
-            self.leave()  # the place is entered again before its end was reached
+            self.leave()  # the site is entered again before its end was reached
         if not chunk.hooks.are_innermost():
-            return False  # torch's checkpoint recomputes without this group: it must see what is saved now, too
+            return False  # torch's checkpoint recomputes without this group, and must see the same saves in both runs
         is_kept = chunk.key in self._keeps
         if is_kept:
-            chunk.offload_kept_groups(self._name)  # the place is called again: its last call comes back first
+            chunk.offload_kept_groups(self._name)  # the site is called again: only its last call needs no copy
         chunk.open_group(self._name, self._traits._replace(keep=True) if is_kept else self._traits)
         self._chunk = chunk
         self.resume()
@@ -72,19 +73,19 @@ class GroupBracket:
         return True
 
     def suspend(self) -> None:
-        """Something else runs before the bracket's end is reached: what is saved belongs to no group. Idempotent."""
+        """Pause the open group: tensors saved until `resume` do not belong to it. Idempotent; no-op if none is open."""
         if self._chunk is not None and self._has_hooks:
             self._chunk.hooks.pop()
             self._has_hooks = False
 
     def resume(self) -> None:
-        """What is saved belongs to the open group again. Idempotent; nothing if it is not open."""
+        """Undo `suspend`: saved tensors belong to the open group again. Idempotent; no-op if none is open."""
         if self._chunk is not None and not self._has_hooks:
             self._chunk.hooks.push()
             self._has_hooks = True
 
     def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Leaves in front of a call; returns its arguments with the mark of the group's end."""
+        """Commit the group in front of a call; return the arguments with the mark of the group's end, None if none."""
         chunk = self._exit_hooks()
         if chunk is None:
             return None
@@ -94,7 +95,11 @@ class GroupBracket:
         return args, kwargs
 
     def leave_with(self, output: Any) -> Any:
-        """Leaves behind a call; returns its output with the mark of the group's end. No output: it raised."""
+        """Commit the group after a call; return the output with the mark of the group's end.
+
+        Args:
+            output: None if the call raised; the group is abandoned then.
+        """
         if output is None:
             return self.leave()
         chunk = self._exit_hooks()
@@ -106,7 +111,7 @@ class GroupBracket:
         return output
 
     def leave(self) -> None:
-        """Leaves without an output to mark, as after an exception; nothing if it is not open."""
+        """Abandon the open group, as after an exception. No-op if none is open."""
         chunk = self._exit_hooks()
         if chunk is not None:
             chunk.abandon_group()
@@ -121,33 +126,33 @@ class GroupBracket:
 
 
 class HooksPause:
-    """Hooks that let what a module saves past the engine, for one module at a time: not for those that it calls.
+    """Pauses the engine's hooks while a module runs, one module at a time.
 
     Args:
-        engine: that takes what is saved.
+        engine: owns the hooks.
     """
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
-        self._chunk: ChunkOffloadHandler | None = None  # whose hooks are off
-        self._module: Any = None  # in which they are
-        self._saves_original_input: bool | None = None  # what it did before; None: it was not told to
+        self._chunk: ChunkOffloadHandler | None = None  # the chunk whose hooks are paused
+        self._module: Any = None  # the module in which they are
+        self._saves_original_input: bool | None = None  # the attribute's value before; None: not changed
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """The engine takes no more of what is saved. Nothing while it is passive, or in an open group."""
+        """Pause the hooks of the running chunk. No-op while the engine is passive, or in an open group."""
         chunk = self._engine.active_chunk
         if chunk is not None and chunk.hooks.pause_around_groups():
             self._chunk, self._module = chunk, module
 
     def enter_linear(self, linear: Any, args: tuple[Any, ...]) -> None:
-        """The engine takes the input of such a layer of experts and nothing behind it. Nothing while it is passive."""
+        """Pause the hooks after the input of a linear of experts has been saved. No-op while the engine is passive."""
         chunk = self._engine.active_chunk
         if chunk is not None and saves_only_weights_behind(linear, args) and chunk.hooks.pause_behind(args[0]):
             self._chunk, self._module = chunk, linear
             self._saves_original_input, linear.save_original_input = linear.save_original_input, True
 
     def leave(self, module: torch.nn.Module | None = None, *_: Any) -> None:
-        """The engine takes what is saved again; nothing if nothing was entered, or `module` was not."""
+        """Resume the hooks. No-op if they are not paused, or paused in a module other than `module`."""
         if self._chunk is None or module not in (None, self._module):
             return
         self._chunk.hooks.resume()
@@ -159,7 +164,7 @@ class HooksPause:
 def _replace_in_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], replace: _Replace
 ) -> tuple[bool, tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Replaces the first tensor that requires grad, in order of position, then of keywords."""
+    """Replace the first tensor that requires grad, positional arguments first; return whether there was one."""
     done, new_args = _replace_first(args, replace)
     if done:
         return True, (new_args, kwargs)
@@ -170,7 +175,7 @@ def _replace_in_arguments(
 
 
 def _replace_first(value: Any, replace: _Replace) -> tuple[bool, Any]:
-    """Replaces the first tensor that requires grad in a tensor, tuple or list."""
+    """Replace the first tensor that requires grad in a tensor, tuple or list; return whether there was one."""
     if _needs_grad(value):
         return True, replace(value)
     if isinstance(value, (tuple, list)):
@@ -184,4 +189,4 @@ def _replace_first(value: Any, replace: _Replace) -> tuple[bool, Any]:
 def _needs_grad(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False
-    return not value.is_leaf or not isinstance(value, torch.nn.Parameter)  # the last one takes longest to ask
+    return not value.is_leaf or not isinstance(value, torch.nn.Parameter)  # the slowest test comes last

@@ -1,17 +1,17 @@
-"""Tensors that megatron-core keeps until backward beside autograd, and when it has read them for the last time.
+"""Tensors that megatron-core keeps until backward in addition to autograd, and the moment of their last read.
 
-While somebody keeps a tensor its copy-out frees nothing, unless the engine is told that nobody reads it any more. That
-is known of megatron-core's own code only. Where a model has decoders or layers of its user's, or hooks of theirs, which
-may keep a tensor and read it later, nothing is told. Nor is it where CUDA graphs capture layers: what a graph gives out
-is memory that its next replay writes to.
+While another reference keeps a tensor, its copy-out frees no memory, unless the engine is told that the tensor is not
+read any more (`OffloadEngine.held_elsewhere`). This is known for megatron-core's own code only. Tensors are therefore
+not declared if a decoder, a layer or a hook of the model comes from other code, which may keep a tensor and read it
+later, nor if CUDA graphs capture layers: the output of a graph is memory that its next replay overwrites.
 
-1. The input of a chunk's decoder: the schedule keeps what it received until the backward of that chunk, and reads only
-   the gradient of it; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
-   layer reads it last.
-2. What `CheckpointWithoutOutput` recomputes from: it saves detached leaves, and autograd keeps those together with the
-   node that accumulates their gradient. The layer around it reads the tensor last, in a residual connection. That layer
-   may be one inside a layer that predicts a token more, whose own input and norms are never recomputed that way; under
-   the all-to-all overlap it is a node that runs its attention.
+1. The input of a chunk's decoder. The schedule keeps the received tensor until the backward of that chunk and reads
+   only its gradient; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
+   layer is the last reader.
+2. The tensors that `CheckpointWithoutOutput` recomputes from. It saves detached leaves, which autograd keeps together
+   with the node that accumulates their gradient. The enclosing layer is the last reader, in a residual connection. It
+   may be a layer inside an MTP layer, whose own input and norms are never recomputed in this way; under the all-to-all
+   overlap it is a node that runs attention.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from offload_engine._compat import torch_private
 
 logger = logging.getLogger(__name__)
 
-# Whose hooks on modules keep nothing that they see: ours, those of data parallelism, and those of TransformerEngine.
+# Packages whose module hooks keep no tensor: this one, data parallelism, and TransformerEngine.
 _KNOWN = ("megatron.core.", "megatron_patches.", "torch.", "transformer_engine.")
 
 
 class HeldTensors:
-    """Tells an engine which tensors of the running forward are held elsewhere, as soon as nobody reads them."""
+    """Declares to an engine which tensors of the running forward are held elsewhere, after their last read."""
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
-        self._has_other_readers: bool | None = None  # in the running step; None: nobody has asked yet
-        self._is_others: bool = False  # a chunk, a decoder or a layer is not megatron-core's, or a graph's
+        self._has_other_readers: bool | None = None  # in the running step; None: not determined yet
+        self._is_others: bool = False  # a chunk, decoder or layer is not megatron-core's, or is captured in a graph
         self._is_logged: bool = False
-        self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks see such tensors
+        self._seen: list[weakref.ref[torch.nn.Module]] = []  # modules whose hooks get these tensors
         self._is_input_read_later: bool = False
-        self._input: list[torch.Tensor] = []  # the tensors that are the running decoder's input
-        self._recomputed_from: list[torch.Tensor] | None = None  # by the running layer; None: they are not wanted
-        self._are_outputs_read: bool = False  # somebody collects the outputs of layers, the inputs of others
+        self._input: list[torch.Tensor] = []  # the running decoder's input and its aliases
+        self._recomputed_from: list[torch.Tensor] | None = None  # by the running layer; None: not collected
+        self._are_outputs_read: bool = False  # the caller collects the outputs of layers, the inputs of others
 
     def attach(self, chunk: torch.nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Hooks on one model chunk; nothing on one without layers, or with layers that a CUDA graph captures."""
+        """Register hooks on a model chunk and yield their handles; none if a CUDA graph captures its layers."""
         if is_captured_by_te(getattr(chunk, "config", None)):
             self._is_others = True
             return
@@ -75,14 +75,14 @@ class HeldTensors:
         yield decoder.register_forward_hook(self._leave_decoder)
 
     def begin_step(self) -> None:
-        """Hooks come and go between steps: `has_other_readers` is found out anew."""
+        """Start a step. Hooks may be added and removed between steps, so `has_other_readers` is determined again."""
         self._has_other_readers = None
 
     @property
     def has_other_readers(self) -> bool:
-        """Code that is not megatron-core's sees what would be told: it may read it later.
+        """Return whether code other than megatron-core's gets the tensors to declare, and may read them later.
 
-        Found out when it is first asked for in a step: then the device has work, at the begin it would wait.
+        Determined at the first use in a step, when the device has queued work; at the start of the step it would idle.
         """
         if self._has_other_readers is None:
             modules = [module for seen in self._seen if (module := seen()) is not None]
@@ -94,29 +94,29 @@ class HeldTensors:
         if self._has_other_readers and not self._is_logged:
             self._is_logged = True
             logger.info(
-                "inputs of layers stay on the device where the schedule keeps them, too: a decoder, a layer or a hook "
-                "of this model is not megatron-core's, or a CUDA graph captures its layers, and may read them later"
+                "layer inputs that the schedule keeps stay on the device: a decoder, a layer or a hook of this model "
+                "is not megatron-core's and may read them later, or a CUDA graph captures its layers"
             )
 
     def begin_layer(self) -> None:
-        """From now on what `CheckpointWithoutOutput` saves is read last by the layer that begins."""
-        is_told = self._engine.is_active and not (self._are_outputs_read or self._is_others)
-        self._recomputed_from = [] if is_told else None
+        """Called when a layer begins: it is the last reader of tensors that `CheckpointWithoutOutput` saves in it."""
+        is_declared = self._engine.is_active and not (self._are_outputs_read or self._is_others)
+        self._recomputed_from = [] if is_declared else None
 
     def end_layer(self) -> None:
-        """The layer has read it."""
+        """Called when a layer ends: declare the tensors that it has read for the last time."""
         recomputed_from, self._recomputed_from = self._recomputed_from, None
         if recomputed_from:
-            self._tell([], recomputed_from)
+            self._declare([], recomputed_from)
 
     def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """`CheckpointWithoutOutput` has saved detached copies of `tensors`."""
+        """Called when `CheckpointWithoutOutput` has saved detached copies of `tensors`."""
         if self._recomputed_from is not None:
             leaves = (t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad)
             self._recomputed_from += (t for t in leaves if not isinstance(t, torch.nn.Parameter))
 
     def clear(self) -> None:
-        """Forgets the running forward, which raised."""
+        """Forget the running forward, as after an exception."""
         self._input, self._recomputed_from = [], None
 
     def _note_modules(self, chunk: torch.nn.Module) -> None:
@@ -152,21 +152,21 @@ class HeldTensors:
         if self._input:
             hidden_states = _hidden_states(args, kwargs)
             outputs = output if isinstance(output, tuple) else (output,)
-            if any(hidden_states is tensor for tensor in outputs):  # a layer that does nothing
+            if any(hidden_states is tensor for tensor in outputs):  # an identity layer
                 self._input = []
-            elif _storage(hidden_states) == _storage(self._input[0]):  # an alias, where the input is a view
+            elif _storage(hidden_states) == _storage(self._input[0]):  # an alias, if the input is a view
                 self._input.append(hidden_states)
-        self._tell(self._input, recomputed_from)
+        self._declare(self._input, recomputed_from)
 
     def _leave_layer(self, layer: torch.nn.Module, args: Any, output: Any) -> None:
         self.end_layer()
 
     def _leave_decoder(self, decoder: torch.nn.Module, args: Any, output: Any) -> None:
-        # Again: full recomputation calls the layers without gradients, and saves their inputs behind them.
-        self._tell(self._input, [])
+        # Again: full recomputation calls the layers without gradients and saves their inputs afterwards.
+        self._declare(self._input, [])
         self._input = []
 
-    def _tell(self, tensors: list[torch.Tensor], recomputed_from: list[torch.Tensor]) -> None:
+    def _declare(self, tensors: list[torch.Tensor], recomputed_from: list[torch.Tensor]) -> None:
         holders: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for tensor in (*tensors, *recomputed_from):
             holders[_storage(tensor)].append(tensor)
@@ -178,11 +178,13 @@ class HeldTensors:
 
 
 def is_input_of_others(chunk: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether whoever calls a chunk, or has its plan built, may read the decoder's input: who gives it or asks for it.
+    """Return whether the caller of a chunk, or of its plan, may read the decoder's input after the first layer.
+
+    It may if it passes the input itself, or gets it back through an output processor or the configuration logger.
 
     Args:
         chunk: of a model.
-        args: of the call, as of `GPTModel.forward` and of a plan behind its model.
+        args: positional arguments of `GPTModel.forward`, or of the plan's constructor after the model.
         kwargs: of the call.
     """
     return (
@@ -210,7 +212,7 @@ def _has_global_hooks() -> bool:
 
 
 def _layers_ahead(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers inside those that predict a token more."""
+    """Return the transformer layers inside the MTP layers."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     ahead = getattr(chunk, "mtp", None)

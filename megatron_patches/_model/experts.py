@@ -1,9 +1,8 @@
-"""Linear layers of all experts in one call, as TransformerEngine's GroupedLinear, of which the engine takes the input.
+"""Linear layers that run all experts in one call, such as TransformerEngine's GroupedLinear: only their input moves.
 
-Such a layer saves each expert's part of its input, and the weight and the bias of each: 192 tensors with 64 experts,
-which take the host thirty times as long through hooks as one does. Told to save its input as it is
-(`save_original_input`, which megatron-core sets, too, where it recomputes), the layer saves one tensor of it, in front
-of all others: behind that one the hooks may pause.
+Such a layer saves each expert's part of its input, weight and bias: 192 tensors with 64 experts, which cost the host
+thirty times as long in hooks as one tensor. With `save_original_input` (which megatron-core also sets when it
+recomputes) the layer saves its input as one tensor, before all others: after that tensor the hooks can pause.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 
 _TE = "transformer_engine"
-_DEBUGGING = f"{_TE}.debug.pytorch.debug_state"  # imported by TransformerEngine's modules, where it has any
+_DEBUGGING = f"{_TE}.debug.pytorch.debug_state"  # imported by TransformerEngine's modules, in versions that have it
 _KNOWN = ("megatron.core.", f"{_TE}.")
 
 
 def linears_of_experts(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Those submodules of a model chunk that can be told to save their input as it is.
+    """Return the submodules of a model chunk that have `save_original_input`.
 
-    Of classes whose forward is somebody else's it is not known what else they save; those of wrappers, which pass on
-    the attributes of what they wrap, neither.
+    Excludes classes with a forward from other packages, because what else they save is unknown, and wrappers, which
+    only forward the attributes of the wrapped module.
     """
     for module in chunk.modules():
         own = vars(module)
@@ -32,27 +31,27 @@ def linears_of_experts(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def saves_only_weights_behind(linear: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the forward that begins with `args` saves weights and biases alone, and as they are, behind its input."""
+    """Return whether the forward of `args` saves, after its input, only weights and biases, and these uncopied."""
     tokens, weight = args[0] if args else None, next(linear.parameters(), None)
     if type(tokens) is not torch.Tensor or type(weight) is not torch.nn.Parameter:
         return False
-    # Else it casts, and saves copies of its weights.
+    # Otherwise the layer casts its weights and saves the copies.
     is_as_it_is = weight.dtype == tokens.dtype and not torch.is_autocast_enabled(tokens.device.type)
     return is_as_it_is and not _will_quantize(linear)
 
 
 def _will_quantize(linear: Any) -> bool:
-    """Or look at what it would quantise, as TransformerEngine's debugging does, in forward and in backward."""
+    """Return whether `linear` will quantize, or TransformerEngine's debug mode will inspect what it could quantize."""
     if _TE not in sys.modules:
         return False
     try:
         from megatron.core.fp8_utils import FP8GlobalStateManager
-    except ImportError:  # of a version that has it elsewhere
+    except ImportError:  # moved in another version: assume that it quantizes
         return True
     debugging = getattr(sys.modules.get(_DEBUGGING), "TEDebugState", None)
     if debugging is not None and debugging.debug_enabled:
         return True
     is_context_quantized = FP8GlobalStateManager.is_fp8_enabled()
-    # Megatron-core's subclass may be told otherwise than its surroundings.
+    # Megatron-core's subclass may override the enclosing FP8 context.
     will = getattr(linear, "will_execute_quantized", None)
     return bool(will(is_context_quantized) if will is not None else is_context_quantized)

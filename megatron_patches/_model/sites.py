@@ -1,4 +1,4 @@
-"""Where a model has the submodules that the table of names speaks of."""
+"""Finds the submodules of a model that the table of names lists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_patches._model.modules import DISPATCH, EXPERTS, MODULES, ModuleRo
 from offload_engine._compat.torch_private import class_behind_fsdp
 
 _DISPATCH_RANK = [row.name for row in MODULES].index(DISPATCH)
-# In the order in which a layer runs those it has, each with the norm in front of it.
+# Block -> the norm in front of it, in the order in which a layer runs the blocks it has.
 BLOCKS = {
     "self_attention": "input_layernorm",
     "cross_attention": "pre_cross_attn_layernorm",
@@ -22,33 +22,33 @@ BLOCKS = {
 
 
 class Site(NamedTuple):
-    """One bracket found in a model chunk."""
+    """One span found in a model chunk."""
 
     name: str
     path: str
     until: str | None
     layer: int = -1
-    """Counted in the chunk, from 0; -1: not of one."""
+    """Index of the layer in the chunk, from 0; -1: not in a layer."""
 
     is_before_experts: bool = False
-    """It ends in front of the experts of its layer: the host waits for the device then, and the device for the host."""
+    """Ends in front of the experts of its layer, where the host waits for the device, and then the device for it."""
 
 
 class Survey(NamedTuple):
-    """What a model chunk, or a whole model, has to offer."""
+    """What a model chunk, or a whole model, can offload."""
 
     sites: dict[str, int]
-    """Name -> how many places."""
+    """Name -> number of sites."""
 
     identities: frozenset[str]
-    """Names whose submodule is there but does nothing."""
+    """Names whose submodule is an identity."""
 
     classes: frozenset[str]
     """Class names of the layers' submodules, as "mlp: MoELayer", for error messages."""
 
 
 def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
-    """Every place in a model chunk that the names stand for, in the order in which the chunk runs them."""
+    """Return the sites of `names` in a model chunk, in the order in which the chunk runs them."""
     found = []
     for depth, (prefix, layer) in enumerate(layers_of(chunk)):
         modules = dict(layer.named_modules())
@@ -63,16 +63,17 @@ def find_sites(chunk: torch.nn.Module, names: Sequence[str]) -> list[Site]:
 
 
 def moe_layers(chunk: torch.nn.Module) -> list[torch.nn.Module]:
-    """The MLP of each layer that has experts."""
+    """Return the MLP of each layer that has experts."""
     layers = [dict(layer.named_modules()) for _, layer in layers_of(chunk)]
     return [modules[EXPERTS.rpartition(".")[0]] for modules in layers if EXPERTS in modules]
 
 
 def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    """The attention, MLP or mixer that a model chunk of several layers runs last; None: it has no more than one layer.
+    """Return the attention, MLP or mixer that a chunk runs last; None for a chunk with at most one layer.
 
-    What the last layer copies out before that block is done when it ends. The first layer's may come later: it takes
-    host bytes that the copy-ins for the next backward, issued when this forward begins, may still be reading.
+    Copy-outs that the last layer issues before this block have completed when it ends. In the first layer they may
+    take longer: they write host bytes that the copy-ins for the next backward, issued when this forward begins, may
+    still be reading.
     """
     found = None
     for _, layer in layers_of(chunk) if count_layers(chunk) > 1 else ():
@@ -84,7 +85,7 @@ def last_block(chunk: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def own_norms(chunks: Iterable[torch.nn.Module]) -> frozenset[str]:
-    """Which of the norms in front of a block are modules of their own in some layer; others are fused behind them."""
+    """Return the norms that are modules of their own in some layer; the others are fused into the next module."""
     layers = [layer for chunk in chunks for _, layer in layers_of(chunk)]
     return frozenset(
         norm for norm in BLOCKS.values() if not all(is_absent(getattr(layer, norm, None)) for layer in layers)
@@ -92,7 +93,7 @@ def own_norms(chunks: Iterable[torch.nn.Module]) -> frozenset[str]:
 
 
 def count_layers(chunk: torch.nn.Module) -> int:
-    """Layers of a model chunk that full recomputation would run again."""
+    """Count the layers of a model chunk that full recomputation would run again."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
     mtp = [f"{path}." for path, layer in layers_of(chunk) if isinstance(layer, MultiTokenPredictionLayer)]
@@ -100,7 +101,7 @@ def count_layers(chunk: torch.nn.Module) -> int:
 
 
 def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
-    """Counts, for every name of the table, the places in these chunks."""
+    """Count the sites of every name of the table in these chunks."""
     sites = {row.name: 0 for row in MODULES}
     identities, classes = set(), set()
     for _, layer in (entry for chunk in chunks for entry in layers_of(chunk)):
@@ -108,13 +109,13 @@ def survey(chunks: Iterable[torch.nn.Module]) -> Survey:
         classes |= {f"{name}: {type(child).__name__}" for name, child in layer.named_children()}
         for row in MODULES:
             sites[row.name] += sum(1 for _ in sites_in_layer(row, modules))
-            if any(_is_identity(modules.get(bracket.path)) for bracket in row.brackets):
+            if any(_is_identity(modules.get(span.path)) for span in row.spans):
                 identities.add(row.name)
     return Survey(sites, frozenset(identities), frozenset(classes))
 
 
 def merge_surveys(surveys: Iterable[Survey]) -> Survey:
-    """The survey of a model spread over several ranks."""
+    """Merge the surveys of several ranks into that of the whole model."""
     parts = list(surveys)
     sites = {row.name: sum(part.sites[row.name] for part in parts) for row in MODULES}
     identities = frozenset[str]().union(*(part.identities for part in parts))
@@ -122,7 +123,7 @@ def merge_surveys(surveys: Iterable[Survey]) -> Survey:
 
 
 def layers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Layers that the table's paths begin at. One that predicts a token more comes before the layers inside it."""
+    """Yield the layers that the table's paths are relative to; an MTP layer before the layers it contains."""
     from megatron.core.ssm.mamba_layer import MambaLayer
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -133,37 +134,37 @@ def layers_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def is_megatron_cores(*modules: torch.nn.Module) -> bool:
-    """Whether all are of megatron-core's own classes, or of those that torch's `fully_shard` has derived from them."""
+    """Return whether all are of classes of megatron-core, or classes that torch's `fully_shard` derives from them."""
     return all(class_behind_fsdp(module).__module__.startswith("megatron.core.") for module in modules)
 
 
 def overlaps_expert_comm(config: Any) -> bool:
-    """Whether forward and backward of two chunks run together, to hide the experts' all-to-all."""
+    """Return whether forward and backward of two chunks run together, to hide the experts' all-to-all."""
     return bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
 
 
 def calls_no_parts(module: torch.nn.Module) -> bool:
-    """Whether operations of TransformerEngine stand in for the submodules of this one.
+    """Return whether fused operations of TransformerEngine replace the submodules of this module.
 
-    Then megatron-core itself calls the hooks in front of the submodules, all at once and without the inputs, and those
-    behind them either not at all or without the outputs.
+    Then megatron-core calls the submodules' forward pre-hooks itself, all at once and without inputs, and their forward
+    hooks not at all or without outputs.
     """
     return (
-        hasattr(module, "_make_fused_impl")  # TEFusedMLP; megatron-core asks by this attribute, too
+        hasattr(module, "_make_fused_impl")  # TEFusedMLP; megatron-core tests this attribute, too
         or hasattr(module, "_make_fused_grouped_swiglu_ops")  # FusedSharedExpertMLP
-        or getattr(module, "_with_fused_impl", False)  # TEGroupedMLP, where it is told to
+        or getattr(module, "_with_fused_impl", False)  # TEGroupedMLP, if configured so
     )
 
 
 def sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Iterator[tuple[Site, int]]:
-    """Sites relative to the layer, each with the number of its expert (-1: not one of several)."""
-    for bracket in row.brackets:
-        pattern = re.compile(re.escape(bracket.path).replace(r"\*", r"([^.]+)"))
+    """Yield the sites of `row`, relative to the layer, each with the index of its expert (-1: not one of several)."""
+    for span in row.spans:
+        pattern = re.compile(re.escape(span.path).replace(r"\*", r"([^.]+)"))
         for path, module in modules.items():
             match = pattern.fullmatch(path)
             if match is None or _is_identity(module):
                 continue
-            until = bracket.until.replace("*", match[1]) if bracket.until and match.groups() else bracket.until
+            until = span.until.replace("*", match[1]) if span.until and match.groups() else span.until
             if until is None or until in modules:
                 yield Site(row.name, path, until), int(match[1]) if match.groups() else -1
 
@@ -173,6 +174,7 @@ def _under(prefix: str, site: Site) -> Site:
 
 
 def is_absent(block: torch.nn.Module | None) -> bool:
+    """Return whether a layer does not have this block, or has an identity in its place."""
     return not isinstance(block, torch.nn.Module) or _is_identity(block)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model can do what is asked of it: found out before the first training step, on every rank alike."""
+"""Checks that a model supports its settings, before the first training step and with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _UNEVEN_STAGES = (
 
 
 class _Report(NamedTuple):
-    """What one rank tells the others of its pipeline."""
+    """What one rank sends to the others of its pipeline."""
 
     survey: Survey | None = None
     problem: str | None = None
     names: tuple[str, ...] = ()
-    """What it offloads; none: nothing."""
+    """Names that the rank offloads."""
 
     has_moved: bool = False
-    """Something, in its first step."""
+    """Whether the rank copied out anything in its first step."""
 
 
 def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
-    """Rejects names with which nothing would move: what is computed again in backward, and what is run in pieces.
+    """Reject names with which nothing would move, because their module is recomputed or never called as a whole.
 
     Args:
         config: of the model.
@@ -41,7 +41,7 @@ def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) ->
         norms: the model's `own_norms`.
 
     Raises:
-        ValueError: naming both settings.
+        ValueError: if a name conflicts with another setting; names both.
     """
     for name in names:
         row = row_of(name)
@@ -56,7 +56,7 @@ def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) ->
 
 
 def check_parts_are_called(config: Any, names: Sequence[str], chunks: Sequence[torch.nn.Module]) -> None:
-    """Rejects names with a place inside a module whose submodules TransformerEngine's operations stand in for.
+    """Reject names with a site inside a module whose submodules fused operations of TransformerEngine replace.
 
     Args:
         config: of the model.
@@ -64,7 +64,7 @@ def check_parts_are_called(config: Any, names: Sequence[str], chunks: Sequence[t
         chunks: this rank's model chunks.
 
     Raises:
-        ValueError: naming both settings, and what can be offloaded instead.
+        ValueError: if there is such a site; names both settings and what can be offloaded instead.
     """
     for chunk in chunks:
         modules = dict(chunk.named_modules())
@@ -75,60 +75,60 @@ def check_parts_are_called(config: Any, names: Sequence[str], chunks: Sequence[t
 
 
 def check_weights_stay_whole(config: Any) -> None:
-    """Rejects weights that are gathered anew in backward, by methods of the very parameter.
+    """Reject weights that are re-gathered in backward through methods of the Parameter object.
 
-    What saved tensors hooks give back is another tensor, without them.
+    Saved tensors hooks return another tensor object, without these methods.
 
     Raises:
-        NotImplementedError: naming the setting.
+        NotImplementedError: if the setting is on; names it.
     """
     for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
         if (getattr(config, name, None) or 1) > 1:
             raise NotImplementedError(
-                f"offload_activation cannot be used with {name}={getattr(config, name)}: the backward of its layers "
-                "calls methods of the saved parameter, which autograd does not keep under saved tensors hooks. Set it "
-                "to 1, or switch the offload off."
+                f"offload_activation cannot be used with {name}={getattr(config, name)}: the backward of these layers "
+                "calls methods of the saved Parameter object, which saved tensors hooks do not preserve. Set it to 1, "
+                "or switch the offload off."
             )
 
 
 def check_inputs_stay_whole(config: Any) -> None:
-    """Rejects full recomputation that keeps a part of each layer's input, in a pipeline.
+    """Reject full recomputation in a pipeline that keeps only a part of each layer's input.
 
-    It cuts the very tensor that the stage before has sent, and restores the one that autograd gives back to it: under
-    saved tensors hooks that is another one. Within a stage nobody looks at the tensor again.
+    It truncates, in place, the tensor received from the previous stage and restores the tensor that autograd returns,
+    which under saved tensors hooks is another object. Inputs inside a stage are not read again, so they do no harm.
 
     Raises:
-        NotImplementedError: naming the setting.
+        NotImplementedError: if the setting is on; names it.
     """
     is_full = config.recompute_granularity == "full"
     if is_full and getattr(config, "distribute_saved_activations", False) and config.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
             "offload_activation cannot be used with distribute_saved_activations=True in a pipeline: the input of a "
-            "stage would stay cut in backward. Switch distribute_saved_activations off, or the offload."
+            "stage would stay truncated in backward. Switch distribute_saved_activations or the offload off."
         )
 
 
 def check_host_limit(
     config: Any, limit_bytes: int | None, seq_length: int | None, micro_batch_size: int | None
 ) -> None:
-    """Rejects a host limit that cannot hold even the smallest useful group: one hidden activation.
+    """Reject a host limit that cannot hold even the smallest useful group: one hidden activation.
 
     Raises:
-        ValueError: with both figures.
+        ValueError: if it cannot; names both sizes.
     """
-    if limit_bytes is None or not seq_length or not micro_batch_size:  # without a pipeline nobody need tell them
+    if limit_bytes is None or not seq_length or not micro_batch_size:  # without a pipeline they may not be given
         return
     need = hidden_bytes(config, seq_length, micro_batch_size)
     if limit_bytes < need:
         raise ValueError(
             f"offload_host_limit_bytes={limit_bytes:,} cannot hold one hidden activation of {need:,} bytes "
             f"(sequence {seq_length} x micro batch {micro_batch_size} x hidden {config.hidden_size}): nothing could "
-            "be offloaded. Raise the limit"
+            "be offloaded. Raise the limit."
         )
 
 
 def hidden_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int:
-    """Bytes of one [sequence, batch, hidden] activation on this rank."""
+    """Return the bytes of one [sequence, batch, hidden] activation on this rank."""
     tokens = seq_length * micro_batch_size // getattr(config, "context_parallel_size", 1)
     if config.sequence_parallel:
         tokens //= config.tensor_model_parallel_size
@@ -139,23 +139,23 @@ def hidden_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int:
 def check_model(
     chunks: Sequence[torch.nn.Module], names: Sequence[str], config: Any, problem: str | None, pp: Any
 ) -> None:
-    """Rejects names that match nothing anywhere in the model. Collective over the pipeline-parallel group.
+    """Reject names that match nothing anywhere in the model. Collective over the pipeline-parallel group.
 
     Args:
         chunks: this rank's model chunks.
         names: of the table.
         config: of the model.
-        problem: what has gone wrong on this rank already; makes every rank fail, instead of some of them wait.
+        problem: error of this rank, if any; makes every rank raise instead of leaving the others waiting.
         pp: the pipeline-parallel process group.
 
     Raises:
-        ValueError: the same on every rank of the group, saying what the model has instead.
+        ValueError: if a name matches nothing; the same on every rank, and lists what the model has.
     """
     _check_reports(_gather(_Report(None if problem else survey(chunks), problem, tuple(names)), pp), config)
 
 
 def is_on_elsewhere(chunks: Sequence[torch.nn.Module], config: Any, pp: Any) -> bool:
-    """The other side of `check_model`, on a rank that offloads nothing: whether another rank of its pipeline does.
+    """Take part in `check_model` from a rank that offloads nothing; return whether another rank offloads.
 
     Args:
         chunks: this rank's model chunks.
@@ -163,7 +163,7 @@ def is_on_elsewhere(chunks: Sequence[torch.nn.Module], config: Any, pp: Any) -> 
         pp: the pipeline-parallel process group.
 
     Raises:
-        ValueError: as on the others, for what has gone wrong there.
+        ValueError: as on the ranks that offload.
     """
     reports = _gather(_Report(survey(chunks)), pp)
     _check_reports(reports, config)
@@ -180,9 +180,9 @@ def _check_reports(reports: Sequence[_Report], config: Any) -> None:
 
 
 def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> bool:
-    """Rejects a host tier too small for any group of a step. Collective over the pipeline-parallel group.
+    """Reject a host tier too small for any group of a step. Collective over the pipeline-parallel group.
 
-    What a group saves is known once a step was computed; the optimizer has not used its gradients yet.
+    Called after the first step, when the sizes of groups are known and the optimizer has not used the gradients yet.
 
     Args:
         stats: of the step; None: this rank offloads nothing.
@@ -190,10 +190,10 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
         pp: the pipeline-parallel process group.
 
     Returns:
-        Whether some rank of the group has moved something in that step.
+        Whether a rank of the group has moved anything in that step.
 
     Raises:
-        ValueError: the same on every rank of the group, with both figures.
+        ValueError: if no group found room; the same on every rank, and names both sizes.
     """
     problem = None
     if stats is not None and stats.num_host_limit_groups and not stats.num_offloaded_groups:
@@ -201,7 +201,7 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
         problem = (
             f"{tier} has no room for any of {stats.num_host_limit_groups} groups of the first step, of "
             f"{stats.managed_bytes // stats.num_groups:,} bytes on average: nothing was offloaded. Raise "
-            "offload_host_limit_bytes or free host memory, or switch offload_activation off"
+            "offload_host_limit_bytes, free host memory, or switch offload_activation off"
         )
     reports = _gather(_Report(problem=problem, has_moved=stats is not None and stats.copied_out_bytes > 0), pp)
     _raise_problems(reports)
@@ -209,7 +209,7 @@ def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: A
 
 
 def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | None:
-    """Why a step with groups has moved nothing, and what can be done; None where neither reason holds.
+    """Explain why a step with groups moved nothing, and how to fix it; None if no known reason applies.
 
     Args:
         stats: of the step.
@@ -219,14 +219,12 @@ def why_nothing_moved(stats: IterationStats, config: OffloadConfig) -> str | Non
         return None
     if not stats.managed_bytes:
         return (
-            f"nothing that its modules save is as large as offload_min_tensor_bytes={config.min_tensor_bytes:,}, or "
-            "other saved tensors hooks inside them have taken it. Lower that, if the activations of this model are to "
-            "leave, or switch off what has those hooks"
+            "the offloaded modules saved no tensor of at least "
+            f"offload_min_tensor_bytes={config.min_tensor_bytes:,}, or other saved tensors hooks inside them took "
+            "it. Lower the threshold, or disable the feature that installs those hooks"
         )
     if stats.num_kept_groups == stats.num_groups:
-        return (
-            "its only groups are the last of their names, whose backward comes at once: no copy would be back in time"
-        )
+        return "its only groups are the last of their names. Their backward comes at once, before a copy could be back"
     return None
 
 
@@ -258,7 +256,7 @@ def _missing_message(missing: Sequence[str], model: Survey) -> str:
 
 
 def _other_names(names: Sequence[str]) -> str:
-    """The user may have asked by one of them."""
+    """Return a note on the aliases of `names`, because the user may have given one of them."""
     aliases = [f"{alias!r} stands for {name!r}" for name in names for alias in row_of(name).aliases]
     return f" ({'; '.join(aliases)})" if aliases else ""
 
@@ -269,14 +267,14 @@ def _fused_message(config: Any, name: str, path: str, class_name: str) -> str:
     setting = "use_grouped_gemm_for_shared_expert" if whole == "shared_experts" else "use_transformer_engine_op_fuser"
     return (
         f"offload_modules has {name!r}, but {setting}=True runs {path} ({class_name}) as one operation of "
-        f"TransformerEngine, which calls none of its submodules: {instead}drop the name, or switch that off"
+        f"TransformerEngine, which calls none of its submodules: {instead}drop the name, or switch {setting} off"
         f"{_other_names([name])}"
     )
 
 
 def _why_missing(row: ModuleRow, model: Survey) -> str:
     if row.name in model.identities:
-        fused = f": the norm is fused into the linear after it, ask for {row.instead!r}" if row.instead else ""
+        fused = f": the norm is fused into the linear after it, use {row.instead!r}" if row.instead else ""
         return f"is an IdentityOp here{fused}"
     return f"needs {row.where}"
 
@@ -293,7 +291,7 @@ def _full_conflict(config: Any, name: str) -> str | None:
 
 
 def _leaves_layers_out(config: Any) -> bool:
-    """Whether recomputing a block of each chunk may leave out a layer somewhere: of stages of several sizes, it may."""
+    """Return whether recompute_method="block" may skip a layer of some chunk; with uneven stages it may."""
     if any(getattr(config, name, None) for name in _UNEVEN_STAGES):
         return True
     num_chunks = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
@@ -303,39 +301,41 @@ def _leaves_layers_out(config: Any) -> bool:
 def _selective_conflict(config: Any, row: ModuleRow, norms: frozenset[str]) -> str | None:
     if config.recompute_granularity != "selective":
         return None
-    norm = BLOCKS.get(row.brackets[0].path.partition(".")[0])
+    norm = BLOCKS.get(row.spans[0].path.partition(".")[0])
     for module in config.recompute_modules or ():
         if module in row.recomputed_by:
-            return f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of them"
+            return (
+                f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of the two"
+            )
         if module in row.discarded_by and _discards_all(config, module, norm in norms):
             return (
                 f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
-                "to move. Drop one of them"
+                "to move. Drop one of the two"
             )
     return None
 
 
 def _discards_all(config: Any, module: str, has_own_norm: bool) -> bool:
-    """Whether a value of `recompute_modules` leaves nothing to move of the rows that name it as `discarded_by`."""
-    if module == "layernorm":  # nothing is discarded of a norm that is fused into the linear layer behind it
+    """Return whether a value of `recompute_modules` leaves nothing to move for rows with it in `discarded_by`."""
+    if module == "layernorm":  # a norm that is fused into the linear layer after it discards nothing
         return has_own_norm
     return module != "gdn_norm_out" or not _has_plain_attention(config)
 
 
 def _has_plain_attention(config: Any) -> bool:
-    """Whether some layer has attention other than GatedDeltaNet, as far as the configuration says."""
+    """Return whether, by the configuration, some layer has attention other than GatedDeltaNet."""
     frequency = getattr(config, "linear_attention_freq", None)
-    if getattr(config, "is_hybrid_model", False) or frequency is None:  # the layers are listed elsewhere
+    if getattr(config, "is_hybrid_model", False) or frequency is None:  # listed in another setting
         return True
     return frequency <= config.num_layers if isinstance(frequency, int) else not all(frequency)
 
 
 def _norm_conflict(config: Any, row: ModuleRow) -> str | None:
-    if not getattr(config, "fused_residual_rmsnorm", False) or row.brackets[0].path not in BLOCKS.values():
+    if not getattr(config, "fused_residual_rmsnorm", False) or row.spans[0].path not in BLOCKS.values():
         return None
     return (
         "fused_residual_rmsnorm=True runs this norm together with the residual connection in front of it, outside the "
-        "module. Switch that off, or drop the name"
+        "module. Switch fused_residual_rmsnorm off, or drop the name"
     )
 
 

@@ -1,9 +1,9 @@
-"""What megatron-core needs to train on a machine without a GPU, over gloo, as rows of the patch table.
+"""Rows that let megatron-core train on a machine without a GPU, over gloo.
 
-Most rows give one module of megatron-core its own `torch`: the real one, in which the device "cuda" is the CPU and
-streams do nothing (everything runs in program order). torch itself stays as it is: outside these modules
+Most rows give one module of megatron-core its own `torch`: the real one, except that the device "cuda" is the CPU and
+streams do nothing (everything runs in program order). torch itself is not changed: outside these modules
 `torch.cuda.is_available()` is False and a request for a GPU is an error, as before.
-Knows nothing about offloading.
+Independent of offloading.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ CPU = torch.device("cpu")
 
 
 def apply_cpu_support() -> Applied:
-    """Applies the rows of this module where there is no GPU, and none where there is one.
+    """Apply the rows of this module if there is no GPU; with a GPU apply none.
 
-    Call it before the model is built. `Applied.remove` takes everything back.
+    Call it before the model is built. `Applied.remove` removes all of them.
 
     Raises:
-        RuntimeError: if megatron-core is missing or of a version that is not supported.
+        RuntimeError: if megatron-core is missing or its version is not supported.
         PatchError: if the rows are in force already.
     """
     return apply_patches(() if torch.cuda.is_available() else cpu_rows(), version=check_supported())
 
 
 def cpu_rows() -> list[Patch]:
-    """The table."""
+    """Return all rows of this module."""
     return [
         *_device_rows(),
         *_random_rows(),
@@ -53,7 +53,7 @@ def cpu_rows() -> list[Patch]:
 _ASKS_FOR_CUDA = {
     "utils": "the buffer that attention scores are computed in is created on the GPU",
     "pipeline_parallel.schedules": "the token count of a step is created on the GPU",
-    "pipeline_parallel.p2p_communication": "receive buffers are created on the GPU, which is then waited for",
+    "pipeline_parallel.p2p_communication": "receive buffers are created on the GPU, which is then synchronized",
     "pipeline_parallel.combined_1f1b": "the all-to-all overlap asks for the current GPU stream",
     "pipeline_parallel.utils": "the all-to-all overlap runs its nodes on GPU streams",
     "models.common.model_chunk_schedule_plan": "the all-to-all overlap orders its nodes with GPU events and streams",
@@ -211,7 +211,7 @@ def _communication_rows() -> list[Patch]:
         "gloo reads a sent tensor after isend has returned, and the schedule frees a stage's output right after it "
         "(deallocate_pipeline_outputs): send a copy"
     )
-    # not _batched_p2p_ops: whoever batches waits for the sends before going on
+    # not _batched_p2p_ops: its callers wait for the sends
     return [Patch(target=f"{module}:_p2p_ops", wrapper=_send_copies, why=why)]
 
 
@@ -236,28 +236,28 @@ def _model_rows() -> list[Patch]:
         Patch(
             target="megatron.core.transformer.transformer_block:LayerNormImpl",
             wrapper=functools.partial(_instead, WrappedTorchNorm),
-            why="where TransformerEngine can be imported the norm behind the last layer is its own, for GPUs only",
+            why="if TransformerEngine can be imported, the norm after the last layer is its own, for GPUs only",
         ),
         Patch(
             target="megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
-            wrapper=functools.partial(_with_row, _STAY),
+            wrapper=functools.partial(_wrap_with_row, _STAY),
             why="the last stage's copy of the word embeddings is moved to the GPU",
         ),
         Patch(
             target="megatron.core.transformer.multi_latent_attention:TELinear",
             wrapper=lambda original: original if isinstance(original, type) else type("TELinear", (), {}),
-            why="without TransformerEngine it is no class, and 0.16.1 asks whether a projection is an instance of it",
+            why="without TransformerEngine it is not a class, and 0.16.1 tests whether a projection is an instance",
         ),
         Patch(
             target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
-            wrapper=_without_fp8,
-            why="asks TransformerEngine for its fp8 state by default: needs a GPU with it, and is undefined without it",
+            wrapper=_wrap_without_fp8,
+            why="reads TransformerEngine's fp8 state by default: needs a GPU with it, and is undefined without it",
         ),
     ]
 
 
-def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_without_fp8(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -281,13 +281,13 @@ def _moe_rows() -> list[Patch]:
         Patch(
             target=f"{moe}.token_dispatcher:maybe_move_tensor_to_cpu",
             wrapper=_splits_as_numpy,
-            why="split sizes become numpy arrays only on their way from a GPU; gloo takes nothing else",
+            why="split sizes become numpy arrays only when they come from a GPU; gloo takes nothing else",
         ),
         *(
             Patch(
                 target=f"megatron.core.pipeline_parallel.utils:ScheduleNode.{name}",
-                wrapper=functools.partial(_with_row, _NO_RECORD),
-                why="the all-to-all overlap records on streams the tensors that its nodes exchange",
+                wrapper=functools.partial(_wrap_with_row, _NO_RECORD),
+                why="the all-to-all overlap calls record_stream on the tensors that its nodes exchange",
             )
             for name in ("_forward", "_backward")
         ),
@@ -311,7 +311,7 @@ def _splits_as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _optimizer_rows() -> list[Patch]:
     optimizer = "megatron.core.optimizer"
-    why = "parameters and gradients are told apart by type names that begin with torch.cuda"
+    why = "parameters and gradients are distinguished by type names that begin with torch.cuda"
     by_type_name = (
         "optimizer:Float16OptimizerWithFloat16Params.__init__",
         "optimizer:clip_grad_by_total_norm_fp32",
@@ -319,7 +319,7 @@ def _optimizer_rows() -> list[Patch]:
     )
     return [
         *(
-            Patch(target=f"{optimizer}.{target}", wrapper=functools.partial(_with_row, _GPU_TYPE_NAMES), why=why)
+            Patch(target=f"{optimizer}.{target}", wrapper=functools.partial(_wrap_with_row, _GPU_TYPE_NAMES), why=why)
             for target in by_type_name
         ),
         *_fused_kernel_rows(optimizer),
@@ -365,16 +365,16 @@ def _type_named_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- methods of tensors ----------------------------------------------------------------------------------------------
 
-# Methods of tensors can only be replaced for everybody, so these rows are in force during single calls alone.
+# A method of Tensor can only be replaced globally, so these rows are in force during single calls only.
 _STAY = Patch(
     target="torch:Tensor.cuda",
     wrapper=lambda original: lambda tensor: tensor,
-    why="without a GPU a tensor is where it should be",
+    why="without a GPU a tensor is on the right device already",
 )
 _NO_RECORD = Patch(
     target="torch:Tensor.record_stream",
     wrapper=lambda original: _nothing,
-    why="without streams nobody else uses the memory of a tensor",
+    why="without streams no other stream uses the memory of a tensor",
 )
 _GPU_TYPE_NAMES = Patch(
     target="torch:Tensor.type",
@@ -383,8 +383,8 @@ _GPU_TYPE_NAMES = Patch(
 )
 
 
-def _with_row(row: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, with a row in force during each call."""
+def _wrap_with_row(row: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `original` to apply `row` during each call."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Rows for fused weight gradients: megatron-core's linear layer finds the very parameter in its backward.
+"""Rows for fused weight gradients: give the backward of megatron-core's linear layer the Parameter object itself.
 
-It adds the gradient to `main_grad` of the weight that it saved, and says so on that weight. But of a leaf that saved
-tensors hooks have packed, autograd makes another tensor, whatever they give back: without the attributes of the
-parameter. The layer then returns no gradient, and data parallelism that reduces during the backward stops the run.
+The backward adds the gradient to `main_grad` of the saved weight and sets a flag on that weight. But under saved
+tensors hooks autograd returns another tensor object for a leaf, without the attributes of the parameter. The layer then
+returns no gradient, and data parallelism that reduces during the backward stops the run.
 (TransformerEngine's layers keep a reference to the parameter themselves.)
 """
 
@@ -18,19 +18,19 @@ from megatron_patches._rows.registry import Patch
 from megatron_patches._rows.runtime import Runtime
 
 _LINEAR = "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication"
-_WHY = "what saved tensors hooks give back is not the parameter itself, which has `main_grad`"
+_WHY = "saved tensors hooks return another tensor than the parameter itself, which has `main_grad`"
 
 
 def fused_wgrad_rows(runtime: Runtime) -> list[Patch]:
-    """The rows; without a running step with offload each passes its call on unchanged."""
+    """Return the rows; outside a step with offload each passes its call through unchanged."""
     return [
-        Patch(target=f"{_LINEAR}.forward", wrapper=functools.partial(_noting_weight, runtime=runtime), why=_WHY),
-        Patch(target=f"{_LINEAR}.backward", wrapper=_giving_weight, why=_WHY),
+        Patch(target=f"{_LINEAR}.forward", wrapper=functools.partial(_wrap_forward, runtime=runtime), why=_WHY),
+        Patch(target=f"{_LINEAR}.backward", wrapper=_wrap_backward, why=_WHY),
     ]
 
 
 class _ContextWithWeight:
-    """A context of autograd, but for the weight among its saved tensors."""
+    """Stands in for an autograd context whose saved weight is the Parameter itself."""
 
     def __init__(self, ctx: Any) -> None:
         self._ctx = ctx
@@ -44,7 +44,7 @@ class _ContextWithWeight:
         return inputs, self._ctx.noted_weight
 
 
-def _noting_weight(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_forward(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(ctx: Any, inputs: Any, weight: Any, bias: Any, is_fused: bool, *args: Any) -> Any:
         ctx.noted_weight = weight if is_fused and runtime.running_engine is not None else None
@@ -53,7 +53,7 @@ def _noting_weight(original: Callable[..., Any], *, runtime: Runtime) -> Callabl
     return forward
 
 
-def _giving_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(ctx: Any, *grads: Any) -> Any:
         has_weight = getattr(ctx, "noted_weight", None) is not None

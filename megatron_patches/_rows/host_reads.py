@@ -1,4 +1,4 @@
-"""A mode in which torch reads small tensors, and counts the results of a mask, past the copies of activations."""
+"""A mode in which torch reads small device tensors without waiting for the copies of activations."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from offload_engine import OffloadEngine
 
 
 class HostReads(TorchFunctionMode):
-    """While it is entered, `cpu()`, `item()`, `tolist()` and `masked_select()` of device tensors do not use a copy.
+    """Reads device tensors by `OffloadEngine.host_read` in `cpu()`, `item()`, `tolist()` and `masked_select()`.
 
-    For single calls of code that cannot be told to read otherwise: each operation in it costs about a microsecond more.
+    For single calls of code that cannot be changed: each operation under the mode costs about a microsecond more.
 
     Args:
-        engine: whose `host_read` is used.
+        engine: performs the reads.
         num_selected: number of results of every `masked_select`; None: the host reads it, too.
     """
 
@@ -49,12 +49,12 @@ _SELECTS = (torch.Tensor.masked_select, torch.masked_select)
 
 
 def read_now(value: Any, engine: OffloadEngine) -> Any:
-    """A device tensor as it is on the host, waited for; anything else as it is."""
+    """Return a device tensor on the host, after waiting for it; return any other value unchanged."""
     return engine.host_read(value).wait() if isinstance(value, torch.Tensor) and value.is_cuda else value
 
 
 def select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """`values.masked_select(mask)` of tensors of one shape, where the number of results is known."""
+    """Return `values.masked_select(mask)` of tensors of one shape, given the number of results."""
     selected: torch.Tensor = _Select.apply(values, mask, count)
     return selected
 
@@ -63,7 +63,7 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
         flat = mask.reshape(-1)
-        # The place of each True among the results; what is False goes to one spare place behind them.
+        # The position of each True among the results; each False goes to one spare position behind them.
         places = torch.where(flat, flat.cumsum(0) - 1, count)
         numbers = torch.arange(flat.numel(), device=flat.device)
         positions = numbers.new_empty(count + 1).scatter_(0, places, numbers)[:count]

@@ -1,19 +1,19 @@
-"""Rows for MoE layers: what the host must read in every layer does not stand behind copies of activations.
+"""Rows for MoE layers: small reads of the device by the host do not queue behind copies of activations.
 
 A copy of a few bytes waits for the copy engine, which serves activations first in, first out. On the training path of
 megatron-core 0.16.1 and 0.19.2 the host reads the device
 
 - in the alltoall dispatcher: split sizes and token counts in `maybe_move_tensor_to_cpu`, started on a stream of their
-  own as soon as they are known and waited for in front of the all-to-all; before 0.17 once more in `permute`, where it
-  is not fused (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it goes
-  where the split sizes are computed;
+  own as soon as they are known and waited for in front of the all-to-all; before 0.17 once more in an unfused `permute`
+  (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it is queued on the
+  stream that computes the split sizes;
 - in the allgather dispatcher: `.cpu()`, `.item()` and `masked_select` in `dispatch_postprocess`;
 - in the flex dispatcher: boolean masks in DeepEP's `_indices_to_multihot`; `.item()` in `_NCCLEPManager` and, with
   padded inputs, in `_HybridEPManager`;
 - in the experts: `.tolist()` of the token counts, which the last two leave on the device.
 
-Each has its row. What is read from tensors on the host already (every other `.tolist()` and `.item()`) needs none, and
-what DeepEP and HybridEP read in their own C++ code cannot have one.
+Each has a row. Reads of tensors already on the host (every other `.tolist()` and `.item()`) need none, and reads in the
+C++ code of DeepEP and HybridEP cannot have one.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ _BEHIND = "a copy would wait for the copy engine, which serves activations first
 
 
 def moe_rows(runtime: Runtime) -> list[Patch]:
-    """The rows; without a running step with offload each passes its call on unchanged."""
+    """Return the rows; outside a step with offload each passes its call through unchanged."""
     return [
         Patch(
             target=f"{_DISPATCHER}:maybe_move_tensor_to_cpu",
-            wrapper=functools.partial(_around_move, runtime=runtime),
+            wrapper=functools.partial(_wrap_move, runtime=runtime),
             why=f"split sizes and token counts are read by a kernel into mapped memory: {_BEHIND}",
         ),
         Patch(
             target=f"{_ALLTOALL}._maybe_dtoh_and_synchronize",
-            wrapper=functools.partial(_around_dtoh, runtime=runtime),
-            why="those reads run on the current stream: as long as a kernel waits on another one, each kernel of the "
+            wrapper=functools.partial(_wrap_dtoh, runtime=runtime),
+            why="these reads run on the current stream: while a kernel waits on another stream, each kernel of the "
             "current stream starts a microsecond later",
         ),
         Patch(
             target=f"{_DISPATCHER}:_DeepepManager._indices_to_multihot",
-            wrapper=functools.partial(_multihot_by_scatter, runtime=runtime),
+            wrapper=functools.partial(_wrap_multihot, runtime=runtime),
             why=f"replaces its boolean masks, whose number of results the host waits for, by a scatter: {_BEHIND}",
         ),
         Patch(
             target=f"{_DISPATCHER}:permute",
-            wrapper=functools.partial(_around_permute, runtime=runtime),
-            why=f"its masked_select makes the host wait for a count that the caller has told: {_BEHIND}",
+            wrapper=functools.partial(_wrap_permute, runtime=runtime),
+            why=f"its masked_select makes the host wait for a count that the caller has passed: {_BEHIND}",
             versions="<0.17",
         ),
         *(
             Patch(
                 target=f"{_DISPATCHER}:{name}",
-                wrapper=functools.partial(_around_reads, runtime=runtime),
+                wrapper=functools.partial(_wrap_reads, runtime=runtime),
                 why=f"it reads token counts on the host: {_BEHIND}",
                 versions=versions,
             )
@@ -71,7 +71,7 @@ def moe_rows(runtime: Runtime) -> list[Patch]:
         *(
             Patch(
                 target=f"{_MOE}.experts:{name}.forward",
-                wrapper=functools.partial(_around_experts, runtime=runtime),
+                wrapper=functools.partial(_wrap_experts, runtime=runtime),
                 why=f"it reads the token counts that some flex dispatchers leave on the device: {_BEHIND}",
             )
             for name in ("TEGroupedMLP", "SequentialMLP")
@@ -87,7 +87,7 @@ _READERS = (
 
 
 def multihot(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which experts each token goes to, and with what probability, in T x E memory and without waiting for the device.
+    """Return the experts of each token and their probabilities, in T x E memory and without waiting for the device.
 
     Args:
         indices: expert of each choice, [tokens, choices]; -1: none.
@@ -97,7 +97,7 @@ def multihot(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tu
     Returns:
         Map (bool) and probabilities (float32), each [tokens, E].
     """
-    spare = num_experts  # one column more, for the choices that are none
+    spare = num_experts  # one more column, for choices of -1
     columns = indices.long().masked_fill(indices == -1, spare)
     shape = (indices.shape[0], num_experts + 1)
     routing_map = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter_(1, columns, True)
@@ -105,7 +105,7 @@ def multihot(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tu
     return routing_map[:, :spare].contiguous(), zeros.scatter(1, columns, probs.float())[:, :spare].contiguous()
 
 
-def _multihot_by_scatter(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_multihot(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def indices_to_multihot(self: Any, indices: torch.Tensor, probs: torch.Tensor) -> Any:
         if runtime.running_engine is None:
@@ -115,13 +115,13 @@ def _multihot_by_scatter(original: Callable[..., Any], *, runtime: Runtime) -> C
     return indices_to_multihot
 
 
-def _around_move(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_move(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         engine = runtime.running_engine
         if engine is None or not torch.is_tensor(tensor) or not tensor.is_cuda:
             return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
-        # As with the original, the caller waits for the stream before it looks.
+        # As with the original, the caller waits for the stream before it reads the result.
         moved = engine.host_read(tensor).tensor
         if record_stream:
             tensor.record_stream(torch.cuda.current_stream())
@@ -130,13 +130,13 @@ def _around_move(original: Callable[..., Any], *, runtime: Runtime) -> Callable[
     return move
 
 
-def _around_dtoh(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_dtoh(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def start_or_wait(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
         reads = torch.is_tensor(tokens_per_expert) and tokens_per_expert.is_cuda
         if runtime.running_engine is None or not reads:
             return original(self, point, tokens_per_expert)
-        self.cuda_dtoh_stream = torch.cuda.current_stream()  # over that of the class; the event is recorded on it, too
+        self.cuda_dtoh_stream = torch.cuda.current_stream()  # hides the class attribute; also gets the event
         try:
             return original(self, point, tokens_per_expert)
         finally:
@@ -145,13 +145,13 @@ def _around_dtoh(original: Callable[..., Any], *, runtime: Runtime) -> Callable[
     return start_or_wait
 
 
-def _around_permute(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_permute(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def permute(tokens: Any, routing_map: Any, probs: Any = None, num_out_tokens: Any = None, **options: Any) -> Any:
         engine = runtime.running_engine
         if engine is None:
             return original(tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, **options)
-        # of any type, and on the host where it was waited for already
+        # an int, or a tensor, which is on the host if it was waited for already
         count = None if num_out_tokens is None else int(read_now(num_out_tokens, engine))
         with HostReads(engine, num_selected=count):
             return original(tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, **options)
@@ -159,7 +159,7 @@ def _around_permute(original: Callable[..., Any], *, runtime: Runtime) -> Callab
     return permute
 
 
-def _around_reads(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_reads(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         engine = runtime.running_engine
@@ -171,11 +171,11 @@ def _around_reads(original: Callable[..., Any], *, runtime: Runtime) -> Callable
     return call
 
 
-def _around_experts(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_experts(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, hidden: Any, tokens_per_expert: Any, *args: Any, **kwargs: Any) -> Any:
         engine = runtime.running_engine
-        # TransformerEngine's fused experts take the counts on the device and never look at them
+        # TransformerEngine's fused experts take the counts on the device and never read them on the host
         if engine is not None and not getattr(self.config, "use_transformer_engine_op_fuser", False):
             tokens_per_expert = read_now(tokens_per_expert, engine)
         return original(self, hidden, tokens_per_expert, *args, **kwargs)

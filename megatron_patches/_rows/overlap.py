@@ -17,23 +17,23 @@ _NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 
 
 def overlap_rows(runtime: Runtime) -> list[Patch]:
-    """The rows; without a running step with offload each passes its call on unchanged."""
+    """Return the rows; outside a step with offload each passes its call through unchanged."""
     return [
         Patch(
             target=f"{_PLAN}.__init__",
-            wrapper=functools.partial(_starting_chunk, runtime=runtime),
-            why="the all-to-all overlap does not call the model chunk: its forward begins where its plan is built",
+            wrapper=functools.partial(_wrap_init, runtime=runtime),
+            why="the all-to-all overlap does not call the model chunk: its forward begins when its plan is built",
         ),
         Patch(
             target=f"{_NODE}.forward",
-            wrapper=functools.partial(_around_forward, runtime=runtime),
-            why="what a chunk saves outside its groups is packed node by node, because the backward of another chunk "
-            "runs in between; and each node keeps its inputs until its backward",
+            wrapper=functools.partial(_wrap_forward, runtime=runtime),
+            why="hooks for tensors saved outside groups are entered node by node, because the backward of another "
+            "chunk runs in between; and each node keeps its inputs until its backward",
         ),
     ]
 
 
-def _starting_chunk(original: Callable[..., None], *, runtime: Runtime) -> Callable[..., None]:
+def _wrap_init(original: Callable[..., None], *, runtime: Runtime) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         runtime.start_plan(model, is_input_of_others(model, args, kwargs))
@@ -42,10 +42,10 @@ def _starting_chunk(original: Callable[..., None], *, runtime: Runtime) -> Calla
     return init
 
 
-def _around_forward(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_forward(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Around what it calls, and not around itself: there the node's inputs are there, and its stream is current.
+        # Wrap the function that the node calls, not the node: there the inputs are ready and its stream is current.
         own = self.forward_func
         self.forward_func = functools.partial(runtime.run_node, self, own)
         try:

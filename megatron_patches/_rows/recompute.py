@@ -14,19 +14,19 @@ from megatron_patches._versions import SUPPORTED
 
 
 def recompute_rows(runtime: Runtime) -> list[Patch]:
-    """The rows."""
+    """Return the rows; outside a step with offload each passes its call through unchanged."""
     return [
         Patch(
             target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
-            wrapper=functools.partial(_excluding_outputs, runtime=runtime),
-            why="its outputs are discarded on purpose and computed again: copying them would copy nothing. And it "
-            "keeps detached copies of its inputs, which nobody reads",
+            wrapper=functools.partial(_wrap_discarding_checkpoint, runtime=runtime),
+            why="its outputs are discarded on purpose and computed again: there would be nothing to copy. And it "
+            "keeps detached copies of its inputs, which are not read before backward",
         ),
         *(
             Patch(
                 target=f"megatron.core.{target}",
-                wrapper=functools.partial(_bracketing_input, runtime=runtime),
-                why="under full recomputation the input of each layer is all that is saved, and no submodule saves it",
+                wrapper=functools.partial(_wrap_full_checkpoint, runtime=runtime),
+                why="under full recomputation only the input of each layer is saved, and by no submodule",
                 versions=versions,
             )
             for target, versions in _CHECKPOINTS
@@ -34,7 +34,7 @@ def recompute_rows(runtime: Runtime) -> list[Patch]:
     ]
 
 
-# With weights in FP8 a layer is recomputed by TransformerEngine's function, which most modules import by its name.
+# With FP8 weights a layer is recomputed by TransformerEngine's function, which most modules import by name.
 _CHECKPOINTS = (
     ("tensor_parallel:checkpoint", SUPPORTED),
     ("extensions.transformer_engine:te_checkpoint", SUPPORTED),
@@ -43,7 +43,7 @@ _CHECKPOINTS = (
 )
 
 
-def _excluding_outputs(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+def _wrap_discarding_checkpoint(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def checkpoint(self: Any, run_function: Any, *args: Any) -> Any:
         outputs = original(self, run_function, *args)
@@ -58,8 +58,8 @@ def _excluding_outputs(original: Callable[..., Any], *, runtime: Runtime) -> Cal
     return checkpoint
 
 
-def _bracketing_input(original: Callable[..., Any] | None, *, runtime: Runtime) -> Callable[..., Any] | None:
-    if original is None:  # no TransformerEngine
+def _wrap_full_checkpoint(original: Callable[..., Any] | None, *, runtime: Runtime) -> Callable[..., Any] | None:
+    if original is None:  # without TransformerEngine
         return None
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
 """Patches as rows of a table: what is replaced, by what, why, and in which versions of megatron-core.
 
-Nothing is patched at import. `apply_patches` installs rows, all or none; `Applied.remove` puts everything back.
-Knows nothing about offloading.
+Nothing is patched at import. `apply_patches` installs rows, all or none; `Applied.remove` restores all targets.
+Independent of offloading.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_patches._versions import SUPPORTED, installed_version, is_in_range
 
 logger = logging.getLogger(__name__)
 
-# The book of rows in force is kept on the patched module or class itself: it lives exactly as long as what it
-# describes, and this module needs no global of its own.
+# The book of rows in force is an attribute of the patched module or class, so it lives exactly as long as the target,
+# and this module needs no global state.
 _BOOK = "_megatron_patches_in_force"
 
 
 class PatchError(RuntimeError):
-    """A row cannot be applied or removed; the message names target, reason and installed version."""
+    """Raised if a row cannot be applied or removed; names target, reason and installed version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +33,21 @@ class Patch:
     """"package.module:attribute" or "package.module:Class.attribute"."""
 
     wrapper: Callable[[Any], Any]
-    """Takes the original attribute (a plain function where it is a static or class method), returns its replacement."""
+    """Takes the original attribute (of a static or class method the plain function) and returns its replacement."""
 
     why: str
     """What goes wrong without this row."""
 
     versions: str = SUPPORTED
-    """megatron-core versions that need it; with any other one the row is skipped."""
+    """megatron-core versions that need the row; it is skipped with any other version."""
 
     is_new: bool = False
-    """The target does not exist and is defined by this row: `wrapper` is called with None."""
+    """The target does not exist and this row defines it: `wrapper` is called with None."""
 
     def __post_init__(self) -> None:
         module, separator, attribute = self.target.partition(":")
         if not (module and separator and attribute):
-            raise ValueError(f"a patch target reads 'package.module:attribute', got {self.target!r}")
+            raise ValueError(f"a patch target must read 'package.module:attribute', got {self.target!r}")
         if not self.why:
             raise ValueError(f"{self.target}: a patch needs a reason")
 
@@ -56,21 +56,21 @@ class Patch:
 
 
 class Applied:
-    """The rows that one call of `apply_patches` installed; also a context manager that removes them at its end."""
+    """Owns the rows that one call of `apply_patches` installed. As a context manager it removes them on exit."""
 
     def __init__(self) -> None:
         self._installed: list[_Installed] = []
 
     @property
     def rows(self) -> tuple[Patch, ...]:
-        """The rows in force, in the order they were applied; rows skipped for their versions are not among them."""
+        """Return the rows in force, in the order they were applied, without rows skipped by version."""
         return tuple(installed.row for installed in self._installed)
 
     def remove(self) -> None:
-        """Restores every target in reverse order. Idempotent.
+        """Restore every target, in reverse order. Idempotent.
 
         Raises:
-            PatchError: if a row applied later to one of the targets is still in force; nothing above it is lost.
+            PatchError: if a row applied later to one of the targets is still in force; that row stays in force.
         """
         while self._installed:
             self._installed[-1].restore()
@@ -90,14 +90,14 @@ class Applied:
 
 
 def apply_patches(rows: Sequence[Patch], *, version: str | None = None) -> Applied:
-    """Applies the rows in order, skipping those made for other versions; on an error none of them stays.
+    """Apply the rows in order, except those for other versions; on an error remove all of them.
 
     Args:
-        rows: the table.
+        rows: of the table.
         version: of megatron-core; None: the installed one.
 
     Raises:
-        PatchError: for a target that is missing (or, with `is_new`, exists), or a row that is in force already.
+        PatchError: if a target is missing (or, with `is_new`, exists), or a row is in force already.
     """
     version = installed_version() if version is None else version
     applied = Applied()
@@ -114,14 +114,14 @@ def apply_patches(rows: Sequence[Patch], *, version: str | None = None) -> Appli
 
 
 class _Installed:
-    """One row in force: the owner of its target and what was there before."""
+    """One row in force, with the owner of its target and the original attribute."""
 
     def __init__(self, row: Patch, owner: Any, name: str, before: Any, is_own: bool) -> None:
         self.row = row
         self._owner = owner
         self._name = name
         self._before = before
-        self._is_own = is_own  # False: the owner had no such attribute or inherited it
+        self._is_own = is_own  # False: the owner inherited the attribute or had none
 
     def restore(self) -> None:
         book = _book(self._owner)
@@ -162,7 +162,7 @@ def _replacement(row: Patch, owner: Any, name: str, before: Any) -> Any:
 
 
 def _locate(row: Patch, version: str) -> tuple[Any, str]:
-    """The module or class that holds the target, and the attribute's name there."""
+    """Return the module or class that holds the target, and the attribute's name."""
     module, _, path = row.target.partition(":")
     *outer, name = path.split(".")
     try:

@@ -1,4 +1,4 @@
-"""`Runtime`: what the rows report to and ask, and the training step that they report."""
+"""`Runtime`: the interface between rows and the running training step, and `Step`, which describes the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload_engine import Action, OffloadEngine
 
 
 class Step(NamedTuple):
-    """One call of a schedule function that trains."""
+    """One training call of a schedule function."""
 
     wrapped: tuple[torch.nn.Module, ...]
     """This rank's model chunks as the schedule gets them, in the order of their virtual stages."""
@@ -28,12 +28,12 @@ class Step(NamedTuple):
 
     @property
     def chunks(self) -> tuple[torch.nn.Module, ...]:
-        """The model chunks without data-parallel and precision wrappers."""
+        """Return the model chunks without data-parallel and precision wrappers."""
         return tuple(unwrap(chunk) for chunk in self.wrapped)
 
     @property
     def config(self) -> Any:
-        """The model's TransformerConfig."""
+        """Return the model's TransformerConfig."""
         return self.chunks[0].config
 
 
@@ -42,17 +42,22 @@ class Runtime(Protocol):
 
     @property
     def running_engine(self) -> OffloadEngine | None:
-        """The engine of the running training step, else None."""
+        """Return the engine of the running training step; None outside a step."""
 
     @property
     def active_engine(self) -> OffloadEngine | None:
-        """The engine of the running step where groups may be opened, else None."""
+        """Return the engine of the running step if groups may be opened now, else None."""
 
     def step(self, step: Step) -> AbstractContextManager[object] | None:
-        """Return a context for one training step; None if nothing is to be offloaded."""
+        """Return a context manager for one training step; None if nothing is to be offloaded."""
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
-        """Begin the forward of the chunk `model` as a plan of nodes; others than megatron-core may read its input."""
+        """Begin the forward of the chunk `model` as a plan of nodes.
+
+        Args:
+            model: the chunk.
+            is_input_of_others: code other than megatron-core's may read the decoder's input later.
+        """
 
     def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Run the forward of one node of a plan, on the stream of the node; return its outputs."""
@@ -61,11 +66,11 @@ class Runtime(Protocol):
         """Record that recomputation has saved detached copies of `tensors` in the running step."""
 
     def checkpoint_bracket(self) -> GroupBracket | None:
-        """Return the bracket for the input of fully recomputed layers, if the running step has it."""
+        """Return the bracket for the input of fully recomputed layers; None if the running step has none."""
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The model chunk inside DistributedDataParallel, Float16Module and the like: the innermost with a config."""
+    """Return the chunk inside DistributedDataParallel, Float16Module and the like: the innermost with a config."""
     while isinstance(inner := getattr(module, "module", None), torch.nn.Module) and hasattr(inner, "config"):
         module = inner
     return module

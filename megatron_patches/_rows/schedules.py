@@ -1,4 +1,4 @@
-"""Rows around megatron-core's three schedule functions: the order of the chunks, and the step's begin and end."""
+"""Rows around megatron-core's three schedule functions: the order of the chunks, and the start and end of a step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from offload_engine import Action
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_WHY = "activation offload needs the order of the chunks, and the begin and the end of a training step"
+_WHY = "activation offload needs the order of the chunks, and the start and end of a training step"
 
 
 def schedule_rows(runtime: Runtime) -> list[Patch]:
-    """The rows; each wraps one schedule function and passes every argument on."""
+    """Return the rows; each wraps one schedule function and passes every argument through."""
     orders = {
         "forward_backward_no_pipelining": _sequential,
         "forward_backward_pipelining_without_interleaving": _one_forward_one_backward,
         "forward_backward_pipelining_with_interleaving": _interleaved,
     }
     return [
-        Patch(target=f"{_SCHEDULES}:{name}", wrapper=functools.partial(_around, runtime=runtime, order=order), why=_WHY)
+        Patch(
+            target=f"{_SCHEDULES}:{name}",
+            wrapper=functools.partial(_wrap_schedule, runtime=runtime, order=order),
+            why=_WHY,
+        )
         for name, order in orders.items()
     ]
 
@@ -37,7 +41,7 @@ class _Shape(NamedTuple):
     config: Any
 
 
-def _around(
+def _wrap_schedule(
     original: Callable[..., Any], *, runtime: Runtime, order: Callable[[_Shape], list[Action]]
 ) -> Callable[..., Any]:
     @functools.wraps(original)

@@ -9,7 +9,7 @@ from offload_engine.traits import GroupTraits
 
 
 class GroupStack:
-    """The groups of one forward of one chunk.
+    """Owns the groups of one forward of one chunk.
 
     Args:
         key: stage and microbatch.
@@ -20,7 +20,7 @@ class GroupStack:
     Attributes:
         progress: all groups of this forward.
         open_groups: innermost last.
-        ungrouped: stands for what is saved outside the groups.
+        ungrouped: stands for tensors saved outside the groups.
     """
 
     def __init__(self, key: ChunkKey, keep_groups: frozenset[int], first_kept: int, has_head: bool) -> None:

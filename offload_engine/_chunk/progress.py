@@ -1,4 +1,4 @@
-"""`ChunkProgress`: the groups of one chunk, and how far its backward and its prefetch have come."""
+"""`ChunkProgress`: the groups of one chunk, and the positions of its backward and its prefetch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class ChunkProgress:
     Attributes:
         key: stage and microbatch.
         groups: in the order of forward.
-        has_head: its backward comes at once, and the boundary HEAD comes between its layers and its loss.
-        is_forward_done: all groups are there.
-        prefetch_index: group to prefetch next; counts down.
-        backward_index: group that the backward has reached, or reaches as soon as it begins.
-        last_index_by_name: last group of each name, once the forward is done.
+        has_head: the backward comes at once, and the boundary HEAD comes between the layers and the loss.
+        is_forward_done: the list of groups is complete.
+        prefetch_index: index of the group to prefetch next; counts down.
+        backward_index: index of the group that the backward has reached, or will reach first.
+        last_index_by_name: index of the last group of each name, once the forward is done.
     """
 
     def __init__(self, key: ChunkKey, has_head: bool = False) -> None:
@@ -40,11 +40,11 @@ class ChunkProgress:
             self.last_index_by_name = {group.name: group.index for group in self.groups}
 
     def is_near(self, group: TensorGroup) -> bool:
-        """Return whether the backward has come to the last group of this one's name, a layer ahead of it."""
+        """Return whether the backward has reached the last group with the name of `group`, one layer ahead."""
         return self.last_index_by_name[group.name] >= self.backward_index
 
     def is_in_last_layer(self, group: TensorGroup) -> bool:
         """Return whether the backward of the chunk begins with this group's layer."""
         if group.layer == self.groups[-1].layer != -1:
             return True
-        return self.last_index_by_name[group.name] == group.index  # where layers are not known
+        return self.last_index_by_name[group.name] == group.index  # if layers are not known

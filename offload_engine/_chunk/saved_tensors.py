@@ -1,4 +1,4 @@
-"""`SavedTensorHooks`: packs what autograd saves in a chunk, and manages its place on autograd's stack of hooks."""
+"""`SavedTensorHooks`: packs tensors saved in a chunk, and manages the entries on autograd's stack of hooks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ Pack = Callable[[torch.Tensor], Any]
 
 
 class SavedTensorHooks:
-    """The saved tensors hooks of one chunk.
+    """Owns the saved tensors hooks of one chunk.
 
     Args:
-        store: takes charge of tensors that may move.
+        store: packs tensors that may move.
         groups: of the chunk.
-        checker: saved tensors for which it is false stay where they are; None: all may move.
+        checker: returns whether a saved tensor may move; None: all may.
     """
 
     def __init__(self, store: ActivationStore, groups: GroupStack, checker: Checker | None) -> None:
         self._store = store
         self._groups = groups
         self._checker = checker
-        self._popped: list[Pack] = []  # of the hooks that pause; innermost first
-        self._pack_until: Pack | None = None  # of those that wait for what they pause behind
+        self._popped: list[Pack] = []  # pack functions of the paused hooks; innermost first
+        self._pack_until: Pack | None = None  # pack function of the hooks that wait for the tensor to pause behind
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -70,7 +70,7 @@ class SavedTensorHooks:
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` would move, and no group has saved its storage."""
+        """Return whether `tensor` would move and no group has saved its storage yet."""
         return (self._checker is None or self._checker(tensor)) and self._store.would_start_storage(tensor)
 
     def unpack(self, packed: Handle) -> torch.Tensor:
@@ -80,39 +80,39 @@ class SavedTensorHooks:
     # -- autograd's stack of hooks -----------------------------------------------------------------------------------
 
     def in_group(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context manager for the forward of a group: what is saved inside it belongs to the group."""
+        """Return a context manager for the forward of a group: tensors saved inside it belong to the group."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def around_groups(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context manager for the whole forward of the chunk, around its groups.
 
-        What is saved outside the groups stays on the device, unless a group saves the same storage too, before or
-        after: then it leaves and comes back with that group. Without these hooks the copy of such a storage frees
-        nothing, because the other saver still holds it.
+        A tensor saved outside the groups stays on the device, unless a group saves the same storage, before or after:
+        then it moves with that group. Without these hooks the copy-out of such a storage would free nothing, because
+        autograd would hold the tensor itself as well.
         """
         return torch.autograd.graph.saved_tensors_hooks(self.pack_ungrouped, self.unpack)
 
     def push(self) -> None:
-        """Enter `in_group()`, at less cost; `pop` leaves it."""
+        """Enter the hooks of `in_group()`, at less cost; `pop` leaves them."""
         _push_hooks(self.pack, self.unpack)
 
     def pop(self) -> None:
-        """Undo `push`. Hooks that were pushed since must have been popped."""
+        """Undo `push`. Hooks pushed since must have been popped."""
         _pop_hooks()
 
     def are_innermost(self) -> bool:
-        """Return whether what is saved now comes here, or to no hooks: false inside a checkpoint of torch's, say."""
+        """Return whether the innermost hooks are these, or there are none: False inside a checkpoint of torch, say."""
         top = _innermost_hooks(True)
-        return top is None or top[1] == self.unpack  # which is that of both pairs
+        return top is None or top[1] == self.unpack  # both pairs of hooks share it
 
     def pause_around_groups(self) -> bool:
-        """Let what is saved from now on pass by `around_groups`, until `resume`.
+        """Pause the hooks of `around_groups` until `resume`.
 
-        Spares the host what a hook costs for each tensor. Such a tensor stays on the device, even where a group saves
-        it too, and no meter counts it. It must not be declared by `OffloadEngine.held_elsewhere` if a group saves it.
+        Saves the host the cost of a hook per tensor. A tensor saved meanwhile stays on the device, even if a group
+        saves it too, and no meter counts it. If a group saves it, do not pass it to `OffloadEngine.held_elsewhere`.
 
         Returns:
-            False, and nothing changes, where these hooks are not the innermost: in an open group, for instance.
+            False, without effect, if these hooks are not the innermost: in an open group, for instance.
         """
         if _innermost_hooks(True) != (self.pack_ungrouped, self.unpack):
             return False
@@ -120,13 +120,13 @@ class SavedTensorHooks:
         return True
 
     def pause_behind(self, tensor: torch.Tensor) -> bool:
-        """Let what is saved behind the whole of `tensor` pass by all hooks of this chunk, until `resume`.
+        """Pause all hooks of this chunk as soon as the whole of `tensor` has been saved, until `resume`.
 
-        For a module that saves its input and hundreds of weights. Nothing pauses before the input itself, or a view of
-        all of it, has been saved; for what comes behind it the same holds as with `pause_around_groups`.
+        For a module that saves its input and hundreds of weights. The hooks pause after the input itself, or a view of
+        all of it, has been saved; later tensors are treated as under `pause_around_groups`.
 
         Returns:
-            False, and nothing changes, where the innermost hooks are not this chunk's, and in such a pause.
+            False, without effect, if the innermost hooks are not this chunk's, or already wait for such a tensor.
         """
         innermost = _innermost_hooks(True)
         if innermost is None or innermost[1] != self.unpack or innermost[0] is self._pack_until:
@@ -145,7 +145,7 @@ class SavedTensorHooks:
         return True
 
     def resume(self) -> None:
-        """Undo `pause_around_groups` or `pause_behind`, where that returned True."""
+        """Undo `pause_around_groups` or `pause_behind`; call it only if that returned True."""
         if self._pack_until is not None:
             self._pop_waiting()
         while self._popped:

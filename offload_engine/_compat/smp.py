@@ -1,4 +1,4 @@
-"""Reads what a SageMaker model parallel (SMP) configuration says about activation offload; no torch here."""
+"""Reads the activation-offload settings of a SageMaker model parallel (SMP) configuration. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def smp_policy(config: Mapping[str, Any] | str | os.PathLike[str]) -> PolicySett
     """Return the policy that an SMP configuration amounts to.
 
     Raises:
-        TypeError: for a configuration, or a value in it, of the wrong type.
-        ValueError: for a value outside its range, or a configuration that asks for no offload.
-        OSError: for a file that cannot be read.
+        TypeError: if the configuration, or a value in it, has the wrong type.
+        ValueError: if a value is outside its range, or the configuration asks for no offload.
+        OSError: if the file cannot be read.
     """
     found = config if isinstance(config, Mapping) else _read(config)
     if SWITCH_V1 in found and SWITCH_V2 in found:
         raise ValueError(
             f"an SMP configuration has {SWITCH_V2!r} (SMP v2) or {SWITCH_V1!r} (SMP v1), got both: remove one"
         )
-    _tell_what_is_left(found)
+    _log_other_keys(found)
     return _policy_v1(found) if SWITCH_V1 in found else _policy_v2(found)
 
 
@@ -73,8 +73,8 @@ def _positive(config: Mapping[str, Any], default: int) -> int:
     return value
 
 
-def _tell_what_is_left(config: Mapping[str, Any]) -> None:
-    """Other keys are SMP's business, unless one of ours is misspelt: then it would have no effect, silently."""
+def _log_other_keys(config: Mapping[str, Any]) -> None:
+    """Log the keys that have no effect here; raise for a misspelt one of ours, which would silently have none."""
     ours = (HORIZON, SWITCH_V2, SWITCH_V1)
     others = sorted(str(key) for key in config if key not in ours)
     for key in others:

@@ -1,8 +1,8 @@
 """The one guarded import of TransformerEngine: the base class of `ChunkOffloadHandler`.
 
 TransformerEngine up to 2.9 has `AsyncDoubleBufferGroupOffloadHandler` in `pytorch.cpu_offload`, from 2.10 on in
-`pytorch.cpu_offload_v1`. Where it cannot be imported, a class of our own with the same contract takes its place, so
-that nothing else in the package asks whether TransformerEngine is there.
+`pytorch.cpu_offload_v1`. If it cannot be imported, a class with the same contract replaces it, so that no other module
+depends on TransformerEngine.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class _AsyncGroupOffloadHandler(_GroupOffloadHandler):
     """The contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, to be filled in by a subclass."""
 
     def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        """Take charge of a saved tensor; returns the tag for `tensor_pop`."""
+        """Pack a saved tensor; return the tag for `tensor_pop`."""
         raise NotImplementedError
 
     def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
-        """Give back the tensor of a tag."""
+        """Return the tensor of a tag."""
         raise NotImplementedError
 
     def on_group_commit_forward(self) -> Any:
-        """The forward of a group is over."""
+        """Called when the forward of a group is over."""
         raise NotImplementedError
 
     def on_group_commit_backward(self) -> None:
-        """The backward of a group begins."""
+        """Called when the backward of a group begins."""
         raise NotImplementedError
 
     def bulk_offload_group(self, group_to_offload: int) -> None:

@@ -1,4 +1,4 @@
-"""Devices: where streams, events, copies and host bytes come from. `make_device` picks the one of this machine."""
+"""Devices: the source of streams, events, copies and host bytes. `make_device` selects that of this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def make_device(config: OffloadConfig) -> Device:
-    """The device of this process: the current CUDA device where there is one, else the CPU.
+    """Make the device of this process: the current CUDA device if there is one, else the CPU.
 
     Raises:
         ValueError: if `config.directory` is set with CUDA, or has less free than `config.host_limit_bytes`.
@@ -40,7 +40,7 @@ def make_device(config: OffloadConfig) -> Device:
 
 
 def make_cpu_device(config: OffloadConfig) -> CpuDevice:
-    """The CPU, on whatever machine.
+    """Make the CPU device, also on a machine with a GPU.
 
     Raises:
         ValueError: if `config.directory` has less free than `config.host_limit_bytes`.

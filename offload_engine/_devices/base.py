@@ -44,7 +44,7 @@ class PlainRead:
         self.tensor: torch.Tensor = tensor.detach().to("cpu")
 
     def wait(self) -> torch.Tensor:
-        """Nothing to wait for."""
+        """Return the tensor; the read has completed."""
         return self.tensor
 
 
@@ -65,26 +65,25 @@ class Device(Protocol):
         """Make a copy stream: a queue whose work runs in the order it was issued, beside the compute stream."""
 
     def current_stream(self) -> Stream:
-        """The compute stream the caller's work is going to right now."""
+        """Return the compute stream that the caller's work is queued on now."""
 
     def record_event(self, stream: Stream) -> Event:
-        """An event that completes when all work issued to `stream` so far has completed."""
+        """Return an event that completes when all work issued to `stream` so far has completed."""
 
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """Work issued to `stream` from now on starts after `event`. Never blocks a host that runs ahead of it.
+        """Make work issued to `stream` from now on wait for `event`. Never blocks a host that runs ahead of it.
 
         Raises:
             CopyError: if the work that `event` stands for is already known to have failed.
         """
 
     def is_copy_thread(self) -> bool:
-        """True in a thread that copies: one that waited there for a copy might wait for itself."""
+        """Return True in a thread that copies, where waiting for a copy might deadlock."""
 
     def is_complete(self, event: Event) -> bool:
-        """True if `event` has completed without error: what it stands for is over, and need not be waited for.
+        """Return whether `event` has completed without error; never blocks, never raises.
 
-        Never blocks, and never raises. Of work that failed the answer is False for ever: whoever waits for it, by
-        `wait_event` or `synchronize`, gets the error.
+        For failed work the answer is always False: `wait_event` and `synchronize` raise its error.
         """
 
     def synchronize(self, event: Event) -> None:
@@ -110,22 +109,22 @@ class Device(Protocol):
         """
 
     def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
-        """A device tensor from the memory pool of the compute stream `stream`; its bytes are garbage.
+        """Allocate a device tensor from the memory pool of the compute stream `stream`, uninitialized.
 
-        It is 1-D of uint8, or in a form of as many bytes, which saves whoever needs that one tensor to make it.
+        It is 1-D uint8, or in a form of equal size, if the caller needs that tensor anyway.
 
         Work already issued to `stream` may still be using these bytes: a copy into them waits for an event that is
         recorded on `stream` after this call.
         """
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Give the bytes of `storage` back to the pool they came from, although tensors still hold it.
+        """Release the bytes of `storage` to the pool they came from, although tensors still hold it.
 
         To read such a tensor before `restore` crashes the process.
         """
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
-        """As `allocate`, for a storage that `empty` left without bytes: every tensor that holds it has bytes again."""
+        """Allocate bytes for a storage that `empty` left without any, for every tensor that holds it."""
 
     def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
         """Issue the device-to-host copies of whole storages on `stream`, in no order among themselves.
@@ -142,23 +141,23 @@ class Device(Protocol):
         """
 
     def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
-        """Issue the host-to-device copies into the whole storages of the targets on `stream`; else as `copy_out`."""
+        """Issue the host-to-device copies into whole storages on `stream`; otherwise as `copy_out`."""
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
-        """Start reading a small device tensor, without standing behind copies that are under way."""
+        """Start reading a small device tensor, without queueing behind copies in flight."""
 
     def on_release(self, buffer: torch.Tensor) -> None:
-        """Told just before the engine drops `buffer`: its storage may be reused from now on.
+        """Called just before the engine drops `buffer`: its storage may be reused from now on.
 
         Unless the engine has another buffer over that storage, which was saved again after a write.
         Nothing to do on real devices; the adversarial device poisons the bytes here.
         """
 
     def free_host_bytes(self) -> int:
-        """How many bytes the host tier, as far as this process may use it, has free at the moment."""
+        """Return the free bytes of the host tier that this process may use."""
 
     def new_slab(self, nbytes: int) -> HostSlab:
-        """Obtain host-tier bytes (`nbytes` is a multiple of `host_alignment`).
+        """Allocate host-tier bytes (`nbytes` is a multiple of `host_alignment`).
 
         Raises:
             MemoryError: if the host tier has no room for them.

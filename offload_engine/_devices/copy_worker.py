@@ -102,7 +102,7 @@ class ProcessGuard:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether another process used the device first."""
+        """Return whether another process used the device first."""
         return self._pid is not None and self._pid != os.getpid()
 
     def claim(self) -> int:
@@ -131,7 +131,7 @@ class CopyThread(threading.Thread):
 
     @staticmethod
     def is_current() -> bool:
-        """True where such a thread runs, whichever device it belongs to."""
+        """Return True in such a thread, of any device."""
         return isinstance(threading.current_thread(), CopyThread)
 
 

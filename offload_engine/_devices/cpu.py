@@ -97,7 +97,7 @@ class CpuDevice:
 
     def synchronize(self, event: Event) -> None:
         if not event.is_done:
-            self._guard.claim()  # in a forked child nobody would ever complete it
+            self._guard.claim()  # in a forked child no thread would ever complete it
             event.wait()
         event.raise_failure()
 
@@ -155,7 +155,7 @@ class CpuDevice:
 
 
 def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:
-    """The directory of the file-backed host tier, or None where the host tier is plain memory."""
+    """Return the directory of the file-backed host tier; None if the host tier is plain memory."""
     if directory is None:
         return tempfile.gettempdir()
     path = os.fspath(directory)

@@ -1,8 +1,8 @@
 """The CUDA device: copies on side streams between device memory and pinned host memory.
 
-No `record_stream` anywhere: it would hand blocks back to the allocator at a time nobody chose, and make the process
-grow. Instead the caller keeps each tensor until an event says that its copy is done, and buffers for copy-in come
-from the pool of the compute stream that will use them.
+It never calls `record_stream`, which would return blocks to the allocator at an uncontrolled time and make the process
+grow. Instead the caller keeps each tensor until the event of its copy has completed, and buffers for copy-in come from
+the pool of the compute stream that will use them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from offload_engine._devices.regions import check_slab_size, new_buffer, whole
 
 logger = logging.getLogger(__name__)
 
-# `ExternalStream` takes this handle for none given, and makes a stream of its own.
+# `ExternalStream` treats this handle as "none given" and makes a new stream.
 _DEFAULT_STREAM = 0
 
 
 class CudaDevice:
     """Owns the copy streams and the pinned host tier of one engine on one GPU.
 
-    A copy that fails on a GPU takes the CUDA context with it: unlike on the CPU there is no next step.
+    A copy that fails on a GPU destroys the CUDA context: unlike on the CPU, there is no next step.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class CudaDevice:
         if directory is not None:
             raise ValueError(
                 f"directory={os.fspath(directory)!r} is for machines without a GPU: with CUDA the host tier is "
-                "pinned memory. Leave the directory out, and bound the tier with host_limit_bytes."
+                "pinned memory. Omit the directory, and bound the tier with host_limit_bytes."
             )
         if not torch.cuda.is_available():
-            raise RuntimeError("no CUDA device here: use CpuDevice")
+            raise RuntimeError("no CUDA device found: use CpuDevice")
         self.torch_device = _with_index(torch_device)
         self.host_alignment = 512  # as the device allocator's blocks: no two copies share a cache line
         self._index: int = self.torch_device.index
@@ -93,7 +93,7 @@ class CudaDevice:
             ) from error
 
     def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
-        if stream == self.current_stream():  # nearly always; a context manager takes longer
+        if stream == self.current_stream():  # nearly always; saves a context manager
             return new_buffer(nbytes, form, self.torch_device)
         with self._on(stream):
             return new_buffer(nbytes, form, self.torch_device)
@@ -102,7 +102,7 @@ class CudaDevice:
         storage.resize_(0)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
-        with self._on(stream):  # a storage grows in the pool of the current stream
+        with self._on(stream):  # resize_ allocates from the pool of the current stream
             storage.resize_(nbytes)
         return whole(storage)
 
@@ -140,13 +140,13 @@ def _with_index(device: torch.device | str | int | None) -> torch.device:
     found = torch.device("cuda") if device is None else torch.device(device)
     if found.type != "cuda":
         raise ValueError(f"torch_device must be a CUDA device, got {found}")
-    # Tensors always carry an index; a device without one would equal none of them.
+    # The devices of tensors always have an index; a device without one would equal none of them.
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 def _shut_down(slabs: weakref.WeakSet[PinnedSlab], runtime: CudaRuntime, pid: int) -> None:
     if pid != os.getpid():
-        return  # a forked child: CUDA did not come along
+        return  # a forked child, in which CUDA does not work
     try:
         runtime.finish()
     except RuntimeError as error:  # the context is lost, and every copy with it

@@ -1,7 +1,7 @@
 """The few CUDA runtime calls of the hot path, straight from the library that torch has loaded.
 
 torch's own stream and event objects cost 5 to 15 microseconds for each copy, record or wait in Python; a group makes
-about fifteen of them. Here a stream is its handle, and an event is a handle that is reused once nobody holds it.
+about fifteen of them. Here a stream is its handle, and an event is a handle that is reused once unreferenced.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CudaEvent:
 
     def __init__(self, handle: int, idle: list[int]) -> None:
         self.handle = handle
-        self.is_done = False  # as far as anybody has asked; then no call is needed any more
+        self.is_done = False  # known to be complete, so that no further query is needed
         self._idle = idle
 
     def __del__(self) -> None:
@@ -80,12 +80,12 @@ class CudaRuntime:
         calls = hot_calls(self._library)
         self._record, self._wait, self._query, self._copy, self._last_error, self._copy_batch = calls
         self._has_batch: bool = has_batch_copy(self._library)
-        self._idle: list[int] = []  # handles of events that nobody holds
+        self._idle: list[int] = []  # handles of events without a reference
         self._idle_marks: list[int] = []  # of those that tell the time, made while a step is recorded
         self._streams: list[int] = []
 
     def new_stream(self) -> int:
-        """A stream that nobody else has: torch hands out the same 32 again and again, also to NCCL."""
+        """Make a stream of its own: torch reuses a pool of 32, also for NCCL."""
         stream = self._create(self._library.cudaStreamCreateWithFlags, _NON_BLOCKING)
         self._streams.append(stream)
         return stream
@@ -96,7 +96,7 @@ class CudaRuntime:
             self._check(self._library.cudaStreamSynchronize(stream))
 
     def close(self) -> None:
-        """Give streams, and events that nobody holds, back to CUDA; call `finish` first."""
+        """Destroy the streams and the events without a reference; call `finish` first."""
         while self._streams:
             self._library.cudaStreamDestroy(self._streams.pop())
         for idle in (self._idle, self._idle_marks):
@@ -127,7 +127,7 @@ class CudaRuntime:
         return float(elapsed.value)
 
     def wait(self, stream: int, event: CudaEvent) -> None:
-        """As `Device.wait_event`: work issued to `stream` from now on starts after `event`."""
+        """Make work issued to `stream` from now on wait for `event`; see `Device.wait_event`."""
         if event.is_done:
             return
         if stream or self._is_current:
@@ -146,7 +146,7 @@ class CudaRuntime:
         return True
 
     def poll(self, event: CudaEvent) -> bool:
-        """As `is_complete`, for whoever waits by asking again and again: raises the error of an event that failed."""
+        """Return whether `event` has completed, for callers that poll; raise the error of an event that failed."""
         if not event.is_done:
             code = self._query(event.handle)
             if code == _NOT_READY:
@@ -161,7 +161,7 @@ class CudaRuntime:
         self._check(self._library.cudaEventSynchronize(event.handle))
 
     def device_address(self, address: int) -> int | None:
-        """Where kernels find pinned host memory: None if CUDA has not mapped it for this device."""
+        """Return where kernels find pinned host memory; None if CUDA has not mapped it for this device."""
         found = _HANDLE()
         with torch.cuda.device(self._device):
             code = self._library.cudaHostGetDevicePointer(ctypes.byref(found), address, 0)
@@ -170,13 +170,13 @@ class CudaRuntime:
         return found.value if code == 0 else None
 
     def copy_out(self, stream: int, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
-        """As `Device.copy_out`; the targets are in slabs of pinned memory."""
+        """Issue copies as `Device.copy_out`; the targets are in slabs of pinned memory."""
         sources = [check_copy(source, target).data_ptr() for source, target in copies]
         targets = [_address(target) for _, target in copies]
         self._copy_all(stream, targets, sources, [target.nbytes for _, target in copies], _DEVICE_TO_HOST)
 
     def copy_in(self, stream: int, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
-        """As `Device.copy_in`; the sources are in slabs of pinned memory."""
+        """Issue copies as `Device.copy_in`; the sources are in slabs of pinned memory."""
         targets = [check_copy(target, source).data_ptr() for source, target in copies]
         sources = [_address(source) for source, _ in copies]
         self._copy_all(stream, targets, sources, [source.nbytes for source, _ in copies], _HOST_TO_DEVICE)
@@ -205,7 +205,7 @@ class CudaRuntime:
         return self._create(self._library.cudaEventCreateWithFlags, flags)
 
     def _create(self, call: Any, flags: int) -> int:
-        """A new event or stream."""
+        """Create an event or a stream."""
         handle = _HANDLE()
         with torch.cuda.device(self._device):  # it belongs to the device that is current at its creation
             self._check(call(ctypes.byref(handle), flags))
@@ -241,14 +241,14 @@ def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
 
 
 def has_batch_copy(library: ctypes.CDLL) -> bool:
-    """Whether the runtime in `library` has `cudaMemcpyBatchAsync`, with the arguments of CUDA 13."""
+    """Return whether the runtime in `library` has `cudaMemcpyBatchAsync`, with the arguments of CUDA 13."""
     version = ctypes.c_int()
     code: int = library.cudaRuntimeGetVersion(ctypes.byref(version))
     return code == 0 and version.value in _BATCH_VERSIONS and hasattr(library, "cudaMemcpyBatchAsync")
 
 
 def _copy_batch(library: ctypes.CDLL, stream: int, *values: int) -> int:
-    """What the extension module does in C."""
+    """Copy a batch through ctypes, as the extension module does in C."""
     count = len(values) // 3
     addresses, sizes = _HANDLE * count, ctypes.c_size_t * count
     attributes = (ctypes.c_int * 6)(_STREAM_ORDER, 0, 0, 0, 0, _OVERLAP_WITH_COMPUTE)  # cudaMemcpyAttributes
@@ -270,7 +270,7 @@ def _no_copy_batch(*values: int) -> int:
 
 
 def _load_library() -> ctypes.CDLL:
-    """The runtime that torch itself uses: with another copy, streams and errors would not be the same ones."""
+    """Load the runtime that torch itself uses: another copy would have other streams and errors."""
     process = ctypes.CDLL(None)
     if hasattr(process, "cudaMemcpyAsync"):
         return process

@@ -1,4 +1,4 @@
-"""Host tier in a file: bytes written there leave the process, because page cache is not part of its memory."""
+"""Host tier in a file: its bytes are in the page cache, which does not count as memory of the process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tempfile
 import weakref
 
 MIN_FREE_BYTES = 1 << 20
-"""A directory with less free than one minimal slab is refused at once."""
+"""A directory with less free space than one minimal slab is rejected at once."""
 
 
 class FileSlab:
-    """Owns one unlinked file of `nbytes`: its space goes back to the file system when it is closed, or on a crash."""
+    """Owns one unlinked file of `nbytes`: its space is returned to the file system on `close`, or after a crash."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
         """Reserve the file's space.
@@ -86,18 +86,18 @@ def check_directory(path: str, need_bytes: int = MIN_FREE_BYTES) -> None:
 
 
 def free_bytes(path: str) -> int:
-    """Bytes that the file system of `path` still gives to this user."""
+    """Return the bytes that the file system of `path` has free for this user."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize
 
 
 def _open_unlinked(directory: str) -> int:
-    """A file that no name leads to, open for reading and writing."""
+    """Open an unlinked file for reading and writing; return its descriptor."""
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            # What file systems and kernels without O_TMPFILE answer.
+            # Errors of file systems and kernels without O_TMPFILE.
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
     fd, path = tempfile.mkstemp(prefix="offload-", dir=directory)
@@ -106,7 +106,7 @@ def _open_unlinked(directory: str) -> int:
 
 
 def _reserve(directory: str, nbytes: int) -> int:
-    """Descriptor of an unlinked file whose `nbytes` are reserved, so that the disk cannot fill up under a copy."""
+    """Open an unlinked file with `nbytes` reserved, so that the disk cannot fill up during a copy."""
     free = free_bytes(directory)
     if free < nbytes:
         raise MemoryError(f"offload directory {directory!r} has no room for {nbytes:,} bytes: {free:,} free")
@@ -122,8 +122,8 @@ def _reserve(directory: str, nbytes: int) -> int:
 
 
 def _allocate(fd: int, nbytes: int) -> None:
-    # os.posix_fallocate writes a byte into every block where the file system cannot reserve; the bare call says so,
-    # and a sparse file does then.
+    # If the file system cannot reserve, os.posix_fallocate writes a byte into every block. The bare call fails instead,
+    # and a sparse file is used.
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "fallocate64"):
         if libc.fallocate64(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:

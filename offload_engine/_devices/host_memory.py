@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the machine has free, within the limits of its control group."""
+"""Measures the memory that this process may still take: free memory, within the limits of its control group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 HOST_RESERVE_BYTES = 512 << 20
-"""Left free by the memory-backed host tiers, so that the rest of the process does not meet the out-of-memory killer."""
+"""Left free by the memory-backed host tiers, so that the process does not trigger the out-of-memory killer."""
 
 
 _NO_LIMIT_BYTES = 1 << 60
-"""Version 1 control groups write a number of this order where there is no limit."""
+"""Version 1 control groups write a number of this order if there is no limit."""
 
 
 class _Group(NamedTuple):
@@ -24,13 +24,13 @@ class _Group(NamedTuple):
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that can still be taken: the smaller of `MemAvailable` and each control group's remainder.
+    """Return the bytes of memory that can still be taken: the minimum of `MemAvailable` and each control group's rest.
 
-    Some virtual machines show more memory the more of it is used. Where a control group is allowed more than the
-    machine shows in all, the machine is taken for such a one, and the groups alone count.
+    Some virtual machines grow on demand (ballooning). If a control group allows more than the machine's total memory,
+    we assume such a VM and use only the limits of the control groups.
 
     Args:
-        root: where `/proc` and `/sys` are found; another folder only in tests.
+        root: directory of `/proc` and `/sys`; another one only in tests.
     """
     groups = list(_control_groups(root))
     free = [group.free for group in groups]
@@ -40,7 +40,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def check_memory(nbytes: int, purpose: str) -> None:
-    """Refuse to take `nbytes` of memory that are not there.
+    """Check that `nbytes` of memory are available.
 
     Raises:
         MemoryError: if less than `nbytes` plus a reserve is available.
@@ -75,7 +75,7 @@ def _of_another_system() -> int:
 
 
 def _control_groups(root: Path) -> Iterator[_Group]:
-    """Every control group above this process that has a limit, versions 1 and 2."""
+    """Yield every control group above this process that has a limit, versions 1 and 2."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -99,7 +99,7 @@ def _groups_upwards(mount: Path, path: str, limit_file: str, usage_file: str) ->
 
 
 def _reclaimable(stat_file: Path) -> int:
-    """Page cache that the kernel drops before anything else: it counts as used, but is as good as free."""
+    """Return the page cache that the kernel reclaims first: it counts as used, but is as good as free."""
     fields = _key_values(stat_file)
     return fields.get("total_inactive_file", fields.get("inactive_file", 0))
 

@@ -151,7 +151,7 @@ def _add_target(slot: _Slot, mapped: torch.Tensor, size: int, shape: torch.Size)
 
 
 def _contiguous(shape: torch.Size) -> list[int]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1] * len(shape)
     for i in range(len(shape) - 1, 0, -1):
         strides[i - 1] = strides[i] * shape[i]

@@ -1,4 +1,4 @@
-"""Host tier in plain memory, for machines without a disk and for comparison: the process does not get smaller."""
+"""Host tier in plain memory, for machines without a disk and for comparison; it saves the process no memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MemorySlab:
     """Owns `nbytes` of ordinary memory."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take the memory.
+        """Allocate the memory.
 
         Raises:
             MemoryError: if the machine, or this process's control group, has no room for it.

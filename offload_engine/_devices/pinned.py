@@ -1,7 +1,7 @@
-"""Pinned host memory, obtained the quick way, on the memory node nearest to the GPU.
+"""Pinned host memory, allocated by several threads, on the memory node nearest to the GPU.
 
 `cudaHostAlloc` touches the pages one by one while it pins them (1.6 GB/s). Touching them first, with several threads,
-and registering them afterwards takes a fifth of the time, and rounds to nothing larger than what was asked for.
+and registering them afterwards takes a fifth of the time, and does not round the size up.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PinnedSlab:
         """Map, place, touch and register the memory.
 
         Args:
-            nbytes: how much.
-            numa_node: the memory node to take it from while that has room; None leaves it to the system.
+            nbytes: size of the slab.
+            numa_node: preferred memory node, used while it has room; None: the system's choice.
 
         Raises:
             MemoryError: if the machine has no room for it, or CUDA does not register it.
@@ -44,7 +44,7 @@ class PinnedSlab:
         check_memory(nbytes, "pinned host memory")
         self.nbytes = nbytes
         mapping = _map(nbytes)
-        # The tensor owns the mapping from here on: it is unmapped with the last view of it, never under one.
+        # The tensor owns the mapping from here on, so it is unmapped after the last view, never under one.
         self._bytes: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)
         self._address = address = self._bytes.data_ptr()
         if numa_node is not None:
@@ -59,29 +59,29 @@ class PinnedSlab:
 
     @property
     def address(self) -> int:
-        """Of the first byte, for a copy; valid until the slab is closed."""
+        """Return the address of the first byte; valid until the slab is closed."""
         if self._bytes is None:
             raise RuntimeError(f"{self} is closed")
         return self._address
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Bytes `offset .. offset + nbytes` as a 1-D uint8 tensor on the CPU; keep it no longer than the slab."""
+        """Return bytes `offset .. offset + nbytes` as a 1-D uint8 CPU tensor; do not keep it longer than the slab."""
         if self._bytes is None:
             raise RuntimeError(f"{self} is closed")
         return self._bytes[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Unpin the memory and give it back. Idempotent; no copy may be in flight."""
+        """Unpin the memory and return it to the system. Idempotent; no copy may be in flight."""
         self._unregister()
         self._bytes = None
 
 
 def numa_node_of(device: torch.device, root: Path = Path("/")) -> int | None:
-    """The memory node nearest to a GPU, or None where there is only one, or the system does not tell.
+    """Return the memory node nearest to a GPU, or None if there is only one or it is unknown.
 
     Args:
         device: a CUDA device with an index.
-        root: where `/sys` is found; another folder only in tests.
+        root: directory of `/sys`; another one only in tests.
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
@@ -96,13 +96,13 @@ def numa_node_of(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """Private anonymous memory: shared memory would get no huge pages and count as a file."""
+    """Map private anonymous memory: shared memory would get no huge pages and count as a file."""
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no address range of {nbytes:,} bytes for pinned host memory: {error}") from error
     _advise(mapping, "MADV_HUGEPAGE")  # fewer pages to touch and to register
-    # A fork would copy every pinned page into the child, data loaders included: leave them out of it.
+    # A fork, for a data loader say, would copy every pinned page into the child: exclude them.
     _advise(mapping, "MADV_DONTFORK")
     return mapping
 
@@ -110,12 +110,12 @@ def _map(nbytes: int) -> mmap.mmap:
 def _advise(mapping: mmap.mmap, name: str) -> None:
     try:
         mapping.madvise(getattr(mmap, name))
-    except (AttributeError, OSError) as error:  # advice: a system without it works as well
+    except (AttributeError, OSError) as error:  # only advice: a system without it works too
         logger.debug("no %s: %s", name, error)
 
 
 def _prefer_node(address: int, nbytes: int, node: int) -> None:
-    """Place pages that are not yet touched on a memory node; a system that refuses places them itself."""
+    """Place untouched pages on a memory node; if that fails, the system places them."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return
@@ -129,7 +129,7 @@ def _prefer_node(address: int, nbytes: int, node: int) -> None:
         ctypes.c_ulong(nbytes),
         ctypes.c_long(_MPOL_PREFERRED),
         mask,
-        ctypes.c_ulong(len(mask) * bits + 1),  # the kernel reads one bit less than it is told
+        ctypes.c_ulong(len(mask) * bits + 1),  # the kernel reads one bit less than this number
         ctypes.c_long(0),
     )
     if result != 0:
@@ -161,8 +161,8 @@ def _register(address: int, nbytes: int) -> None:
 
 
 def _forget_last_error() -> None:
-    # CUDA keeps the code for the next kernel launch on this thread, which would be blamed for it. torch has no call
-    # that only clears it, but has loaded the runtime into the process's own namespace.
+    # CUDA keeps the error code, and the next kernel launch on this thread would report it. torch has no call that only
+    # clears it, but has loaded the runtime into the process's own namespace.
     runtime = ctypes.CDLL(None)
     if hasattr(runtime, "cudaGetLastError"):
         runtime.cudaGetLastError()
@@ -171,7 +171,7 @@ def _forget_last_error() -> None:
 def _unregister(address: int, mapping: mmap.mmap, pid: int) -> None:
     """Unpin the memory; `mapping` is an argument so that it lives until then."""
     if pid != os.getpid():
-        return  # a forked child: neither the memory nor CUDA came along
+        return  # a forked child, which has neither the memory nor a working CUDA
     code = int(torch.cuda.cudart().cudaHostUnregister(address))
     if code != 0:
         _forget_last_error()

@@ -1,4 +1,4 @@
-"""Raw bytes: where they are on the host, tensors over them, and what every device checks before it moves them."""
+"""Raw bytes: regions on the host, tensors over storages, and the checks that every device makes before a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class HostSlab(Protocol):
     nbytes: int
 
     def close(self) -> None:
-        """Give the bytes back to the system. Idempotent; no copy may be in flight."""
+        """Return the bytes to the system. Idempotent; no copy may be in flight."""
 
 
 class HostRegion:
@@ -31,7 +31,7 @@ class HostRegion:
 
 
 def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage:
-    """Refuse a copy between the storage of `tensor`, which is returned, and `region` that would touch any other byte.
+    """Check that a copy between the storage of `tensor` and `region` touches no other byte; return the storage.
 
     Raises:
         ValueError: if the storage is not of the region's size, or the region is not inside its slab.
@@ -46,7 +46,7 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage
 
 
 def new_buffer(nbytes: int, form: Form | None, device: torch.device) -> torch.Tensor:
-    """A tensor with a storage of `nbytes` bytes, which are garbage: 1-D of uint8, or in `form`, which has as many."""
+    """Return a tensor with a new, uninitialized storage of `nbytes` bytes: 1-D uint8, or in `form` of equal size."""
     if form is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     shape, stride, dtype = form
@@ -54,12 +54,12 @@ def new_buffer(nbytes: int, form: Form | None, device: torch.device) -> torch.Te
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A 1-D uint8 tensor over all of `storage`."""
+    """Return a 1-D uint8 tensor over all of `storage`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
 
 
 def check_slab_size(nbytes: int, alignment: int) -> None:
-    """Refuse a slab size that the device could not have been asked for.
+    """Check the size of a requested slab.
 
     Raises:
         ValueError: if `nbytes` is not a positive multiple of `alignment`.

@@ -1,10 +1,10 @@
-"""Free ranges of host slabs: best fit, coalescing, and the events that earlier users of the bytes left behind.
+"""Free ranges of host slabs: best fit, coalescing, and the events of copies that still read the bytes.
 
 Pure Python: slabs are numbers and events are opaque, so the bookkeeping can be tested against a naive model.
 
-A free extent remembers which of its bytes are still being read by which copy ("guards"), and keeps that per byte
-range instead of one set of events per extent. After coalescing one set would make a copy-out wait for copies out of
-bytes it does not touch, and would grow with every merge.
+A free extent records which copies still read its bytes ("guards"), per byte range instead of as one set of events per
+extent. After coalescing, one set would make a copy-out wait for copies out of bytes it does not touch, and would grow
+with every merge.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Guard:
 
 
 class Extent:
-    """A free range of one slab that touches no other free range. `order` grows with each return: small is old."""
+    """A free range of one slab, not adjacent to another one. `order` increases with each return: small is old."""
 
     __slots__ = ("slab", "start", "nbytes", "order", "guards")
 
@@ -43,12 +43,12 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """First byte behind the extent."""
+        """Return the first byte after the extent."""
         return self.start + self.nbytes
 
 
 class Taken:
-    """What `FreeExtents.take` found: the range starts at byte `start` of `slab`."""
+    """A range taken by `FreeExtents.take`; it starts at byte `start` of `slab`."""
 
     __slots__ = ("slab", "start", "events")
 
@@ -59,11 +59,13 @@ class Taken:
 
 
 class FreeExtents:
-    """All free extents of a pool; `take` and `put` are O(log n) searches plus a short `memmove`;
-    where copies run ahead, `take` may look at every extent that is large enough.
+    """Owns all free extents of a pool.
+
+    `take` and `put` are O(log n) searches plus a short `memmove`. While copies run ahead, `take` may examine every
+    extent that is large enough.
 
     Args:
-        is_complete: tells whether an event has completed; completed events are dropped.
+        is_complete: returns whether an event has completed; completed events are dropped.
         unawaited: bytes that one of these copies reads are taken last.
     """
 
@@ -82,10 +84,10 @@ class FreeExtents:
         return (extent for _, _, extent in self._by_size)
 
     def take(self, nbytes: int) -> Taken | None:
-        """The front of the smallest extent that fits (of equal ones, the least recently returned), or None.
+        """Take the front of the smallest extent that fits; of equal ones, the least recently returned.
 
         Returns:
-            The range, with those events of its bytes that have not completed yet.
+            The range, with those events of its bytes that have not completed yet; None if no extent fits.
         """
         index = bisect_left(self._by_size, (nbytes,))
         if index == len(self._by_size):
@@ -128,17 +130,17 @@ class FreeExtents:
         del self._by_end[extent.slab, extent.end]
 
     def pending_events(self, extent: Extent) -> tuple[Event, ...]:
-        """The events of the extent's bytes that have not completed; completed ones are forgotten."""
+        """Return the events of the extent's bytes that have not completed; drop the completed ones."""
         extent.guards = [guard for guard in extent.guards if not all(map(self._is_complete, guard.events))]
         return self._pending(extent.guards)
 
     def forget_events(self) -> None:
-        """Every copy has finished, in whatever way: no byte has to wait for anything any more."""
+        """Drop all events, after every copy has completed or failed."""
         for extent in self:
             extent.guards.clear()
 
     def _first_awaited(self, begin: int, nbytes: int) -> int:
-        """Index, from `begin` on, of the smallest extent whose front no unawaited copy reads; else `begin`."""
+        """Return the index of the smallest extent from `begin` on whose front no unawaited copy reads, or `begin`."""
         for index in range(begin, len(self._by_size)):
             extent = self._by_size[index][2]
             if not self._is_unawaited(extent.guards, extent.start + nbytes):

@@ -1,4 +1,4 @@
-"""One lease of host bytes for each group, and a region of it for each storage."""
+"""One lease of host bytes per group, and one region of it per storage."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class GroupLease:
 
     def __init__(self, pool: HostPool, lease: HostLease, num_parts: int) -> None:
         self.num_parts = num_parts
-        self.events: list[Event] = []  # last copy of each part that was returned
-        self.copied_in: Event | None = None  # last copy-in of a part that was not; behind all others in its queue
+        self.events: list[Event] = []  # last copy of each returned part
+        self.copied_in: Event | None = None  # last copy-in of a part not returned; completes after all earlier ones
         self._lease = lease
         self._pool = pool
 
     @property
     def ready_after(self) -> tuple[Event, ...]:
-        """Events of earlier users of these bytes; a copy-out waits for all of them before the first byte."""
+        """Return the events of earlier users of these bytes; a copy-out waits for all of them before the first byte."""
         return self._lease.ready_after
 
     def give_up_part(self, last_copy: Event | None, num_parts: int = 1) -> None:
-        """Return `num_parts` parts, which are free once `last_copy` has completed."""
+        """Return `num_parts` parts; they may be reused once `last_copy` has completed."""
         if last_copy is not None and last_copy not in self.events:
             self.events.append(last_copy)
         self.num_parts -= num_parts
@@ -45,7 +45,7 @@ def lend(pool: HostPool, sizes: Sequence[int], alignment: int) -> tuple[GroupLea
         alignment: of each region, in bytes.
 
     Returns:
-        The lease and its regions; None, and nothing is lent, where the host tier has no room.
+        The lease and its regions; None if the host tier has no room.
     """
     mask = -alignment
     total = 0

@@ -1,8 +1,8 @@
 """Host bytes lent to storages that are on host.
 
-The pool obtains large slabs from the device and lends ranges of them. A range that comes back may still be read by a
-copy-in, so it comes back with events, and the next lease of any of these bytes carries them: the copy-out into it
-waits on them (rule 2 of `_transfers.py`).
+The pool obtains large slabs from the device and lends ranges of them. A returned range may still be read by a copy-in,
+so it is returned with events, and the next lease of any of these bytes carries them: the copy-out into it waits for
+them (rule 2 of `_saved/transfers.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from offload_engine._host.unawaited import UnawaitedCopies
 
 MIB = 1 << 20
 _GROWTH_DIVISOR = 16
-"""A new slab is at least this fraction of what the pool has: large against the storages in it, so that little is lost
-at its end, and small enough that the last one overshoots the peak by little."""
+"""A new slab is at least this fraction of the pool: large compared to its storages, so that little is lost at its end,
+and small enough that the last slab overshoots the peak by little."""
 
 DEFAULT_SHARE = 0.8
-"""Without a limit the pool holds at most this share of what it holds and what its host tier has free, whenever it
-grows. So processes of one machine that grow side by side leave each other room, what others take meanwhile is theirs,
-and a machine that shows more memory the more of it is used can be used up to its end."""
+"""Without a limit, whenever the pool grows, it holds at most this share of its own bytes plus the free bytes of the
+host tier. So processes that grow side by side leave each other room, memory taken by others is respected, and VMs that
+grow on demand (ballooning) can be used fully."""
 
 _WASTE_TOLERATED = 1.08
-"""Slab bytes, as a multiple of the peak ever lent, from which on the slabs are worth being replaced by one."""
+"""Slabs are replaced by one if their bytes exceed this multiple of the peak ever lent."""
 
 _CONSOLIDATION_HEADROOM = 1 / 32
-"""The one slab that replaces them is larger than the peak by this: sizes that change from step to step leave holes."""
+"""The replacing slab is larger than the peak by this fraction: sizes that change from step to step leave holes."""
 
 _PEAK_GROWTH_BETWEEN_CONSOLIDATIONS = 1.25
 """Obtaining slabs is slow (0.1 to 0.6 s per GiB when pinned): replace them again only after the peak grew by this."""
 
 
 class HostLease:
-    """Host bytes lent to one storage, until `HostPool.give_back`.
+    """Host bytes lent until `HostPool.give_back`.
 
     Attributes:
         region: exactly the requested bytes.
@@ -66,7 +66,7 @@ class HostPool:
     """Lends host bytes of a device, within a limit.
 
     `give_back` may be called at any time, also by the garbage collector in the middle of another call of this pool
-    or from another thread: it then only queues the lease, and the call in progress settles it.
+    or from another thread: it then only queues the lease, and the call in progress processes it.
 
     Args:
         device: where slabs come from.
@@ -75,8 +75,7 @@ class HostPool:
         unawaited: copy-ins whose bytes are lent last; None: there are none.
 
     Raises:
-        ValueError: for a negative limit or a slab size that is not positive.
-
+        ValueError: if the limit is negative or the slab size is not positive.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class HostPool:
 
     @property
     def room_bytes(self) -> int:
-        """The most bytes that one lease could get now."""
+        """Return the most bytes that one lease could get now."""
         self._settle()
         with self._lock:
             largest = max((extent.nbytes for extent in self._free), default=0)
@@ -118,7 +117,7 @@ class HostPool:
         """Lend `nbytes` bytes.
 
         Returns:
-            The lease, or None where the limit is reached or the host tier is full.
+            The lease, or None if the limit is reached or the host tier is full.
 
         Raises:
             ValueError: if `nbytes` is not positive.
@@ -130,12 +129,12 @@ class HostPool:
             self._settle()
         with self._lock:
             lease = self._lend(nbytes)
-        if self._returns:  # of the garbage collector, while the lock was held
+        if self._returns:  # queued by the garbage collector while the lock was held
             self._settle()
         return lease
 
     def give_back(self, lease: HostLease, events: Sequence[Event] = ()) -> None:
-        """Return a lease; its bytes may be lent again at once, and whoever gets them waits for `events`.
+        """Return a lease; its bytes may be lent again at once, together with `events`.
 
         Raises:
             AssertionError: if the lease has been returned before, or belongs to another pool.
@@ -148,36 +147,36 @@ class HostPool:
         self._settle()
 
     def forget_events(self) -> None:
-        """No copy is in flight: later leases wait for none of the events returned so far.
+        """Drop all returned events; call it when no copy is in flight.
 
-        For the recovery from a failed copy. Its event never completes, and without this the next user of the bytes
-        would be told of a failure that is not its own.
+        For recovery from a failed copy: its event never completes, and the next user of the bytes would raise an error
+        that is not its own.
         """
         self._settle()
         with self._lock:
             self._free.forget_events()
 
     def reset_peak(self) -> None:
-        """Let `peak_lent_bytes` start again from what is lent now."""
+        """Restart `peak_lent_bytes` from the bytes lent now."""
         self._settle()
         self._peak_ever = max(self._peak_ever, self.peak_lent_bytes)
         self.peak_lent_bytes = self.lent_bytes
 
     def trim(self) -> int:
-        """Close the slabs that are wholly free and that no copy reads any more.
+        """Close the slabs that are entirely free and that no copy reads.
 
         Returns:
-            Number of bytes given back to the system.
+            Number of bytes returned to the system.
         """
         self._settle()
         with self._lock:
             return sum(self._close_slab(extent) for extent in self._idle_slabs())
 
     def close(self) -> None:
-        """Wait for the copies that still read free bytes, then give everything back. Idempotent.
+        """Wait for the copies that still read free bytes, then close every slab. Idempotent.
 
         Raises:
-            RuntimeError: if leases are out; nothing is closed then.
+            RuntimeError: if leases are out; no slab is closed then.
         """
         self._settle()
         if self.num_leases:
@@ -192,7 +191,7 @@ class HostPool:
                 self._close_slab(extent)
 
     def _settle(self) -> None:
-        """Do the queued returns, unless a call in progress (which does them when it ends) holds the lock."""
+        """Process the queued returns, unless a call in progress holds the lock and processes them at its end."""
         while self._returns and self._lock.acquire(blocking=False):
             try:
                 while self._returns:
@@ -227,26 +226,26 @@ class HostPool:
         return (nbytes + self._device.host_alignment - 1) & -self._device.host_alignment
 
     def _grow(self, need: int) -> bool:
-        """Add a slab with room for `need` bytes; False where limit and host tier do not allow it."""
+        """Add a slab with room for `need` bytes; return False if limit or host tier do not allow it."""
         if not self._make_room(need):
             return False
-        # Little is missing, if anything, once a step is over or slabs were replaced.
+        # After the first step, or once slabs were replaced, little is missing: no minimum size.
         smallest = 0 if self._peak_ever or self._peak_at_consolidation else self._slab_bytes
         wanted = self._round_up(max(need, smallest, self.slab_bytes_total // _GROWTH_DIVISOR))
         room = self._room()
-        if room < need:  # others have taken of what there was
+        if room < need:  # other processes have taken memory meanwhile
             return False
         wanted = min(wanted, room)
         if self._add_slab(wanted) or (wanted > need and self._add_slab(need)):
             return True
-        closed = [self._close_slab(extent) for extent in self._idle_slabs()]  # the tier is full, perhaps of these
+        closed = [self._close_slab(extent) for extent in self._idle_slabs()]  # the tier may be full of idle slabs
         return bool(closed) and self._add_slab(need)
 
     def _consolidate(self) -> None:
-        """With nothing lent, replace slabs that waste too much by one large slab.
+        """Replace slabs that waste too much by one large slab, while nothing is lent.
 
-        A pool that grew storage by storage loses the end of each slab, up to half of it where storages are about as
-        large as slabs. In one slab of the size of the peak there is one end.
+        A pool that grew storage by storage loses the end of each slab, up to half of it if storages are about as large
+        as slabs. One slab of the size of the peak has one end.
         """
         peak = max(self._peak_ever, self.peak_lent_bytes)
         wasteful = len(self._slabs) > 1 and self.slab_bytes_total > _WASTE_TOLERATED * peak
@@ -260,17 +259,17 @@ class HostPool:
         self._peak_at_consolidation = peak
         wanted = self._round_up(int(peak * (1 + _CONSOLIDATION_HEADROOM)))
         if room := min(wanted, self._room()):
-            self._add_slab(room)  # where that fails, the pool grows step by step again
+            self._add_slab(room)  # if that fails, the pool grows step by step again
 
     def _room(self) -> int:
-        """How many more slab bytes the limit allows."""
+        """Return how many more slab bytes the limit allows."""
         limit = self._limit_bytes
         if limit is None:
             limit = int(DEFAULT_SHARE * (self.slab_bytes_total + self._device.free_host_bytes()))
         return max(0, limit - self.slab_bytes_total) & -self._device.host_alignment
 
     def _make_room(self, need: int) -> bool:
-        """Close as few idle slabs (all too small, or they would have been lent) as the limit asks for."""
+        """Close as few idle slabs as needed to add `need` bytes; each is too small, or it would have been lent."""
         short = need - self._room()
         if short <= 0:
             return True
@@ -295,7 +294,7 @@ class HostPool:
         return True
 
     def _idle_slabs(self) -> list[Extent]:
-        """The slabs that are one free extent without pending events, smallest first."""
+        """Return the slabs that are one free extent without pending events, smallest first."""
         return [
             extent
             for extent in self._free
@@ -310,5 +309,5 @@ class HostPool:
 
     def _wait_for(self, extent: Extent) -> None:
         for event in self._free.pending_events(extent):
-            with suppress(CopyError):  # a copy that failed no longer touches the bytes, and was reported to its user
+            with suppress(CopyError):  # a failed copy no longer touches the bytes, and was reported already
                 self._device.synchronize(event)

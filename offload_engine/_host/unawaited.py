@@ -1,4 +1,4 @@
-"""`UnawaitedCopies`: copy-ins that the compute stream has not been made to wait for."""
+"""`UnawaitedCopies`: copy-ins for which no compute stream waits yet."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Event = Any
 class UnawaitedCopies:
     """Events of copy-ins that run ahead of their use.
 
-    A copy-out into bytes that such a copy reads would have to wait for it, and the two would not run side by side, so
-    the pool lends these bytes last.
+    A copy-out into bytes that such a copy reads would have to wait for it, and the two could not overlap. So the pool
+    lends these bytes last.
     """
 
     def __init__(self) -> None:
@@ -22,12 +22,12 @@ class UnawaitedCopies:
         self._events[id(event)] = event
 
     def discard(self, event: Event) -> None:
-        """Forget a copy-in that compute waits for, or that is not needed any more. Idempotent."""
+        """Forget a copy-in that compute waits for, or that is no longer needed. Idempotent."""
         self._events.pop(id(event), None)
 
     def __len__(self) -> int:
         return len(self._events)
 
     def has(self, event: Event) -> bool:
-        """Return whether compute has yet to be made to wait for `event`."""
+        """Return whether compute does not wait for `event` yet."""
         return id(event) in self._events

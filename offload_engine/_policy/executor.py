@@ -1,4 +1,4 @@
-"""`Executor`: performs the moves of a policy, and holds the rules that no policy can break."""
+"""`Executor`: performs the moves of a policy, and enforces the rules that no policy can break."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _profiler: Final[Any] = profiler  # asked in line: a range for each move would c
 
 
 class Executor:
-    """Asks the policy at each boundary and performs its moves. It alone issues, releases and awaits copies of groups.
+    """Calls the policy at each boundary and performs its moves. Only it issues, releases and awaits copies of groups.
 
     [Its own rules]
 
-     1. What is complete may go. At each boundary copy-outs that have completed are released, oldest first, where the
-        policy says so (`Policy.releases_completed`).
-     2. Back-pressure. At each boundary, and after each copy-out, compute waits for the oldest copy-outs as long as
-        `Policy.must_release`. The wait is one of the device: a host that runs ahead is not blocked.
+     1. Completed copy-outs are released. At each boundary they are released, oldest first, if the policy allows it
+        (`Policy.releases_completed`).
+     2. Back-pressure. At each boundary, and after each copy-out, compute waits for the oldest copy-outs while
+        `Policy.must_release`. It is a stream wait: a host that runs ahead is not blocked.
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
-        What no move brought back, `ActivationStore.unpack` does.
+        `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
 
     Args:
-        store: has the storages of the groups.
-        device: says whether a copy has completed.
-        policy: answers boundaries.
+        store: owns the storages of the groups.
+        device: tests whether a copy has completed.
+        policy: answers boundaries with moves.
         leaving: the queue that the policy reads.
-        dry_run: account for groups, and issue no copy-out.
+        dry_run: account for groups, but issue no copy-out.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Executor:
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
-        """Perform what the policy answers to a boundary; see `Policy.at`.
+        """Perform the moves with which the policy answers a boundary; see `Policy.at`.
 
         Raises:
             CopyError: if a copy has failed; names the group.
-            OffloadError: if the host tier is full, and that is to be an error.
+            OffloadError: if the host tier is full and `host_policy` is "error".
         """
         store, late_from = self.store, -1
         if self._context.recorder is not None:
@@ -85,10 +85,10 @@ class Executor:
                 self.copy_in(moved)
 
     def copy_out(self, group: TensorGroup) -> None:
-        """Issue the copy-out of a group's own storages. No-op for what has been copied out already, and in a dry run.
+        """Issue the copy-out of a group's own storages. No-op for those copied out already, and in a dry run.
 
         Raises:
-            OffloadError: if the host tier is full, and that is to be an error.
+            OffloadError: if the host tier is full and `host_policy` is "error".
         """
         produced = self._produced.pop(group, None)
         if self._dry_run:
@@ -106,7 +106,7 @@ class Executor:
                 self._release(self.leaving.pop())
 
     def copy_in(self, group: TensorGroup) -> int:
-        """Recall what a group has leaving and copy in what it has on host; return the number of storages copied."""
+        """Recall a group's storages that are leaving and copy in those on host; return the number copied in."""
         if group.leaving_bytes:
             self.store.recall(group)
         nbytes = group.on_host_bytes
@@ -120,19 +120,19 @@ class Executor:
         return self.store.issue_copy_in(group)
 
     def keep(self, group: TensorGroup) -> None:
-        """Commit a group that stays: its backward comes at once."""
+        """Commit a group that stays resident, because its backward comes at once."""
         group.is_kept = True
         self._count(group)
 
     def offload_kept(self, group: TensorGroup) -> None:
-        """Copy out a group that was kept: its backward does not come at once."""
+        """Copy out a group that was kept, because its backward does not come at once after all."""
         group.is_kept = False
         self.store.counters.stats.num_kept_groups -= 1
         self.store.counters.stats.kept_bytes -= group.own_bytes
         self.copy_out(group)
 
     def end_iteration(self) -> None:
-        """Perform what the policy answers to the end of the iteration, and forget its groups.
+        """Perform the policy's moves at the end of the iteration, and forget its groups.
 
         Raises:
             CopyError: if a copy has failed; names the group.
@@ -142,7 +142,7 @@ class Executor:
         self.policy.clear()
 
     def reset(self) -> None:
-        """Forget the iteration; the store has yet to abandon what was saved."""
+        """Forget the iteration. Call it before `ActivationStore.abandon_all`."""
         self._produced.clear()
         self.leaving.clear()
         self.policy.clear()

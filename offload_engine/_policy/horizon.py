@@ -1,4 +1,4 @@
-"""How far ahead of the backward copy-ins may be issued."""
+"""`Horizon`: bounds how far ahead of the backward copy-ins may be issued."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from offload_engine._saved.storage import TensorGroup
 
 
 class Horizon:
-    """Bounds what is issued, or not released, ahead of its backward."""
+    """Bounds the groups that are copied in, or recalled, ahead of their backward."""
 
     def has_room(self, group: TensorGroup, is_in_forward: bool) -> bool:
-        """Return whether `group` may come back, or be recalled, ahead of its backward.
+        """Return whether `group` may be copied in, or recalled, ahead of its backward.
 
         Args:
             group: next in the order of backward.
-            is_in_forward: no backward was reached since a forward began, which needs room, too.
+            is_in_forward: no backward has begun since a forward began, which needs room, too.
         """
         raise NotImplementedError
 
     def may_issue_late(self, group: TensorGroup) -> bool:
-        """Return whether to copy in a group that the backward has passed by, perhaps to come back to it."""
+        """Return whether to copy in a group that the backward has passed but may come back to."""
         return True
 
     def count_committed(self, group: TensorGroup) -> None:
-        """Learn the size of a group whose forward is over."""
+        """Record the size of a group whose forward is over."""
 
     def count_issued(self, group: TensorGroup) -> None:
         """Count a group that is copied in, or recalled, ahead of its backward."""
@@ -32,17 +32,17 @@ class Horizon:
         """Stop counting a group whose backward begins."""
 
     def count_passed(self) -> None:
-        """Stop counting what was issued: a forward begins instead of the backward that it was issued for."""
+        """Called when a forward begins although a backward was predicted; its issued groups no longer count."""
 
     def clear(self) -> None:
         """Forget all groups."""
 
 
 class HorizonBytes(Horizon):
-    """At most so many bytes ahead; 0: none. Otherwise one group always is.
+    """Allows at most `limit_bytes` ahead, but always one group, unless the limit is 0.
 
     Args:
-        counters: has the bytes of copy-ins that are not used yet.
+        counters: count the bytes of copy-ins that are not used yet.
         limit_bytes: None: twice the largest group so far.
     """
 
@@ -50,8 +50,8 @@ class HorizonBytes(Horizon):
         self._counters = counters
         self._limit_bytes = limit_bytes
         self._largest_bytes = 0
-        self._recalled: list[TensorGroup] = []  # issued, or recalled before their release, and not reached yet
-        self._passed: list[TensorGroup] = []  # issued for a backward that did not come
+        self._recalled: list[TensorGroup] = []  # copied in or recalled, and not reached by backward yet
+        self._passed: list[TensorGroup] = []  # copied in for a backward that did not come
 
     def has_room(self, group: TensorGroup, is_in_forward: bool) -> bool:
         """See `Horizon`."""
@@ -91,14 +91,14 @@ class HorizonBytes(Horizon):
 
 
 class HorizonGroups(Horizon):
-    """At most so many groups with bytes on the device ahead of the group whose backward runs.
+    """Allows at most `num_groups` groups with bytes on the device ahead of the group whose backward runs.
 
-    What the backward has left behind does not count: only a retained graph keeps it, and waiting would not free it.
+    Groups that the backward has passed do not count: only a retained graph keeps them, and waiting would not free them.
     """
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._ahead: list[TensorGroup] = []  # issued, or not released, and not reached yet
+        self._ahead: list[TensorGroup] = []  # copied in or recalled, and not reached by backward yet
 
     def has_room(self, group: TensorGroup, is_in_forward: bool) -> bool:
         """See `Horizon`."""

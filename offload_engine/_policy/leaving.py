@@ -9,13 +9,13 @@ from offload_engine._saved.storage import TensorGroup
 
 
 class LeavingQueue:
-    """Copy-outs whose device bytes are not released yet, oldest first. The executor changes it, policies read it.
+    """Copy-outs whose device bytes are not released yet, oldest first. Only the executor changes it; policies read it.
 
     Attributes:
         queue: oldest first.
         inflight_bytes: of all of them.
         largest_bytes: of the largest copy-out so far.
-        num_issued: copy-outs so far; each has its number.
+        num_issued: number of copy-outs so far, which is the number of the next one.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class LeavingQueue:
 
     @property
     def groups(self) -> list[TensorGroup]:
-        """The group of each copy-out, oldest first."""
+        """Return the group of each copy-out, oldest first."""
         return [issued.group for issued in self.queue]
 
     def groups_before(self, number: int) -> list[TensorGroup]:
-        """The groups of the copy-outs issued before the one with this number."""
+        """Return the groups of the copy-outs issued before the one with this number."""
         return [issued.group for issued in self.queue if issued.number < number]
 
     def push(self, issued: CopyOut) -> None:
@@ -43,13 +43,13 @@ class LeavingQueue:
             self.largest_bytes = issued.nbytes
 
     def pop(self) -> CopyOut:
-        """Take the oldest copy-out out."""
+        """Remove and return the oldest copy-out."""
         oldest = self.queue.popleft()
         self.inflight_bytes -= oldest.nbytes
         return oldest
 
     def take(self, group: TensorGroup) -> CopyOut | None:
-        """Take the oldest copy-out of `group` out; None if there is none."""
+        """Remove and return the oldest copy-out of `group`; None if there is none."""
         for issued in self.queue:
             if issued.group is group:
                 self.queue.remove(issued)

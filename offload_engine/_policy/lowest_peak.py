@@ -1,4 +1,4 @@
-"""The policies under which everything leaves as soon as it can, by fixed bounds and by SageMaker's windows too."""
+"""The policies that copy groups out as early as possible: `LowestPeak`, fixed bounds, and SageMaker's windows."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from offload_engine.planning.moves import (
 
 
 class LowestPeakPolicy(Reactive):
-    """Releases each copy-out as it completes, and where memory has its peak before that.
+    """Releases each copy-out when it completes, or earlier, by a wait, at the memory peaks of a step.
 
-    - The peak of a pipeline is where the backward of one chunk begins behind the forward of another. What that forward
-      copied out before its tail is released there: the tail took about as long as these copies, so the wait is short.
-    - The peak of a chunk whose backward comes at once is in its loss. With a head, what left a layer before the first
-      kept group is released at that group, since it has had the time of a layer, and all at the head; without one,
-      all at the first kept group.
-    - While a copy is under way the host works more slowly, and in front of the experts the device waits for the host.
-      So the copy-out of a group with `may_delay` is issued behind that wait. At most half of what may be in flight is
-      delayed, and nothing once the link is behind.
+    - The peak of a pipeline is where the backward of one chunk begins after the forward of another. Copy-outs that this
+      forward issued before its tail are released there: the tail took about as long as these copies, so the wait is
+      short.
+    - The peak of a chunk whose backward comes at once is in its loss. With a head, copy-outs issued a layer before the
+      first kept group are released at that group, because they have had the time of a layer, and all others at the
+      head; without a head, all are released at the first kept group.
+    - While a copy runs the host is slower, and in front of the experts the device waits for the host. So the copy-out
+      of a group with `may_delay` is issued after that wait. At most half of the bytes that may be in flight are
+      delayed, and none once the link has fallen behind.
     """
 
     brings_only_last_layer = True
     releases_older_chunks: bool = True
-    """Whether a chunk's backward waits for what other chunks copied out before the last tail."""
+    """Whether a chunk's backward waits for copy-outs that other chunks issued before the last tail."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class LowestPeakPolicy(Reactive):
         super().__init__(counters, leaving, HorizonBytes(counters, None) if horizon is None else horizon)
         self._max_inflight_bytes = max_inflight_bytes
         self._delayed: list[TensorGroup] = []  # committed; their copy-out is yet to be issued
-        self._tail_number = 0  # of the first copy-out behind the begin of the last tail
+        self._tail_number = 0  # number of the first copy-out after the start of the last tail
 
     def clear(self) -> None:
         """See `Policy`."""
@@ -82,7 +83,7 @@ class LowestPeakPolicy(Reactive):
     def _with_delayed(
         self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None
     ) -> Iterator[Move]:
-        """Issue the delayed copy-outs, in the order of their commits, in front of all else."""
+        """Yield the delayed copy-outs, in the order of their commits, before all other moves."""
         delayed, self._delayed = self._delayed, []
         for other in delayed:
             yield OUT, other
@@ -113,7 +114,7 @@ class LowestPeakPolicy(Reactive):
         yield from self._commit(chunk, group)
 
     def _older_than_tail(self, chunk: ChunkProgress) -> list[TensorGroup]:
-        """Copy-outs issued before the last tail, up to the first of `chunk` itself: that one is needed soon."""
+        """Return the groups of copy-outs before the last tail, up to the first of `chunk`, which is needed soon."""
         older = []
         for group in self.leaving.groups_before(self._tail_number):
             if group.chunk == chunk.key:
@@ -122,7 +123,7 @@ class LowestPeakPolicy(Reactive):
         return older
 
     def _a_layer_before(self, kept: TensorGroup) -> list[TensorGroup]:
-        """Copy-outs up to that of the group of the same name a layer before `kept`."""
+        """Return the groups of copy-outs up to that of the group with the same name a layer before `kept`."""
         groups = self.leaving.groups
         num_older = 0
         for number, group in enumerate(groups, 1):
@@ -139,11 +140,11 @@ class LowestPeakPolicy(Reactive):
 
 
 class FixedBoundsPolicy(LowestPeakPolicy):
-    """The lowest peak with fixed bounds; each replaces a bound, and the rule of that policy that goes beyond it.
+    """`LowestPeak` with fixed bounds; each bound also switches off the stricter rule of that policy.
 
     Args:
-        horizon_bytes: ahead of the backward; then groups of every layer come back as far as these bytes allow.
-        max_inflight_bytes: that may be in flight; then no backward waits for copies within them.
+        horizon_bytes: bytes of copy-in ahead of the backward; if set, groups of every layer are copied in ahead.
+        max_inflight_bytes: bytes of copy-out in flight; if set, no backward waits for copies within this bound.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class FixedBoundsPolicy(LowestPeakPolicy):
 
 
 class PrefetchWindowPolicy(LowestPeakPolicy):
-    """SageMaker's v1: copy-ins run so many groups ahead of the group whose backward runs."""
+    """SageMaker's v1: copies in up to `num_groups` groups ahead of the group whose backward runs."""
 
     brings_only_last_layer = False
 
@@ -171,7 +172,7 @@ class PrefetchWindowPolicy(LowestPeakPolicy):
 
 
 class GroupWindowPolicy(LowestPeakPolicy):
-    """SageMaker's v2: at most so many groups are on the device, the one in use included, in forward and backward."""
+    """SageMaker's v2: keeps at most `num_groups` groups on the device, including the one in use."""
 
     brings_only_last_layer = False
 
@@ -180,7 +181,7 @@ class GroupWindowPolicy(LowestPeakPolicy):
     ) -> None:
         super().__init__(counters, leaving, HorizonGroups(num_groups - 1), max_inflight_bytes)
         self.releases_older_chunks = max_inflight_bytes is None
-        # One less: the output of the group that runs is the input of the next.
+        # One less, because the output of the running group is the input of the next one.
         self._max_inflight_groups = num_groups - 1
 
     def must_release(self) -> bool:
@@ -188,11 +189,11 @@ class GroupWindowPolicy(LowestPeakPolicy):
         return len(self.leaving.queue) > self._max_inflight_groups or super().must_release()
 
     def _may_delay(self, group: TensorGroup) -> bool:
-        return False  # groups on the device are counted
+        return False  # a delayed group would stay on the device, uncounted
 
 
 def _passes_delayed(kind: BoundaryKind, group: TensorGroup | None) -> bool:
-    """Return whether delayed copy-outs stay delayed at a boundary: those of another chunk's backward, for one."""
+    """Return whether delayed copy-outs stay delayed at this boundary, such as one of another chunk's backward."""
     if kind is COMMIT:
         return group is not None and group.is_kept
     return kind is BACKWARD_END or kind is LOSS_DONE or kind is CHUNK_BACKWARD or kind is HEAD

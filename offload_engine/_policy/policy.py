@@ -1,4 +1,4 @@
-"""`Policy`: what happens at each boundary."""
+"""`Policy`: decides the moves at each boundary."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from offload_engine.planning.moves import BoundaryKind, Op
 from offload_engine.schedule import Action
 
 Move = tuple[Op, TensorGroup]
-"""One move of one group, to be performed now. A plain tuple: the compiled core makes it without a call."""
+"""One move of one group, to be performed now. A plain tuple, which the compiled core makes without a call."""
 
 
 class Policy:
-    """Answers each boundary with moves. The executor performs each move before it asks for the next one.
+    """Answers each boundary with moves. The executor performs each move before it requests the next one.
 
-    So a policy that yields its moves sees, in the counters and the queue, what its earlier moves did. It changes
-    nothing but its own state and the positions of the chunks.
+    So a policy that yields its moves sees the effect of earlier moves in the counters and the queue. It changes only
+    its own state and the positions of the chunks.
 
-    This base class keeps everything on the device; its methods are what the others have in common.
+    This base class keeps everything on the device and is the interface of the others.
 
     Args:
-        counters: how many bytes are where; read only.
+        counters: bytes saved and resident; read only.
         leaving: copy-outs that are not released; read only.
 
     Attributes:
-        releases_completed: a copy-out that has completed is released at the next boundary; else `must_release` alone
+        releases_completed: a completed copy-out is released at the next boundary; if False, only `must_release`
             decides.
     """
 
@@ -42,8 +42,8 @@ class Policy:
         """Start an iteration.
 
         Args:
-            actions: that this rank will run; empty: not known.
-            is_combined: each forward runs together with the backward behind it.
+            actions: of this rank, in order; empty: not known.
+            is_combined: each forward runs together with the next backward.
         """
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> Iterable[Move]:
@@ -51,15 +51,15 @@ class Policy:
 
         Args:
             kind: of the boundary.
-            chunk: whose boundary it is; None at ITERATION_END and HELD.
-            group: that commits, or whose backward begins or is over; None at other boundaries, and where the backward
-                of a group begins that the chunk does not have.
+            chunk: of the boundary; None at ITERATION_END and HELD.
+            group: the group that commits, or whose backward begins; None at other boundaries, and if the chunk does not
+                have the group.
         """
         return ()
 
     def must_release(self) -> bool:
-        """Return whether compute is to wait for the oldest copy-out now: the back-pressure. There is one."""
+        """Return whether compute must wait for the oldest copy-out now (back-pressure); the queue is not empty."""
         return False
 
     def clear(self) -> None:
-        """Forget the iteration, but not what was learned about sizes."""
+        """Forget the iteration, except the sizes learned so far."""

@@ -1,4 +1,4 @@
-"""`Reactive`: what the policies have in common that decide at each boundary by what they see."""
+"""`Reactive`: base of the policies that decide at each boundary by the current state, without a plan."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from offload_engine.schedule import Action
 
 
 class Reactive(Policy):
-    """Copies each group out at its commit, and in again in the order of backward, as far ahead as the horizon allows.
+    """Copies each group out at its commit, and in, in the order of backward, as far ahead as the horizon allows.
 
-    Correctness never depends on a copy-in: what unpack misses is copied in then, and counted.
+    Correctness never depends on a copy-in: unpack copies in a missing storage itself, and counts it.
     """
 
     brings_only_last_layer: bool = False
-    """Of a chunk whose backward has not begun, whether the groups of its last layer alone come back, and behind a tail
-    those of a layer only once the backward is a layer ahead of it."""
+    """Whether only the last layer of a chunk is copied in before its backward begins, and after a tail a layer only
+    once the backward is one layer ahead of it."""
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, horizon: Horizon) -> None:
         super().__init__(counters, leaving)
@@ -88,7 +88,7 @@ class Reactive(Policy):
         if group is not None:
             chunk.backward_index = min(chunk.backward_index, group.index)
             self._horizon.count_reached(group)
-            # Overtaken: everything down to this group is late, and is issued in one go.
+            # The backward has overtaken the prefetch: all groups down to this one are late, and are issued together.
             while chunk.prefetch_index >= group.index:
                 late = chunk.groups[chunk.prefetch_index]
                 chunk.prefetch_index -= 1
@@ -121,14 +121,14 @@ class Reactive(Policy):
         return None
 
     def _may_come(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
-        """Return whether `group`, the next of `chunk`, may come back now, if there is room."""
+        """Return whether `group`, the next of `chunk`, may be copied in now, if there is room."""
         if chunk is not self._window.backward_chunk:
-            if not self._window.has_schedule:  # that backward may never come
+            if not self._window.has_schedule:  # the predicted backward may never come
                 return chunk.prefetch_index == len(chunk.groups) - 1
             return not self.brings_only_last_layer or chunk.is_in_last_layer(group)
-        # Where the last layer is used memory has its peak, and what a loss has just freed is for the weight gradients
-        # of the tail, which would find it in pieces; the groups of the layer before have the whole of that backward to
-        # come back. What never left needs no memory to come back into.
+        # Memory has its peak while the last layer is used, and the bytes that the loss has just freed are for the
+        # weight gradients of the tail: copy-ins would fragment them. The groups of the layer before can be copied in
+        # during the whole backward of the last layer. A group that was not released needs no new memory.
         return (
             not self.brings_only_last_layer
             or not group.on_host_bytes

@@ -16,17 +16,17 @@ from offload_engine.planning.moves import BACKWARD, DROP, FORWARD, IN, ITERATION
 from offload_engine.schedule import Action, ChunkKey
 
 _SHARE_IN_FORWARD = 0.25
-"""Of the budget, for what comes back during a forward: with all of it taken, that forward would wait for the copies of
-what it saves."""
+"""Share of the budget for copy-ins during a forward: if they took all of it, that forward would wait for its own
+copy-outs."""
 
 
 class ResidentBudgetPolicy(Reactive):
     """Keeps as many saved bytes on the device as a budget has room for.
 
-    A copy-out is released only where its room is needed. What fits when a backward begins stays: how much is still to
-    be saved is taken from the last forward. To copy such groups as well would do more harm than load the link: a
-    backward that has used one would wait, before its memory can be used again, for a copy behind all the others. Where
-    more is saved than expected, the oldest of these leave late.
+    A copy-out is released only if its room is needed. Groups that will still fit when a backward begins are not copied
+    out; the bytes still to be saved are estimated from the last forward. Copying these groups would not only load the
+    link: a backward that has used one could reuse its memory only after a copy queued behind all the others. If more is
+    saved than expected, the oldest of these groups are copied out late.
     """
 
     releases_completed = False
@@ -34,9 +34,9 @@ class ResidentBudgetPolicy(Reactive):
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, resident_bytes: int | None) -> None:
         self._room = _Room(counters, resident_bytes)
         super().__init__(counters, leaving, self._room)
-        self._expected_bytes: int | None = None  # saved, wherever it was, when the last backward began
+        self._expected_bytes: int | None = None  # saved bytes, on device or host, when the last backward began
         self._is_in_forward = False
-        self._staying: deque[TensorGroup] = deque()  # within the budget; oldest first
+        self._staying: deque[TensorGroup] = deque()  # not copied out, within the budget; oldest first
 
     def clear(self) -> None:
         """See `Policy`."""
@@ -56,7 +56,7 @@ class ResidentBudgetPolicy(Reactive):
             if self._is_in_forward:
                 self._expected_bytes = self.counters.saved_bytes
                 self._is_in_forward = False
-            self._staying.clear()  # needed now
+            self._staying.clear()  # backward needs them now: they are not copied out any more
         elif kind is TAIL and chunk is not None:
             chunk.begin_tail()
         elif kind is ITERATION_END:
@@ -73,34 +73,34 @@ class ResidentBudgetPolicy(Reactive):
             yield OUT, self._staying.popleft()
 
     def _may_stay(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
-        """Return whether `group` and all that is still to be saved fit; if so, it stays for now."""
+        """Return whether `group` fits together with all bytes still to be saved; if so, it stays for now."""
         limit = self._room.limit_bytes
         if limit is None or self._expected_bytes is None:
             return False
         counters = self.counters
         to_come_bytes = max(0, self._expected_bytes - counters.saved_bytes)
-        # Where its backward is not next, what stays would take the room of what is on its way out and back for others,
-        # and not be needed first: so all stays, or nothing.
+        # If its backward is not next, a staying group would take room from groups that are copied out and in for other
+        # chunks and needed earlier. So it stays only if all saved bytes fit.
         is_next = self._window.is_next(chunk)
         staying_bytes = counters.resident_bytes - self.leaving.inflight_bytes if is_next else counters.saved_bytes
         fits = staying_bytes + to_come_bytes + self.leaving.largest_bytes <= limit
-        if not fits and not self._staying:  # else an older one leaves, which is needed later
+        if not fits and not self._staying:  # otherwise an older one is copied out, which is needed later
             return False
         self._staying.append(group)
         return True
 
 
 class ResidentLayersPolicy(ResidentBudgetPolicy):
-    """A budget of the bytes of so many layers, the largest so far; unbounded until a first group has committed.
+    """A budget of `num_layers` times the bytes of the largest layer so far; unbounded until a first group commits.
 
-    What a layer saves that another layer has saved before, such as an output that is the next layer's input, comes on
-    top: else there would be no room for a second layer beside it.
+    Bytes that a layer shares with an earlier layer, such as its input, are added on top: without them there would be no
+    room for a second layer.
     """
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, num_layers: int) -> None:
         super().__init__(counters, leaving, None)
         self._num_layers = num_layers
-        self._layer: tuple[ChunkKey, int] | None = None  # to which the last group belonged
+        self._layer: tuple[ChunkKey, int] | None = None  # layer of the last group
         self._own_bytes = self._foreign_bytes = 0  # of that layer so far
         self._largest_own_bytes = self._largest_foreign_bytes = 0
 
@@ -125,10 +125,10 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
 
 
 class _Room(Horizon):
-    """What a budget has left, and with it how far copy-ins may run ahead.
+    """The room left in a budget, which also bounds how far copy-ins may run ahead.
 
     Attributes:
-        limit_bytes: that may be resident; None: not known yet.
+        limit_bytes: bytes that may be resident; None: not known yet.
     """
 
     def __init__(self, counters: ByteCounters, limit_bytes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""`BackwardWindow`: the chunks whose groups may come back now, in the order in which the backward will ask."""
+"""`BackwardWindow`: the chunks whose groups may be copied in now, in the order of backward."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from offload_engine.schedule import Action, ChunkKey
 
 
 class BackwardWindow:
-    """Knows which backward comes next.
+    """Predicts which backward comes next.
 
-    Only chunks whose backward comes before the next forward may come back. What is needed after that forward stays on
-    host while it runs. Without a schedule the backward is taken to come in reverse order of forward, and a forward that
-    begins in between ends the guess.
+    Only chunks whose backward comes before the next forward may be copied in; those needed after that forward stay on
+    host while it runs. Without a schedule, backwards are predicted in reverse order of the forwards, and a forward that
+    begins in between ends the prediction.
 
     Attributes:
-        backward_chunk: whose backward was reached last; None once a forward has begun since.
+        backward_chunk: the chunk whose backward began last; None once a forward has begun since.
         has_schedule: the actions of this iteration are known.
     """
 
@@ -26,7 +26,7 @@ class BackwardWindow:
         self._actions: Sequence[Action] = ()
         self._is_combined = False
         self._positions: dict[Action, int] = {}
-        self._chunks: dict[ChunkKey, ChunkProgress] = {}  # whose backward has not begun
+        self._chunks: dict[ChunkKey, ChunkProgress] = {}  # chunks whose backward has not begun
         self._window: list[ChunkProgress] = []  # soonest first
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -44,29 +44,29 @@ class BackwardWindow:
         self._chunks, self._window = {}, []
 
     def begin_forward(self, chunk: ChunkProgress) -> bool:
-        """Enter a chunk whose forward begins.
+        """Add a chunk whose forward begins.
 
         Returns:
-            True if the backward of other chunks was expected to come first: it may come late, or never.
+            True if a backward was predicted to come first; it may come late, or never.
         """
         for other in self._chunks.values():
             other.end_forward()
         was_wrong = not self.has_schedule and self.backward_chunk is not None
         if was_wrong:
             self._chunks.clear()
-        self._chunks.pop(chunk.key, None)  # a key used again goes to the end of the order
+        self._chunks.pop(chunk.key, None)  # a reused key moves to the end of the order
         self._chunks[chunk.key] = chunk
         self.backward_chunk = None
         self._window = self._upcoming(Action("F", chunk.key))
         return was_wrong
 
     def begin_backward(self, chunk: ChunkProgress) -> None:
-        """Put a chunk first whose backward begins. Idempotent."""
+        """Make the chunk whose backward begins the first one. Idempotent."""
         if chunk is self.backward_chunk:
             return
         chunk.end_forward()
         if self._is_combined and self.backward_chunk is not None:
-            for other in self._chunks.values():  # a forward runs together with one backward; this is another
+            for other in self._chunks.values():  # a forward is combined with one backward; this is the next one
                 other.end_forward()
         self.backward_chunk = chunk
         self._chunks.pop(chunk.key, None)
@@ -90,9 +90,9 @@ class BackwardWindow:
         return position < len(self._actions) and self._actions[position] == Action("B", chunk.key)
 
     def _upcoming(self, action: Action) -> list[ChunkProgress]:
-        """Chunks whose backward comes behind `action` and before any other forward, soonest first.
+        """Return the chunks whose backward comes after `action` and before any other forward, soonest first.
 
-        A forward that runs together with the backward behind it does not come before that one.
+        A forward that runs together with the next backward does not count as coming before it.
         """
         chunks: list[ChunkProgress] = []
         num_forwards_to_pass = int(self._is_combined)

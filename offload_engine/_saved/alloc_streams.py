@@ -1,4 +1,4 @@
-"""`AllocStreams`: which stream's memory pool owns a tensor that another stream saves."""
+"""`AllocStreams`: the allocating streams of tensors that another stream saves."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from offload_engine._saved.storage import SavedStorage
 
 
 class AllocStreams:
-    """Remembers the stream that made a tensor, until the tensor is saved or the iteration ends.
+    """Maps tensors to the stream that allocated them, until the iteration ends.
 
     Attributes:
-        streams: by the address of the storage; the weak reference keeps the address from being used again.
+        streams: keyed by the address of the storage; the weak reference keeps the address from being reused.
     """
 
     def __init__(self) -> None:
         self.streams: dict[int, tuple[StorageWeakRef, Stream]] = {}
 
     def declare(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Declare that the bytes of `tensor` return to the pool of `stream`, whichever stream saves them."""
+        """Record that the bytes of `tensor` return to the memory pool of `stream`, whichever stream saves them."""
         storage = tensor.untyped_storage()
         self.streams[storage._cdata] = StorageWeakRef(storage), stream
 
     def apply_to(self, saved: SavedStorage) -> None:
-        """Set `saved.alloc_stream` where another stream than the one that saves was declared."""
+        """Set `saved.alloc_stream` if a stream other than the saving one was declared."""
         found = self.streams.get(saved.key)
         if found is not None and found[1] != saved.stream:
             saved.alloc_stream = found[1]

@@ -1,4 +1,4 @@
-"""How many saved bytes there are, and how many of them are on the device."""
+"""`ByteCounters`: counts saved bytes, and those of them that are on the device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from offload_engine.stats import IterationStats
 
 
 class ByteCounters:
-    """Counts what policies hold their bounds against, what the statistics show, and what a meter shows.
+    """Owns the byte counts that policies, statistics and a meter read.
 
     Args:
-        meter: counts every buffer, whoever saved it.
+        meter: counts every buffer, saved by a group or not.
 
     Attributes:
-        is_metered: there is a meter; else `hold` need not be called.
+        is_metered: there is a meter; without one `hold` need not be called.
         stats: of the running iteration, or of the last one.
-        saved_bytes: of the storages with a handle left that a group saved, wherever they are.
-        resident_bytes: of these, on the device, or with a buffer there for a copy-in.
-        prefetched_bytes: copy-ins that are issued and not used yet.
+        saved_bytes: of storages that a group saved and a handle holds, wherever they are.
+        resident_bytes: those of `saved_bytes` with a buffer on the device, also one for a copy-in.
+        prefetched_bytes: of copy-ins that are issued and not used yet.
     """
 
     def __init__(self, meter: ResidencyMeter | None) -> None:
@@ -37,7 +37,7 @@ class ByteCounters:
 
     def count_managed(self, nbytes: int) -> None:
         """Count a storage that a group has just saved."""
-        # Once for each storage, so without a call of `count_arrival`.
+        # Runs once per storage, so `count_arrival` is inlined.
         stats = self.stats
         stats.managed_bytes += nbytes
         self.saved_bytes += nbytes
@@ -46,7 +46,7 @@ class ByteCounters:
             stats.peak_resident_bytes = self.resident_bytes
 
     def count_arrival(self, nbytes: int) -> None:
-        """Count `nbytes` that have a buffer on the device again."""
+        """Count `nbytes` that got a buffer on the device again."""
         self.resident_bytes += nbytes
         if self.resident_bytes > self.stats.peak_resident_bytes:
             self.stats.peak_resident_bytes = self.resident_bytes
@@ -58,14 +58,14 @@ class ByteCounters:
         self.count_arrival(nbytes)
 
     def hold(self, storages: Sequence[SavedStorage]) -> None:
-        """Show the meter the buffers of `storages`."""
+        """Count the buffers of `storages` on the meter."""
         if self._meter is not None:
             for saved in storages:
                 assert saved.buffer is not None
                 self._meter.hold(saved.buffer.untyped_storage()._cdata, saved.nbytes)
 
     def drop(self, saved: SavedStorage) -> None:
-        """Count the buffer of a storage as gone; call it before it goes."""
+        """Stop counting the buffer of a storage; call it before the buffer is released."""
         if not saved.group.is_ungrouped:
             self.resident_bytes -= saved.nbytes
         if self._meter is not None and saved.buffer is not None:

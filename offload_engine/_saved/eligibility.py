@@ -1,4 +1,4 @@
-"""Which saved tensors may move."""
+"""`Eligibility`: decides which saved tensors may move."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload_engine._observe.reasons import Reason, reason_to_stay
 from offload_engine._saved.handles import without_graph
 
-_TENSOR: Final = torch.Tensor  # constants: each saved tensor is compared with them
+_TENSOR: Final = torch.Tensor  # constants, because each saved tensor is compared with them
 _STRIDED: Final = torch.strided
 _PARAMETER: Final = torch.nn.Parameter
-_MIN_PRUNED: Final = 1024  # excluded storages: fewer are not worth looking through for those that are gone
+_MIN_PRUNED: Final = 1024  # number of excluded storages from which on expired ones are removed
 
 
 class Eligibility:
-    """Tells the storages that may move from those that stay where they are.
+    """Decides for each storage whether it may move or stays on the device.
 
     Args:
         torch_device: only tensors on this device move.
@@ -27,47 +27,47 @@ class Eligibility:
 
     def __init__(self, torch_device: torch.device, min_tensor_bytes: int) -> None:
         self._torch_device = torch_device
-        self._min_storage_bytes = max(1, min_tensor_bytes)  # without a byte there is nothing to move
+        self._min_storage_bytes = max(1, min_tensor_bytes)  # empty storages never move
         self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
         self._prune_at: int = _MIN_PRUNED
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
-        """An iteration begins; the storages of `weights` are not activations."""
+        """Start an iteration; the storages of `weights` are not activations."""
         self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in with_storage(weights))
         self.clear()
 
     def clear(self) -> None:
-        """The iteration is over: forget what was excluded from it."""
+        """Forget the excluded storages, at the end of the iteration."""
         self._excluded.clear()
 
     def exclude(self, tensor: torch.Tensor) -> None:
-        """Never move the storage of `tensor` in this iteration."""
+        """Exclude the storage of `tensor` from moves in this iteration."""
         storage = tensor.untyped_storage()
-        # The weak reference keeps the address from being given to another storage, and no bytes alive.
+        # The weak reference keeps the address from being reused, without keeping the bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
-        # An iteration may have no end: where a step runs its forward before the backward of the one before.
+        # Prune, because an iteration may never end: if each step runs its forward before the previous backward.
         if len(self._excluded) >= self._prune_at:
             self._excluded = {key: weak for key, weak in self._excluded.items() if not weak.expired()}
             self._prune_at = max(_MIN_PRUNED, 2 * len(self._excluded))
 
     def movable_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """The storage of `tensor` if its bytes may move, else None."""
-        # Exact type: a parameter is no activation, and other subclasses may hold more than their storage.
+        """Return the storage of `tensor` if its bytes may move, else None."""
+        # Exact type: a parameter is not an activation, and other subclasses may hold more than their storage.
         if type(tensor) is not _TENSOR or tensor.layout is not _STRIDED:
             return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_storage_bytes:  # most are: they are asked no more
+        if storage.nbytes() < self._min_storage_bytes:  # true for most tensors, so tested first
             return None
         if (
             tensor.device != self._torch_device
             or tensor.is_quantized
             or tensor.is_nested  # its sizes are not in its shape
-            or tensor._is_zerotensor()  # a tangent without bytes, whatever its storage says
+            or tensor._is_zerotensor()  # a tangent without bytes, although its storage has a size
             or hasattr(tensor, "_TE_do_not_offload")
             or storage.data_ptr() in self._weights
             or storage._cdata in self._excluded
-            # Whose storage may be another by now than when the iteration began: FSDP gathers weights into new ones.
+            # A view of a weight whose storage changed since the iteration began: FSDP gathers weights into new ones.
             or (tensor._is_view() and type(tensor._base) is _PARAMETER)
         ):
             return None
@@ -78,7 +78,7 @@ class Eligibility:
         return reason_to_stay(tensor, self._torch_device, self._min_storage_bytes, self._weights, self._excluded)
 
     def staying(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd keeps for a tensor that stays: a view of a weight as it is, any other without its graph."""
+        """Return what autograd keeps for a tensor that stays: a view of a weight as is, any other tensor detached."""
         if tensor.is_leaf:  # most are: parameters, and what a function computed for its backward alone
             return tensor
         if type(tensor) is _TENSOR and tensor.layout is _STRIDED and not tensor._is_zerotensor():
@@ -88,7 +88,7 @@ class Eligibility:
 
 
 def with_storage(weights: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """`weights`, and for wrappers without a storage of their own (DTensor and the like) the tensors inside them."""
+    """Yield `weights`; for wrappers without a storage of their own (DTensor and the like) the tensors inside them."""
     for weight in weights:
         if hasattr(weight, "__tensor_flatten__"):
             names, _ = weight.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""`CopyFailures`: failed copies, until they are raised."""
+"""`CopyFailures`: failures of copies, until they are raised."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from offload_engine._saved.storage import SavedStorage
 
 
 class CopyFailures:
-    """Keeps the failure of a copy whose storage autograd dropped before anything waited for it.
+    """Keeps the failure of a copy whose storage autograd dropped before the copy was awaited.
 
     Attributes:
-        has_failed: a copy has failed, and nothing was reset since.
+        has_failed: a copy has failed since the last reset.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class CopyFailures:
         self._deferred: CopyError | None = None
 
     def failed(self, error: CopyError, copy: str, saved: SavedStorage) -> CopyError:
-        """Return the error to raise for a failed copy: it names the group and says what to do."""
+        """Return the error to raise for a failed copy; names the group and the remedy."""
         self.has_failed = True
         return CopyError(
             f"the {copy} of {saved.group} failed: {error}. Model parameters are untouched; "
@@ -26,7 +26,7 @@ class CopyFailures:
         )
 
     def defer(self, error: CopyError, saved: SavedStorage) -> None:
-        """Keep the first failure that no caller can be given, as inside a destructor, for `raise_deferred`."""
+        """Keep the first failure that cannot be raised, as in a destructor, for `raise_deferred`."""
         self._deferred = self._deferred or self.failed(error, "copy", saved)
 
     def raise_deferred(self) -> None:
@@ -41,7 +41,7 @@ class CopyFailures:
         try:
             raise failure
         finally:
-            del failure  # else this frame and the error keep each other, and the step's graph, alive
+            del failure  # breaks the cycle of this frame and the error, which would keep the step's graph alive
 
     def clear(self) -> None:
         """Forget all failures, after a reset."""

@@ -16,8 +16,8 @@ _neg_view: Final[Any] = torch_private.neg_view
 class PackedTensor:
     """Stands for one saved tensor inside autograd: a view of a `SavedStorage`, with everything to rebuild it exactly.
 
-    Autograd owns it. When the graph is freed the last handle of a storage goes, and with it the bytes: that is why a
-    retained graph, an unused branch and an abandoned one all end well.
+    Owned by autograd. The bytes of a storage are freed with its last handle, that is, with the graph: so retained
+    graphs, unused branches and abandoned graphs need no special handling.
     """
 
     __slots__ = ("storage", "dtype", "_retired", "_shape", "_stride", "_offset", "_is_conj", "_is_neg", "gives_form")
@@ -30,7 +30,7 @@ class PackedTensor:
         self.dtype: torch.dtype = tensor.dtype
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
-        # With an offset the storage would be larger than the tensor, or the tensor not contiguous.
+        # This excludes an offset: with one the storage is larger than the tensor, or the tensor is not contiguous.
         is_whole: bool = is_first and tensor.is_contiguous() and tensor.nbytes == storage.nbytes
         self.gives_form: bool = is_whole and not self._is_conj and not self._is_neg  # that of its storage
         if self.gives_form:
@@ -39,12 +39,12 @@ class PackedTensor:
         storage.num_handles += 1
 
     def view(self, buffer: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        """The saved tensor over the storage of `buffer`: same shape, stride, offset and dtype.
+        """Return the saved tensor over the storage of `buffer`: same shape, stride, offset and dtype.
 
         Args:
             buffer: its storage holds the bytes.
-            empty: any tensor of the saved dtype on the device; an alias of it becomes the result, because to make a
-                tensor from nothing takes twice as long.
+            empty: any tensor of the saved dtype on the device. The result is made from an alias of it, in half the time
+                of a new tensor.
         """
         tensor = empty.data  # unlike detach(), with a version counter of its own
         tensor.set_(buffer.untyped_storage(), self._offset, self._shape, self._stride)
@@ -55,7 +55,7 @@ class PackedTensor:
     def __del__(self) -> None:
         try:
             storage = self.storage
-        except AttributeError:  # its own making failed
+        except AttributeError:  # the constructor failed
             return
         storage.num_handles -= 1
         if storage.num_handles == 0:
@@ -63,9 +63,9 @@ class PackedTensor:
 
 
 class StayingTensor:
-    """Stands for one saved tensor that stays where it is.
+    """Stands for one saved tensor that stays on the device.
 
-    Autograd checks whether what it saved was modified in place since, but not where hooks have packed it: this does.
+    Checks for modification in place at unpack, because autograd omits its own check for tensors packed by hooks.
     """
 
     __slots__ = ("_tensor", "_version")
@@ -75,7 +75,7 @@ class StayingTensor:
         self._version = tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """The very tensor.
+        """Return the tensor.
 
         Raises:
             RuntimeError: if it was modified in place after it was saved, as autograd itself would.
@@ -89,10 +89,10 @@ class StayingTensor:
 
 
 def without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd keeps for a tensor that stays where it is.
+    """Return what autograd keeps for a tensor that stays on the device: a detached alias.
 
-    An output comes together with the node that saves it. Each would keep the other, and their bytes, alive for ever
-    where no backward runs: after an exception, or in a branch that nobody uses. Autograd attaches the graph again to
-    whatever it gets back, so an alias does. A leaf has no node, and TransformerEngine wants back what it has marked.
+    A node that saves its own output forms a reference cycle with it, which would keep both and their bytes alive if no
+    backward runs: after an exception, or in an unused branch. Autograd attaches the graph again to the unpacked tensor,
+    so an alias is enough. Leaves have no node, and TransformerEngine needs the marked tensor objects themselves.
     """
     return tensor if tensor.is_leaf or hasattr(tensor, "_TE_do_not_offload") else tensor.detach()

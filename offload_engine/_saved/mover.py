@@ -1,4 +1,4 @@
-"""`StorageMover`: each step of a saved storage from one residency to the next."""
+"""`StorageMover`: performs each transition of a saved storage from one residency to the next."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CopyOut:
         self.storages = storages
         self.nbytes = nbytes
         self.copied_out = copied_out
-        self.number: int = 0  # in the order of issue; set by the queue
+        self.number: int = 0  # position in the order of issue; set by the queue
 
 
 class StorageMover:
@@ -61,13 +61,13 @@ class StorageMover:
         context: device and copy streams.
         pool: lends host bytes.
         unawaited: copy-ins that compute has not been made to wait for.
-        counters: how many bytes are where.
-        is_room_required: a group that finds no host room is an error.
+        counters: count the bytes that move.
+        is_room_required: a group without host room is an error.
 
     Attributes:
         live: storages with a handle left.
-        by_key: storages that may be saved once more, by their address: as long as a tensor is left that could be saved
-            under it. The store enters them.
+        by_key: storages that may be saved once more, by address, as long as a tensor with that address may exist. The
+            store adds them.
         failures: copies that failed.
     """
 
@@ -89,12 +89,12 @@ class StorageMover:
         self._unawaited = unawaited
 
     def copy_out(self, group: TensorGroup, produced: Sequence[Event] | None) -> CopyOut | None:
-        """Issue the copy-out of the own storages of `group`; None where there is nothing to copy or no host room.
+        """Issue the copy-out of the own storages of `group`; None if there is nothing to copy or no host room.
 
-        What has been copied in stays: it is about to be used, and other streams may have waited for it than this one.
+        Storages that were copied in stay: they are about to be used, and other streams may have waited for them.
 
         Raises:
-            OffloadError: if there is no host room and that is to be an error.
+            OffloadError: if there is no host room and `is_room_required`.
         """
         storages, nbytes = _movable(group)
         if not storages:
@@ -128,7 +128,7 @@ class StorageMover:
         self.leave_device(leaving)
 
     def leave_device(self, storages: Sequence[SavedStorage]) -> None:
-        """Release or empty the buffers of storages that are on host too, unless an undeclared reference holds one."""
+        """Release or empty buffers whose copy-out is complete; recall those that undeclared references hold."""
         for saved in storages:
             if saved.num_external_refs is None:
                 if not saved.pin_address():
@@ -148,15 +148,15 @@ class StorageMover:
 
     def recall(self, saved: SavedStorage) -> None:
         """Let a storage that is being copied out stay on the device."""
-        # Its copy-out still reads the buffer: `pending` stays, for the day the buffer is released.
+        # Its copy-out still reads the buffer: `pending` stays set until the buffer is released.
         self._move([saved], RESIDENT)
         if not saved.group.is_read_once:
             return_region(saved, saved.copied_out)
 
     def copy_in(self, storages: Sequence[SavedStorage]) -> None:
-        """Issue the copy-in of storages on host; their leases return at once, with the event of the copy.
+        """Issue the copy-in of storages on host; return their leases at once, with the event of the copy.
 
-        Not those of what is read once, which may have to be copied in again.
+        Storages that are read once keep their leases, because they may have to be copied in again.
         """
         copied_in = copy_in(storages, self._context)
         self._unawaited.add(copied_in)
@@ -185,14 +185,14 @@ class StorageMover:
         self._move(arrived, RESIDENT)
 
     def hand_over(self, saved: SavedStorage) -> None:
-        """Leave the buffer to the tensor that was just made of it, and count the storage as on host.
+        """Leave the buffer to the tensor just made from it, and count the storage as on host.
 
         Raises:
             CopyError: if the copy-out of a recalled storage failed.
         """
-        # Of a recalled storage the copy-out was issued in front of the function that is about to run once more.
+        # Only a recalled storage has one, issued before the first run of the function that is about to be recomputed.
         self._wait_for_copy_out([saved])
-        if saved.copied_in is None:  # the buffer is that of the forward
+        if saved.copied_in is None:  # the buffer is the one saved in forward
             saved.pin_address()
         self.counters.drop(saved)
         hand_over_buffer(saved)
@@ -209,17 +209,17 @@ class StorageMover:
         """Refill an emptied storage for its remaining owners: its graph was freed without a backward."""
         try:
             self.copy_in([saved])
-        except torch.OutOfMemoryError as error:  # as after the one that has ended the step, say
+        except torch.OutOfMemoryError as error:  # for instance while the step ends with such an error
             logger.warning("no memory to restore a tensor that is held elsewhere, of %s: %s", saved.group, error)
 
     def retire(self, saved: SavedStorage) -> None:
-        """Release everything that `saved` holds. No-op for a storage that is retired."""
+        """Release all memory of `saved`. No-op for a retired storage."""
         if saved.residency is RETIRED:
             return
         if saved.emptied is not None and saved.is_still_held():
             self.restore(saved)
         if saved.buffer is not None and saved.pending is not None:
-            self._wait_or_defer(saved)  # first: an interrupt may end the wait, and then all of this comes once more
+            self._wait_or_defer(saved)  # first: if an interrupt ends the wait, `retire` is called again
         if saved.residency is COPYING_IN:
             self._end_prefetch([saved])
         if saved.buffer is not None:
@@ -230,7 +230,7 @@ class StorageMover:
         self._move([saved], RETIRED)
         if not saved.group.is_ungrouped:
             self.counters.saved_bytes -= saved.nbytes
-        # Else they keep each other, and the events of its copies, alive.
+        # Breaks the reference cycle of storage and groups, which would keep the events of its copies alive.
         saved.group.storages.pop(saved, None)
         for group in saved.sharers:
             group.storages.pop(saved, None)
@@ -238,7 +238,7 @@ class StorageMover:
         self.live.pop(saved, None)
 
     def wait_for_all_copies(self) -> None:
-        """Block the host until every copy has ended, well or not."""
+        """Block the host until every copy has completed or failed."""
         device = self._context.device
         for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
             try:
@@ -285,21 +285,21 @@ class StorageMover:
         try:
             wait_for_last_copy([saved], self._context)
         except CopyError as error:
-            # These bytes are not needed any more, and a failed copy no longer touches them. But this may run inside a
+            # The bytes are no longer needed, and a failed copy does not touch them any more. But this may run inside a
             # destructor, which cannot raise: the next boundary does.
             self.failures.defer(error, saved)
             saved.pending = saved.copied_out = None
 
 
 def return_region(saved: SavedStorage, last_copy: Event | None) -> None:
-    """Return the host bytes of a storage to the pool; they are free once `last_copy` has completed."""
+    """Return the host bytes of a storage to the pool; they may be reused once `last_copy` has completed."""
     lease, saved.lease = saved.lease, None
     assert lease is not None
     lease.give_up_part(last_copy)
 
 
 def _return_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
-    """As `return_region` for each that is not read once; a lease, nearly always the same for all, is called once."""
+    """Return the regions of storages that are not read once, with one call per lease (mostly one for all)."""
     num_parts: dict[GroupLease, int] = {}
     for saved in storages:
         lease = saved.lease
@@ -314,7 +314,7 @@ def _return_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
 
 
 def _movable(group: TensorGroup) -> tuple[list[SavedStorage], int]:
-    """The own storages of `group` that can be copied out now, and their bytes."""
+    """Return the own storages of `group` that can be copied out now, and their bytes."""
     storages, nbytes = [], 0
     for saved in group.storages:
         if (

@@ -1,4 +1,4 @@
-"""`RetireQueue`: when a storage retires whose last handle autograd has dropped."""
+"""`RetireQueue`: retires storages after autograd has dropped their last handle."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from offload_engine._saved.storage import SavedStorage
 class RetireQueue:
     """Defers retirement: a storage whose last handle goes during an operation of the store is retired after it.
 
-    The last handle may go at any time: the garbage collector finds graphs in cycles, in the middle of an operation and
-    in any thread. So an operation of the store holds `lock`, which is not reentrant, and calls `drain` after it.
+    The last handle may be dropped at any time: the garbage collector frees graphs in cycles, in the middle of an
+    operation and in any thread. So an operation of the store holds `lock`, which is not reentrant, and calls `drain`
+    afterwards.
 
-    What has a copy under way does not retire in a thread that copies, where the collector may run as well: to retire it
-    takes a wait for that copy, and the thread might wait for itself. The next operation that ends elsewhere does it.
+    A storage with a copy in flight is not retired in a thread that copies, where the collector may run as well:
+    retiring waits for that copy, and the thread might wait for itself. The next operation that ends in another thread
+    retires it.
 
-    The lock is taken and given back by its own `with`: between two lines of ours an interrupt could leave it taken.
+    Operations use `with lock`: with separate calls, an interrupt between two lines could leave the lock held.
 
     Args:
-        is_copy_thread: true in a thread that copies.
-        retire: releases everything that a storage holds; never called while `lock` is held by an operation.
+        is_copy_thread: returns True in a thread that copies.
+        retire: releases all memory of a storage; never called while an operation holds `lock`.
 
     Attributes:
         lock: held during an operation.
@@ -36,35 +38,35 @@ class RetireQueue:
         self.dropped: deque[SavedStorage] = deque()
 
     def retire(self, saved: SavedStorage) -> None:
-        """Retire a storage whose last handle was dropped, now or after the operation under way.
+        """Retire a storage whose last handle was dropped, now or after the running operation.
 
-        In a thread that copies, what has a copy under way waits for the end of an operation, too.
+        In a thread that copies, a storage with a copy in flight is retired after an operation, too.
         """
         if self.lock.acquire(False):
             try:
-                if saved.num_handles == 0:  # else another thread packed the storage once more
-                    # Few have a copy left to wait for, so the device is seldom asked.
+                if saved.num_handles == 0:  # otherwise another thread has packed the storage again
+                    # Few storages have a copy left to wait for, so the device is seldom called.
                     if (saved.pending is not None or saved.emptied is not None) and self._is_copy_thread():
                         self.dropped.append(saved)
                     else:
                         self._retire(saved)
-            except KeyboardInterrupt:  # a destructor swallows it: the next operation tries again
+            except KeyboardInterrupt:  # raised inside a destructor it is lost, so the next operation retries
                 self.dropped.append(saved)
                 raise
             finally:
                 self.lock.release()
         else:
             self.dropped.append(saved)
-        if self.dropped:  # the operation, in whatever thread, may have looked there before
+        if self.dropped:  # the operation that held the lock may have drained before this append
             self.drain()
 
     def drain(self) -> None:
-        """Retire what autograd has dropped, unless an operation is under way: its end does that."""
+        """Retire the dropped storages, unless an operation is running, which drains at its end."""
         while self.dropped and not self._is_copy_thread() and self.lock.acquire(blocking=False):
             try:
                 while self.dropped:
                     saved = self.dropped.popleft()
-                    if saved.num_handles == 0:  # else the operation packed the storage once more
+                    if saved.num_handles == 0:  # otherwise the operation has packed the storage again
                         try:
                             self._retire(saved)
                         except KeyboardInterrupt:

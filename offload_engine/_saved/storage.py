@@ -1,4 +1,4 @@
-"""Saved storages and the groups that they move in."""
+"""Saved storages, and the groups in which they move."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Residency(enum.Enum):
     COPYING_OUT = "copying out"
     """Still whole on the device, with a copy-out issued."""
     ON_HOST = "on host"
-    """On the host only, as far as the store has it."""
+    """On the host; the store has no device buffer."""
     COPYING_IN = "copying in"
     """A copy-in is issued; the compute stream has not waited for it."""
     RETIRED = "retired"
-    """No handle is left: the bytes are gone."""
+    """No handle is left, and the bytes are released."""
 
     following: tuple[Residency, ...]
 
 
-# The compiled core reads a constant in no time, a member of an enumeration as slowly as any attribute of a class.
+# Constants, because in the compiled core a constant costs nothing and a member of an enum is an attribute lookup.
 RESIDENT: Final = Residency.RESIDENT
 COPYING_OUT: Final = Residency.COPYING_OUT
 ON_HOST: Final = Residency.ON_HOST
 COPYING_IN: Final = Residency.COPYING_IN
 RETIRED: Final = Residency.RETIRED
 
-# The table of legal transitions. (Not a dictionary: to hash a member of an enumeration is a call.)
+# The table of legal transitions. (Not a dictionary, because hashing an enum member is a Python call.)
 RESIDENT.following = (COPYING_OUT, ON_HOST, RETIRED)  # ON_HOST: handed over to the tensor that is read once
 COPYING_OUT.following = (ON_HOST, RESIDENT, RETIRED)  # RESIDENT: recalled
 ON_HOST.following = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outside reference still has the bytes
@@ -56,12 +56,12 @@ _storage_use_count: Final[Any] = torch_private.use_count
 
 
 def move(storages: Sequence[SavedStorage], to: Residency) -> None:
-    """Change the residency of storages, and the byte counters of the groups that saved them: the one place that does.
+    """Change the residency of storages and the byte counters of their groups. No other function changes either.
 
     Raises:
-        AssertionError: for a transition that `Residency.following` does not list; names the storage.
+        AssertionError: if `Residency.following` does not list the transition; names the storage.
     """
-    # Storages that move together nearly always are of one group and one residency: they are counted together.
+    # Storages that move together nearly always share group and residency, so they are counted together.
     group: TensorGroup | None = None
     before, nbytes = to, 0
     for saved in storages:
@@ -89,8 +89,8 @@ def move(storages: Sequence[SavedStorage], to: Residency) -> None:
 class SavedStorage:
     """One storage that autograd needs again: the unit that is copied once, however many tensors and groups saved it.
 
-    `buffer` is a detached alias of the saved tensor, or the bytes of a copy-in: it holds the storage alive and nothing
-    else, no autograd graph.
+    `buffer` is a detached alias of the saved tensor, or the target of a copy-in. It keeps the storage alive, but no
+    autograd graph.
     """
 
     __slots__ = (
@@ -124,7 +124,7 @@ class SavedStorage:
         self.key: int = storage._cdata
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
-        self.form: Form | None = None  # of `buffer`, if it is that of the first tensor saved, over all of its bytes
+        self.form: Form | None = None  # of the first tensor saved, if it covers all bytes; then also that of `buffer`
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
@@ -136,21 +136,21 @@ class SavedStorage:
         self.lease: GroupLease | None = None
         self.region: HostRegion | None = None  # its part of the lease
         self.num_handles: int = 0
-        self.group: TensorGroup = group  # the first to save it inside a bracket, if any did; that one moves it out
+        self.group: TensorGroup = group  # the first group that saved it, which copies it out; or the ungrouped one
         self.sharers: tuple[TensorGroup, ...] = ()  # other groups that saved it
-        self.is_leaving: bool = False  # its copy-out is issued or delayed: it may lack what is written from now on
-        self.is_recalled: bool = False  # it left the queue of copy-outs without leaving the device
+        self.is_leaving: bool = False  # its copy-out is issued or delayed, and may lack later writes
+        self.is_recalled: bool = False  # its copy-out was issued, but the buffer was not released
         self.num_external_refs: int | None = None  # outside references not read before backward; None: none declared
         self.emptied: torch.UntypedStorage | None = None  # their storage, without bytes while those are on host
         self.alloc_stream: Stream = None  # another stream, whose pool the bytes may have come from
-        self.last_read: Event | None = None  # by outside references, if `stream` or `alloc_stream` may not know of it
+        self.last_read: Event | None = None  # by outside references, if `stream` or `alloc_stream` may lag behind it
         self._pin: _AddressPin | None = None
 
     def pin_address(self) -> bool:
-        """Keep the address `key` from being given to another storage after the buffer is released; keeps no bytes.
+        """Keep the address `key` from being reused after the buffer is released, without keeping the bytes alive.
 
         Returns:
-            False, and nothing is kept, if no tensor is left that could be saved under this address once more.
+            False, and the address is not kept, if no tensor is left that could be saved under it again.
         """
         assert self.buffer is not None
         storage = self.buffer.untyped_storage()
@@ -160,12 +160,12 @@ class SavedStorage:
         return True
 
     def may_lack_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Return whether bytes that are leaving may lack what `tensor`, of the same storage and version, holds.
+        """Return whether an issued copy-out may lack writes to `tensor`, of the same storage and version.
 
-        The parts that unsafe_chunk and the like make of a storage each have a version counter of their own, which is
-        also that of their views. They may be written in place one by one, each between the saves of others.
+        The parts that unsafe_chunk and the like make of a storage have version counters of their own, shared by their
+        views. They may be written in place one by one, each between the saves of others.
         """
-        if tensor._version == 0:  # never written in place: a detached part, say
+        if tensor._version == 0:  # never written in place, for instance a detached part
             return False
         base = tensor._base if tensor._is_view() else tensor
         return base is None or base.nbytes != self.nbytes
@@ -182,7 +182,7 @@ class SavedStorage:
         return storage.resizable() and _num_tensors(storage) <= 1 + self.num_external_refs
 
     def may_be_handed_over(self) -> bool:
-        """Return whether `buffer` is needed by the tensor of one handle only, on `stream` only."""
+        """Return whether only the tensor of one handle, on `stream`, needs `buffer`."""
         return (
             self.num_handles == 1 and self.num_external_refs is None and not self.readers and self.alloc_stream is None
         )
@@ -196,13 +196,13 @@ class SavedStorage:
 
 
 class _AddressPin:
-    """As torch's `StorageWeakRef`, in a third of the time when compiled: there is one for each released storage."""
+    """Works as torch's `StorageWeakRef`, three times as fast when compiled; each released storage has one."""
 
     __slots__ = ("_weak", "_free")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._weak: Any = storage._weak_ref()
-        self._free = _free_weak_ref  # held here: at the end of the interpreter globals go first
+        self._free = _free_weak_ref  # an attribute, because at interpreter exit globals are cleared first
 
     def __del__(self) -> None:
         self._free(self._weak)
@@ -210,22 +210,22 @@ class _AddressPin:
 
 def _num_tensors(storage: torch.UntypedStorage) -> int:
     """Count the tensors over `storage`: aliases and views, in Python, C++ and graphs, each once."""
-    num_tensors: int = _storage_use_count(storage._cdata) - 1  # one is `storage`
+    num_tensors: int = _storage_use_count(storage._cdata) - 1  # minus `storage` itself
     return num_tensors
 
 
 class TensorGroup:
-    """What one call of one bracketed submodule saved, or what a chunk saved outside those (`is_ungrouped`).
+    """Tensors saved by one call of one bracketed submodule, or by a chunk outside its groups (`is_ungrouped`).
 
-    The byte counters are kept by `move`, so that policies read numbers and walk no storages. "Own" are
-    storages that no group saved before.
+    `move` maintains the byte counters, so policies read numbers and do not iterate over storages. "Own" storages are
+    those that no group saved before.
 
     Attributes:
         nbytes: saved by this group.
         own_bytes: of these, own.
         foreign_bytes: of these, not own, and first saved outside this group's layer.
         on_host_bytes: on host now.
-        leaving_bytes: with a copy-out issued and on the device.
+        leaving_bytes: on the device, with a copy-out issued.
         arriving_bytes: own, with a copy-in issued and not used.
         recalled_bytes: own, recalled before their release.
         own_device_bytes: own, with a buffer on the device.
@@ -259,13 +259,13 @@ class TensorGroup:
         self.index = index
         self.name = name
         self.layer: int = -1
-        self.is_kept: bool = False  # from `traits.keep` until the chunk or the executor learns otherwise
+        self.is_kept: bool = False  # initially `traits.keep`; changed by the chunk or the executor
         self.is_read_once: bool = False
         self.may_delay: bool = False
         if traits is not None:
             self.is_kept, self.layer, self.is_read_once, self.may_delay = traits
         self.is_ungrouped = is_ungrouped  # never copied out: such a storage moves only with a group that saves it too
-        self.storages: dict[SavedStorage, None] = {}  # in the order of saving, each once; they go as they retire
+        self.storages: dict[SavedStorage, None] = {}  # in the order of saving; removed when they retire
         self.nbytes = 0
         self.own_bytes = 0
         self.foreign_bytes = 0
@@ -335,7 +335,7 @@ class TensorGroup:
             self.leaving_bytes += nbytes
 
     def has_made(self, node: torch.autograd.graph.Node) -> bool:
-        """Return whether `node` came into the graph after the group was opened, in the same thread."""
+        """Return whether `node` was created after the group was opened, in the same thread."""
         number: int = node._sequence_nr()  # type: ignore[attr-defined]
         return number >= self._first_sequence_nr
 

@@ -1,4 +1,4 @@
-"""`ActivationStore`: every saved storage, from the moment it is packed until autograd drops its last handle."""
+"""`ActivationStore`: owns every saved storage, from pack until autograd drops its last handle."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from offload_engine.stats import IterationStats
 
 
 class ActivationStore:
-    """Owns every saved storage. Each operation is `with self, self._retired.lock`: see `RetireQueue`.
+    """Owns every saved storage. Each operation runs under `with self, self._retired.lock`: see `RetireQueue`.
 
     Attributes:
-        counters: how many bytes are where.
+        counters: bytes saved and resident.
         failures: copies that failed.
-        eligibility: which tensors may move.
-        alloc_streams: which stream's pool owns a tensor.
+        eligibility: decides which tensors may move.
+        alloc_streams: allocating streams of tensors that another stream saves.
         live: storages with a handle left.
     """
 
@@ -66,7 +66,7 @@ class ActivationStore:
         self.context: TransferContext = context  # the engine and the executor reach recorder and ranges by it
         self._context = context
         self._torch_device = context.device.torch_device
-        self._current_stream = context.device.current_stream  # bound once, as the next: each tensor asks
+        self._current_stream = context.device.current_stream  # bound once, like the next: called for each tensor
         self._movable_storage = self.eligibility.movable_storage
         self._pool = pool
         self._empties: dict[torch.dtype, torch.Tensor] = {}
@@ -83,7 +83,7 @@ class ActivationStore:
     # -- iterations --------------------------------------------------------------------------------------------------
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
-        """Start counting anew; the storages of `weights` are not activations."""
+        """Reset the counters for an iteration; the storages of `weights` are not activations."""
         self.counters.begin()
         self.eligibility.begin(weights)
         self._pool.reset_peak()
@@ -100,12 +100,12 @@ class ActivationStore:
         return stats
 
     def abandon_all(self) -> None:
-        """Wait for every copy, then retire every storage. Handles that autograd still has can no longer be unpacked."""
+        """Wait for every copy, then retire every storage. Handles that autograd still holds can not be unpacked."""
         with self, self._lock:
             self._mover.wait_for_all_copies()
-            # What must be restored last: the memory for it is there when all else has gone.
+            # Storages to be refilled come last, when the memory of all others is free.
             for saved in sorted(self.live, key=SavedStorage.is_still_held):
-                saved.pending = saved.copied_out = None  # complete, or failed: no copy touches these bytes now
+                saved.pending = saved.copied_out = None  # complete or failed: no copy touches these bytes any more
                 self._mover.retire(saved)
             self._mover.wait_for_all_copies()
             self.counters.prefetched_bytes = 0
@@ -121,8 +121,8 @@ class ActivationStore:
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
-        """Return what autograd keeps for `tensor`: a handle, or the tensor itself where its bytes must not move."""
-        # Long, and without `with self`, because it runs for each saved tensor: a call costs as much as what it does.
+        """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
+        # Long, and without `with self`, because it runs for each saved tensor, and a call costs as much as its work.
         storage, recorder = self._movable_storage(tensor), self._context.recorder
         if storage is None:
             if recorder is not None:
@@ -155,12 +155,12 @@ class ActivationStore:
                 self._retired.drain()
 
     def note_staying(self, tensor: torch.Tensor, group: TensorGroup, reason: Reason) -> None:
-        """Tell the recorder, if there is one, why a tensor stays that never came to `pack`."""
+        """Record, while a step is recorded, why a tensor stays that never came to `pack`."""
         if self._context.recorder is not None:
             self._context.recorder.note_saved(tensor, group, reason=reason)
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` would move, and no group has saved its storage."""
+        """Return whether `tensor` would move and no group has saved its storage yet."""
         storage = self._movable_storage(tensor)
         if storage is None:
             return False
@@ -174,7 +174,7 @@ class ActivationStore:
         Raises:
             OffloadError: if `reset_iteration()` dropped it.
             RuntimeError: if it was modified in place after it was saved, as autograd itself would.
-            CopyError: if a copy of it failed.
+            CopyError: if its copy failed.
         """
         saved = handle.storage
         if saved.residency is not RESIDENT:
@@ -213,7 +213,7 @@ class ActivationStore:
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def record_produced(self, group: TensorGroup) -> list[Event]:
-        """Record, for a copy-out that is issued later, events behind what has been computed of `group` by now."""
+        """Record, for a copy-out that is issued later, events after all work of `group` queued so far."""
         with self, self._lock:
             storages = list(group.storages)
             for saved in storages:
@@ -221,11 +221,11 @@ class ActivationStore:
             return record_produced(storages, self._context) if storages else []
 
     def issue_copy_out(self, group: TensorGroup, produced: Sequence[Event] | None = None) -> CopyOut | None:
-        """Copy out the own storages of `group`; return what is being copied, or None.
+        """Issue the copy-out of the own storages of `group`; return it, or None if there is nothing to copy.
 
         Args:
-            group: whose own storages are copied.
-            produced: as `record_produced` gave it when the group committed; None: it commits now.
+            group: only its own storages are copied.
+            produced: events of `record_produced` when the group committed; None: it commits now.
 
         Raises:
             OffloadError: if the host tier has no room and `host_policy` is "error".
@@ -234,7 +234,7 @@ class ActivationStore:
             return self._mover.copy_out(group, produced)
 
     def release(self, issued: CopyOut) -> None:
-        """Release the device bytes of what was copied out together, except what was recalled or retired since.
+        """Release the device bytes of storages copied out together, except those recalled or retired since.
 
         Raises:
             CopyError: if the copy-out failed; names the group.
@@ -243,14 +243,14 @@ class ActivationStore:
             self._mover.release(issued.storages)
 
     def recall(self, group: TensorGroup) -> None:
-        """Let what `group` has leaving stay on the device, where its bytes still are."""
+        """Recall the storages of `group` that are being copied out: they stay on the device."""
         with self, self._lock:
             for saved in group.storages:
                 if saved.residency is COPYING_OUT:
                     self._mover.recall(saved)
 
     def issue_copy_in(self, group: TensorGroup) -> int:
-        """Issue the copy-in of what `group` has on host; return the number of storages."""
+        """Issue the copy-in of the storages of `group` that are on host; return their number."""
         with self, self._lock:
             on_host = [saved for saved in group.storages if saved.residency is ON_HOST]
             if on_host:
@@ -271,7 +271,7 @@ class ActivationStore:
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _bring_back(self, saved: SavedStorage) -> None:
-        """Have the device bytes there, or on their way: no prefetch did."""
+        """Recall or copy in a storage that prefetch missed, and make the current stream wait for it."""
         with self, self._lock:
             if saved.residency is RETIRED:
                 raise OffloadError(
@@ -286,14 +286,14 @@ class ActivationStore:
             self._mover.await_copy_in([saved])
 
     def _hand_over(self, saved: SavedStorage) -> None:
-        """Leave the buffer to the tensor that has just been made of it, unless it may be asked for once more soon."""
+        """Leave the buffer to the tensor just made from it, unless another handle may need it soon."""
         with self, self._lock:
             if saved.may_be_handed_over() and self._current_stream() == saved.stream:
                 self._mover.hand_over(saved)
 
 
 def _is_another_save(saved: SavedStorage, tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has, or may have, other bytes than `saved`, of the same storage."""
+    """Return whether `tensor` may have other bytes than `saved`, of the same storage."""
     return saved.version != tensor._version or (saved.is_leaving and saved.may_lack_writes_to(tensor))
 
 

@@ -8,7 +8,7 @@
  2. Reuse of a lease. Earlier copies still touch the host bytes that a lease lends again. The pool lends them together
     with the events of those copies, and the copy-out stream waits for each before the first byte.
  3. Copy, then drop the buffer. The allocator gives a dropped buffer to compute at once. Compute therefore waits for
-    the last copy that touched it (a copy-out reading it, or a copy-in that nobody used) before the reference goes.
+    the last copy that touched it (a copy-out reading it, or a copy-in that was not used) before the reference goes.
  4. Allocate, then copy in. The buffer of a copy-in comes from compute's pool, where kernels issued earlier may still
     use the same bytes: the copy-in stream waits for an event recorded on compute after the allocation.
  5. Copy in, then use. Whichever stream reads a copied-in buffer waits for its copy first.
@@ -17,15 +17,15 @@
  7. Home is elsewhere. A storage that one compute stream made and another saved goes back to the pool of the first: that
     stream, too, waits for the copy-out (3) and for the last read (6).
 
-Copy-in after its own copy-out needs no wait of its own: the host holds the only copy just when the buffer was dropped,
-that is, after compute waited for the copy-out (3), and the copy-in waits for compute (4).
+A copy-in needs no wait of its own for its copy-out: the bytes are only on host after the buffer was dropped, that is,
+after compute waited for the copy-out (3), and the copy-in waits for compute (4).
 
-A buffer that is handed over to its one reader goes when that reader drops it: on compute, which has waited by then for
-the last copy that touched it (3, 5), and no other stream reads it (6, 7). Its host bytes stay lent, for another copy-in
-into another buffer, and go back with the event of the last one (2).
+A buffer that is handed over to its one reader is freed when that reader drops it: on compute, which has waited by then
+for the last copy that touched it (3, 5), and no other stream reads it (6, 7). Its host bytes stay lent, for another
+copy-in into another buffer, and are returned with the event of the last one (2).
 
-A storage that others hold, unread, until its backward is emptied where any other is dropped, and gets bytes again where
-any other gets a buffer: "drop" and "allocate" above stand for both.
+A storage held by outside references that are not read before its backward is emptied when any other would be dropped,
+and refilled when any other would be allocated: "drop" and "allocate" above stand for both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from offload_engine.planning.moves import IN, OUT
 
 
 class TransferContext:
-    """The device and the two copy streams that all chunks share."""
+    """Owns the device and the two copy streams that all chunks share."""
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
@@ -55,7 +55,7 @@ class TransferContext:
 
 
 def record_produced(storages: Sequence[SavedStorage], context: TransferContext) -> list[Event]:
-    """Record what the copy-out of `storages` has to wait for: all work queued on their streams by now."""
+    """Record the events that the copy-out of `storages` has to wait for: all work queued on their streams by now."""
     return [context.device.record_event(compute) for compute in _streams_of(storages)]
 
 
@@ -67,7 +67,7 @@ def copy_out(
     for event in produced:
         device.wait_event(stream, event)  # Rule 1
     for event in lease.ready_after:
-        with suppress(CopyError):  # of a copy that is over and that nobody needed: its bytes are free all the same
+        with suppress(CopyError):  # of a finished copy whose data was dropped: its bytes are free all the same
             device.wait_event(stream, event)  # Rule 2
     copies = []
     for storage in storages:
@@ -104,10 +104,10 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         copied_in = device.record_event(stream)
     except BaseException:
         _finish(stream, device)
-        copies.clear()  # held until here: compiled code drops what it does not name any more
+        copies.clear()  # keeps the buffers alive until here: compiled code drops variables after their last use
         raise
     for i, storage in enumerate(storages):
-        if storage.emptied is not None:  # restored: the tensors over it are whatever they were
+        if storage.emptied is not None:  # refilled in place: the tensors over it keep their own shapes
             storage.form = None
         storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
     if recorder is not None:
@@ -139,7 +139,7 @@ def wait_for_last_copy(storages: Sequence[SavedStorage], context: TransferContex
 
 
 def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """Release the device bytes of `storage`, whose last copy compute has waited for."""
+    """Release the device bytes of `storage`, after compute has waited for its last copy."""
     if storage.readers or storage.last_read is not None or storage.alloc_stream is not None:
         _follow_readers(storage, context.device)
     assert storage.buffer is not None
@@ -153,7 +153,7 @@ def hand_over_buffer(storage: SavedStorage) -> None:
 
 
 def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
-    """Release the bytes in place, where outside references hold the buffer: these have no bytes from now on."""
+    """Release the bytes in place, because outside references hold the buffer; these have no bytes from now on."""
     _follow_readers(storage, context.device)
     assert storage.buffer is not None
     storage.emptied = storage.buffer.untyped_storage()
@@ -194,7 +194,7 @@ def record_last_read(storage: SavedStorage, context: TransferContext) -> None:
 
 
 def _finish(stream: Stream, device: Device) -> None:
-    """Wait on the host for copies that have no event, after a fault or an interrupt between the two."""
+    """Wait on the host for copies without an event, after a fault or an interrupt between copy and event."""
     with suppress(CopyError):
         device.synchronize(device.record_event(stream))
 
@@ -213,7 +213,7 @@ def _follow_readers(storage: SavedStorage, device: Device) -> None:
 
 
 def _streams_of(storages: Sequence[SavedStorage]) -> list[Stream]:
-    """Return each compute stream of `storages` once; those of one group nearly always share theirs."""
+    """Return each compute stream of `storages` once; storages of one group nearly always share theirs."""
     found = [storages[0].stream]
     for storage in storages:
         if storage.stream not in found:

@@ -1,4 +1,4 @@
-"""`manage_activations`: offload for any model, without a mark in it."""
+"""`manage_activations`: offload for any model, without changes to the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def manage_activations(
     group_bytes: int = GROUP_BYTES,
     engine: OffloadEngine | None = None,
 ) -> ManagedActivations:
-    """Offload what autograd saves inside a `with` statement, around forward or around forward and backward.
+    """Offload tensors that autograd saves inside a `with` statement, around forward or forward and backward.
 
     ```python
     activations = manage_activations(model)  # once
@@ -42,19 +42,19 @@ def manage_activations(
         loss.backward()
     ```
 
-    Host memory is kept from step to step by the returned object, so make it once and enter it in each step. Or enter
-    it once, around the whole loop.
+    The returned object keeps host memory from step to step, so make it once and enter it in each step, or enter it
+    once around the whole loop.
 
     Args:
-        model: whose parameters and buffers never move, or these tensors themselves. Without it, leaves that receive a
-            gradient and parameters are known as weights, and so are their views and the copies that autocast makes of
-            them; buffers are not.
+        model: its parameters and buffers never move; or an iterable of these tensors. Without it, leaves that receive a
+            gradient and parameters are recognized as weights, with their views and the copies that autocast makes;
+            buffers are not.
         config: bounds and thresholds.
-        group_bytes: as soon as saved tensors have so many bytes together they leave.
-        engine: to be used instead of a new one, with its own config, device and meter. Nobody else may drive it.
+        group_bytes: saved tensors are copied out together as soon as they have this many bytes.
+        engine: used instead of a new one, with its own config, device and meter. It must have no other user.
 
     Raises:
-        ValueError: for `group_bytes` below 1, and for both `config` and `engine`.
+        ValueError: if `group_bytes` is below 1, or both `config` and `engine` are given.
     """
     if config is not None and engine is not None:
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
@@ -72,11 +72,10 @@ def manage_activations(
 
 
 class ManagedActivations:
-    """What `manage_activations` returns: a context manager that may be entered again, once per step or once for all.
+    """A context manager that may be entered again, once per step or once for all. Made by `manage_activations`.
 
     Args:
-        start: makes the engine and what drives it. Called when first needed, because the model may be on its way to
-            its GPU before.
+        start: makes the engine and its groups. Called at the first use, because the model may move to its GPU before.
     """
 
     def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
@@ -90,28 +89,30 @@ class ManagedActivations:
 
     @property
     def engine(self) -> OffloadEngine:
-        """Moves the tensors."""
+        """Return the engine that moves the tensors."""
         return self._groups.session.engine
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running step, or of the last one. A step begins with the first tensor saved for it."""
+        """Return the counters of the running step, or of the last one. A step begins with its first saved tensor."""
         return self._groups.session.stats
 
     def __enter__(self) -> ManagedActivations:
-        """Raises:
-        OffloadError: if it is entered already, or inside compiled code.
+        """Enter the hooks.
+
+        Raises:
+            OffloadError: if it is entered already, or inside compiled code.
         """
         refuse_when_compiled("with manage_activations()")
         if self._hooks is not None:
             raise OffloadError(
-                "this manage_activations() is entered already: leave it first, or leave the inner `with` out, because "
-                "the outer one covers it. A second model takes a manage_activations() of its own."
+                "this manage_activations() is entered already: leave it first, or drop the inner `with`, because the "
+                "outer one covers it. A second model needs a manage_activations() of its own."
             )
         hooks = self._groups.hooks()
-        hooks.__enter__()  # refused where saved tensors hooks are disabled: then nothing is entered
+        hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
         self._hooks = hooks
-        self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks take charge of its inputs
+        self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
         return self
 
     def __exit__(
@@ -128,14 +129,14 @@ class ManagedActivations:
         self._groups.session.warn_if_idle()
 
     def close(self) -> None:
-        """Give host memory back. A graph that is still there cannot run its backward any more. Idempotent."""
+        """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
         self._groups.session.close()
 
 
 def _warn_if_compiled(model: nn.Module) -> None:
     if type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None:
         logger.warning(
-            "%s is compiled as a whole: one graph saves all its activations when its forward is over, and needs them "
-            "all when its backward begins, so offload frees little. Compile its layers instead.",
+            "%s is compiled as a whole: its one graph saves all activations at the end of forward and needs them all "
+            "at the start of backward, so offload frees little. Compile its layers instead.",
             type(model).__name__,
         )

@@ -1,4 +1,4 @@
-"""Checkpointing with the inputs on the host: `CheckpointOffload`, and `checkpoint` to be used inside it."""
+"""Checkpointing with inputs on the host: `CheckpointOffload`, and `checkpoint` for use inside it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from offload_engine.traits import GroupTraits
 logger = logging.getLogger(__name__)
 
 Checkpoint = Callable[..., Any]
-"""Called with a function and its arguments, as `torch.utils.checkpoint.checkpoint` is."""
+"""A function called like `torch.utils.checkpoint.checkpoint`."""
 
 checkpoint_in_force: ContextVar[Checkpoint | None] = ContextVar("checkpoint_in_force", default=None)
-"""What `checkpoint` calls; a `with` sets it for as long as it lasts, in its own thread."""
+"""The function that `checkpoint` calls; set inside a `with`, in its own thread."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, with the inputs on the host until the backward needs them.
+    """Checkpoint as `torch.utils.checkpoint.checkpoint`, with the inputs on the host until the backward needs them.
 
-    It offloads through the `CheckpointOffload`, or the `manage_activations`, whose `with` it is called in. It fits in
-    wherever a function like PyTorch's is asked for, as in transformers:
+    It offloads through the enclosing `with` of a `CheckpointOffload` or `manage_activations`. It can be passed wherever
+    a function like PyTorch's is expected, as in transformers:
 
     ```python
     model._set_gradient_checkpointing(True, offload_engine.checkpoint)
@@ -46,20 +46,20 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         train(model)
     ```
 
-    Without gradients, and in code that is being recomputed, there is nothing to offload, so it may be called anywhere.
+    Without gradients and during recomputation nothing is offloaded, so it may be called outside a `with` there.
 
     Args:
-        function: to be run now, and once more in backward.
-        args: its inputs. Tensors among them leave the device; those inside lists and dictionaries do not.
-        use_reentrant: as in PyTorch, with its own default.
+        function: run now, and once more in backward.
+        args: its inputs. Tensors among them are offloaded; those inside lists and dictionaries are not.
+        use_reentrant: as in PyTorch, but False by default.
         options: keyword arguments of `function`, and PyTorch's options (`preserve_rng_state`, `context_fn`,
             `determinism_check`, `debug`, `early_stop`).
 
     Returns:
-        What `function` returns.
+        The outputs of `function`.
 
     Raises:
-        OffloadError: outside of both.
+        OffloadError: if there is no enclosing `with`.
         CopyError: if a copy has failed.
     """
     in_force = checkpoint_in_force.get()
@@ -74,20 +74,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 
 class CheckpointOffload:
-    """An engine for the inputs of checkpointed functions. As a context manager it is the one that `checkpoint` uses.
+    """Owns an engine for the inputs of checkpointed functions. As a context manager it is used by `checkpoint`.
 
-    Each call of `checkpoint` is one group: what of its inputs is saved leaves the device while the function runs, comes
-    back ahead of its recomputation, and goes again when that needs it no more. Checkpointing itself is PyTorch's:
-    random states, autocast and the check of determinism are as there. A storage that several calls have in common, as
-    an attention mask, is copied once, and goes with the last of them.
+    Each call of `checkpoint` is one group: its saved inputs are copied out while the function runs, copied in ahead of
+    the recomputation, and released after it. Checkpointing itself is PyTorch's, with its handling of random states,
+    autocast and determinism checks. A storage that several calls share, such as an attention mask, is copied once and
+    released after the last of them.
 
     Args:
-        config: bounds and thresholds; without a policy, at most two groups on the device (`GroupWindow`).
-        weights: parameters and buffers, which never move; None: those that receive a gradient are known without it.
-        engine: to be used instead of a new one, with its own config, device and meter. Nobody else may drive it.
+        config: bounds and thresholds. The default policy is `policies.GroupWindow(2)`.
+        weights: returns parameters and buffers, which never move. None: parameters that receive a gradient are
+            recognized without it.
+        engine: used instead of a new one, with its own config, device and meter. It must have no other user.
 
     Raises:
-        ValueError: for both `config` and `engine`.
+        ValueError: if both `config` and `engine` are given.
     """
 
     def __init__(
@@ -104,27 +105,27 @@ class CheckpointOffload:
             engine = OffloadEngine(config if config.policy is not None else config.replace(policy=GroupWindow(2)))
         self._session = Session(engine, weights)
         self._tokens: list[Token[Checkpoint | None]] = []
-        self._is_inside = False  # a checkpointed function runs
+        self._is_inside = False  # a checkpointed function is running
         self._has_warned = False
 
     @property
     def engine(self) -> OffloadEngine:
-        """Moves the tensors."""
+        """Return the engine that moves the tensors."""
         return self._session.engine
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running step, or of the last one. A step begins with the first checkpoint of it."""
+        """Return the counters of the running step, or of the last one. A step begins with its first checkpoint."""
         return self._session.stats
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
-        """As the function `checkpoint`, with this engine."""
+        """Checkpoint as the function `checkpoint` does, with this engine."""
         return self.run(torch_checkpoint, function, *args, use_reentrant=use_reentrant, **options)
 
     def run(self, original: Checkpoint, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call `original(function, *args, **options)`, some checkpoint, with the inputs that it saves on the host.
+        """Call `original(function, *args, **options)`, any checkpoint function, with its saved inputs on the host.
 
-        In a checkpoint inside another one nothing is offloaded: the outer one saves no input of it.
+        A checkpoint nested in another one is not offloaded: the outer one does not save its inputs.
 
         Raises:
             CopyError: if a copy has failed.
@@ -141,7 +142,7 @@ class CheckpointOffload:
         token = checkpoint_in_force.set(self.checkpoint)
         self._is_inside = True
         try:
-            # Here and not where autograd saves them, which may be after the function: so the copy-out overlaps it.
+            # Now, and not when autograd saves the inputs, possibly after the function: so the copy-out overlaps it.
             group = chunk.open_group("checkpoint", GroupTraits(read_once=True))
             inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
@@ -157,13 +158,13 @@ class CheckpointOffload:
         return outputs
 
     def end_forward(self) -> None:
-        """The next checkpoint belongs to another forward; a backward tells so by itself. Idempotent."""
+        """End the forward: the next checkpoint belongs to another one. A backward does so by itself. Idempotent."""
         if self._session.chunk is not None:
             self._session.warn_if_idle()
         self._session.end_forward()
 
     def close(self) -> None:
-        """Give host memory back. A graph that is still there cannot run its backward any more. Idempotent."""
+        """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
         self._session.close()
 
     def __enter__(self) -> CheckpointOffload:
@@ -180,33 +181,33 @@ class CheckpointOffload:
         return saved.unpack()
 
     def _turn_around(self) -> None:
-        """A backward runs, so the forward is over, whether or not we were told."""
+        """End the forward, because a backward runs: `end_forward` may not have been called."""
         self._session.note_backward()
         if self._session.chunk is not None:
             self._session.chunk.recall_groups()
             self.end_forward()
 
     def _check_saved(self, inputs: Sequence[Any], outputs: Any) -> None:
-        """Warn, once, of a checkpoint whose inputs were taken out of our hands: to offload them has no effect."""
+        """Warn, once, of a checkpoint that does not save its inputs through the hooks: offload has no effect there."""
         packed = [handle for handle in inputs if isinstance(handle, PackedTensor)]
         if self._has_warned or not packed or any(handle.storage.num_handles > 1 for handle in packed):
             return
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
             self._has_warned = True
             logger.warning(
-                "a checkpoint has not saved its inputs through the hooks around it, so they were not offloaded; is it "
-                "one that offloads by itself, as gradient_checkpointing_enable(offload=True)? Leave one of the two out"
+                "a checkpoint did not save its inputs through saved tensors hooks, so they were not offloaded. If it "
+                "offloads by itself, as with gradient_checkpointing_enable(offload=True), use only one of the two."
             )
 
 
 def checkpoint_of_all_inputs(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """PyTorch's, by which activations passed by keyword are saved as the others are."""
+    """Checkpoint with PyTorch's function, and save activations passed by keyword like the positional ones."""
     function, args, options = _keywords_as_inputs(function, args, options)
     return torch_checkpoint(function, *args, **options)
 
 
 def _pack(chunk: ChunkOffloadHandler, group: TensorGroup, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
-    """What autograd keeps for an input, which `group` has taken charge of already. Anything else stays."""
+    """Return what autograd keeps for an input, which `group` has packed already. Other tensors stay on the device."""
     packed = chunk.hooks.pack_ungrouped(tensor)
     return SavedInGroup(packed, group, chunk) if isinstance(packed, PackedTensor) else packed
 
@@ -214,7 +215,7 @@ def _pack(chunk: ChunkOffloadHandler, group: TensorGroup, tensor: torch.Tensor) 
 def _keywords_as_inputs(
     function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Activations passed by keyword, made positional: PyTorch saves those only, and keeps the others as they are."""
+    """Make activations passed by keyword positional: PyTorch's checkpoint saves only positional ones through hooks."""
     names = [name for name, value in options.items() if isinstance(value, torch.Tensor) and value.grad_fn is not None]
     if not names:
         return function, args, options

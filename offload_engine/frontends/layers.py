@@ -1,4 +1,4 @@
-"""`enable_activation_offloading`: a group for each layer of a model, under FSDP, DDP or neither."""
+"""`enable_activation_offloading`: one group per layer of a model, under FSDP, DDP or neither."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerOffload:
 
     Attributes:
         layers: names of the layers, in order; the last one stays on the device.
-        engine: moves what the others save.
+        engine: moves the saved tensors of the other layers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], engine: OffloadEngine, enable_ckpt: bool) -> None:
@@ -44,25 +44,25 @@ class LayerOffload:
             group_bytes=None if isinstance(engine.config.policy, (GroupWindow, PrefetchWindow)) else GROUP_BYTES,
         )
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
-        # Of a model that never calls the module with the layers, too.
+        # On the model: warns even if it never calls the module that runs the layers.
         self._end_of_forward = model.register_forward_hook(GroupHook(lambda *_: self._session.warn_if_idle()))
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running iteration, or of the last one: from a forward to the backward that ends it."""
+        """Return the counters of the running or last iteration: from a forward to the backward that ends it."""
         return self._session.stats
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around code that calls the layers one by one and is not the forward of a module.
+        """Return a context manager for code that calls the layers one by one, outside the forward of their module.
 
-        Only there: the forward of the module that has the layers needs no help.
+        Not needed for the forward of the module that contains the layers.
         """
         return self._groups.forward()
 
     def remove(self) -> None:
-        """Take all hooks off, give each layer its own forward back, and close the engine. Idempotent.
+        """Remove all hooks, restore the forward of each layer, and close the engine. Idempotent.
 
-        Call it between steps: a graph that still waits for its backward raises `OffloadError` there.
+        Call it between steps: a graph whose backward has not run raises `OffloadError` in backward.
         """
         if self._checkpoints is not None:
             self._checkpoints.remove()
@@ -80,25 +80,25 @@ def enable_activation_offloading(
     layers: Sequence[nn.Module] | None = None,
     meter: ResidencyMeter | None = None,
 ) -> LayerOffload:
-    """Keep what the layers of `model` save for backward in host memory, but for the last layer.
+    """Offload the saved tensors of all layers of `model` except the last to host memory.
 
-    The copy-out of a layer runs while the next one computes, its copy-in while the one after it runs backward, and at
-    most two layers have their activations on the device. Train, evaluate and accumulate gradients as before.
+    The copy-out of a layer overlaps the forward of the next one, its copy-in overlaps the backward of the next one, and
+    at most two layers have their activations on the device. Train, evaluate and accumulate gradients as before.
 
     Arguments and grouping are those of verl's function of this name (verl/utils/activation_offload.py).
 
     Args:
         model: wrapped or sharded already.
         strategy: "fsdp" (FullyShardedDataParallel), "fsdp2" (`fully_shard`), "ddp" or "none".
-        enable_ckpt: checkpoint each layer as well, so that its input is all that is kept, and offloaded. The model's
-            own checkpointing is then switched off. Without it, a model whose own checkpointing is on stays as it is;
-            the inputs of its layers are offloaded.
-        config: bounds and thresholds. Without a policy it has `policies.ResidentLayers(2)`.
+        enable_ckpt: checkpoint each layer as well, so that only its input is kept, and offloaded. Switches the model's
+            own checkpointing off. With False, a model's own checkpointing stays on, and the inputs of its layers are
+            offloaded.
+        config: bounds and thresholds. The default policy is `policies.ResidentLayers(2)`.
         layers: the modules to group by, in the order in which they run; None: they are found.
         meter: counts resident bytes as well.
 
     Raises:
-        ValueError: for an unknown strategy, one that does not fit the model, or layers that are not there.
+        ValueError: if the strategy is unknown or does not fit the model, or the layers are not found.
         OffloadError: if the model is offloaded already.
     """
     check_strategy(model, strategy)
@@ -106,7 +106,7 @@ def enable_activation_offloading(
     if any(map(_has_groups, found)):
         raise OffloadError(
             f"this {type(model).__name__} is offloaded already: call remove() on the handle that "
-            "enable_activation_offloading() gave the first time"
+            "enable_activation_offloading() returned"
         )
     config = config or OffloadConfig()
     if config.policy is None:

@@ -1,4 +1,4 @@
-"""`offload_wrapper`: the inputs of a model's checkpointed layers live on the host."""
+"""`offload_wrapper`: offload of the inputs of a model's checkpointed layers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from offload_engine.stats import IterationStats
 
 DEFAULT_HORIZON = 2
 PYTORCH = "checkpoint_fn"
-"""Where PyTorch's `CheckpointWrapper` keeps the function that checkpoints."""
+"""Attribute of PyTorch's `CheckpointWrapper` with its checkpoint function."""
 TRANSFORMERS = "_gradient_checkpointing_func"
-"""Where the modules of transformers keep it; their `gradient_checkpointing` says whether they call it."""
+"""The same in modules of transformers, which call it if their `gradient_checkpointing` is set."""
 
 
 def offload_wrapper(
@@ -29,44 +29,43 @@ def offload_wrapper(
     config: OffloadConfig | None = None,
     engine: OffloadEngine | None = None,
 ) -> nn.Module:
-    """Offload the inputs of the checkpointed layers of `model`, which is all that checkpointing keeps of them.
+    """Offload the inputs of the checkpointed layers of `model`, the only tensors that checkpointing keeps.
 
     For models checkpointed with PyTorch's `apply_activation_checkpointing` or `checkpoint_wrapper`, or with
-    `gradient_checkpointing_enable` of transformers; reentrant or not. Each input leaves the device while its layer
-    runs, comes back while the layer after it runs its backward, and goes when its own layer, recomputed, needs it no
-    more.
+    `gradient_checkpointing_enable` of transformers; reentrant or not. Each input is copied out while its layer runs,
+    copied in during the backward of the next layer, and released after the recomputation of its own layer.
 
     ```python
     model.gradient_checkpointing_enable()
     model = offload_wrapper(model)
     ```
 
-    The name and `activation_loading_horizon` are those of PyTorch and of SageMaker model parallel (SMP) v2, whose
+    The function has PyTorch's name; `activation_loading_horizon` is that of SageMaker model parallel (SMP) v2, whose
     configurations `OffloadConfig.from_smp` reads.
 
     Args:
         model: on the device where it will train. Call this before DDP wraps it, before or after FSDP does.
-        activation_loading_horizon: at most so many of the inputs are on the device at once, in forward and in backward,
-            the one in use included; None: 2, or what `config` or `engine` has. With 1 no copy overlaps anything.
-        config: other bounds and thresholds, perhaps with a horizon of its own.
-        engine: to be used instead of a new one, with its own config, device and meter. Nobody else may drive it.
+        activation_loading_horizon: maximum number of inputs on the device at once, in forward and in backward, the one
+            in use included; None: 2, or that of `config` or `engine`. With 1 no copy overlaps anything.
+        config: other bounds and thresholds; may have a horizon.
+        engine: used instead of a new one, with its own config, device and meter. It must have no other user.
 
     Returns:
-        The very model. Nothing about it changes but how its layers are checkpointed: not its type, the keys of its
-        state, evaluation or `generate()`. A copy of it, or one that is pickled, is checkpointed without offload.
-        `model.activation_offload` is the `WrapperHandle`, with `stats`, and `remove()` to undo it all.
+        The same model object. Only the checkpointing of its layers changes, not its type, the keys of its state dict,
+        evaluation or `generate()`. A copy or a pickle of it is checkpointed without offload.
+        `model.activation_offload` is the `WrapperHandle`, with `stats`, and `remove()` to undo everything.
 
     Raises:
-        ValueError: for a wrong horizon, for two of them, and for both `config` and `engine`; if no layer of the model
-            is checkpointed, or it is wrapped already.
+        ValueError: if a horizon is not a positive integer, two horizons differ, both `config` and `engine` are given,
+            no layer of the model is checkpointed, or the model is wrapped already.
     """
     if config is not None and engine is not None:
         raise ValueError("offload_wrapper() takes a config or an engine, which has one already; got both")
     settings = _with_horizon(config or OffloadConfig(), activation_loading_horizon)
     if engine is not None and activation_loading_horizon is not None and engine.config.policy != settings.policy:
         raise ValueError(
-            f"activation_loading_horizon={activation_loading_horizon} comes too late for this engine: make it with "
-            f"OffloadConfig(policy={settings.policy})"
+            f"activation_loading_horizon={activation_loading_horizon} comes too late for this engine: construct it "
+            f"with OffloadConfig(policy={settings.policy})"
         )
     _check_model(model)
     if engine is None:
@@ -77,7 +76,7 @@ def offload_wrapper(
 
 
 class WrapperHandle:
-    """What `offload_wrapper` did to a model; the model has it as `activation_offload`."""
+    """Owns the changes of `offload_wrapper` to a model; the model has it as `activation_offload`."""
 
     def __init__(self, model: nn.Module, offload: CheckpointOffload) -> None:
         self._model = model
@@ -88,28 +87,31 @@ class WrapperHandle:
 
     @property
     def engine(self) -> OffloadEngine:
-        """Moves the inputs."""
+        """Return the engine that moves the inputs."""
         return self._offload.engine
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running step, or of the last one."""
+        """Return the counters of the running step, or of the last one."""
         return self._offload.stats
 
     def install(self) -> None:
-        """Have each checkpoint of the model offload its inputs; again, where it was enabled anew since. Idempotent."""
+        """Replace each checkpoint function of the model, also one that was set since the last call. Idempotent."""
         for module, name in self._sites:
             original = getattr(module, name)
             if not isinstance(original, _OffloadedCheckpoint):
                 setattr(module, name, _OffloadedCheckpoint(original, self._offload))
 
     def start_forward(self) -> None:
-        """The model begins a forward."""
+        """Called when the model begins a forward."""
         self._offload.end_forward()
         self.install()
 
     def remove(self) -> None:
-        """Checkpoint as before, and give the host memory back. Not between a forward and its backward. Idempotent."""
+        """Restore the checkpointing and return host memory to the system. Idempotent.
+
+        Do not call it between a forward and its backward.
+        """
         self._hook.remove()
         for module, name in self._sites:
             current = getattr(module, name)
@@ -121,18 +123,18 @@ class WrapperHandle:
             del self._model.activation_offload
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of the model, or one that is loaded again, has no offload
+        return type(None), ()  # a copied or unpickled model has no offload
 
 
 class _Site(NamedTuple):
-    """Where a model keeps a function that checkpoints."""
+    """An attribute of a module that holds a checkpoint function."""
 
     module: nn.Module
     name: str
 
 
 class _OffloadedCheckpoint:
-    """Stands in for a function that checkpoints; a copy of it is that function."""
+    """Replaces a checkpoint function; a copy or a pickle of it is the original function."""
 
     def __init__(self, original: Checkpoint, offload: CheckpointOffload) -> None:
         self.original: Checkpoint = original
@@ -146,7 +148,7 @@ class _OffloadedCheckpoint:
 
 
 class _ForwardStart:
-    """Tells a handle that the forward of its model begins; a copy of it tells nobody."""
+    """Hook that calls `WrapperHandle.start_forward`; a copy of it is a no-op."""
 
     def __init__(self, handle: WrapperHandle | None) -> None:
         self._handle = handle
@@ -164,8 +166,8 @@ def _itself(original: Checkpoint) -> Checkpoint:
 
 
 def _sites(model: nn.Module) -> list[_Site]:
-    """All places, those where checkpointing is off for now too."""
-    # Of the module itself: some wrappers pass on the attributes of what they wrap.
+    """Return all attributes with checkpoint functions, also those of modules with checkpointing off."""
+    # Instance attributes only: some wrappers forward the attributes of the wrapped module.
     return [_Site(m, name) for m in model.modules() for name in (PYTORCH, TRANSFORMERS) if name in vars(m)]
 
 
@@ -188,10 +190,10 @@ def _check_model(model: nn.Module) -> None:
         "check_fn=lambda module: isinstance(module, YourLayer))"
     )
     raise ValueError(
-        f"no layer of this {type(model).__name__} is checkpointed, and offload_wrapper() offloads the inputs of those "
-        f"that are. Call {enable} first. A model that calls torch.utils.checkpoint.checkpoint itself can call "
-        "offload_engine.checkpoint inside `with CheckpointOffload():` instead; to offload without checkpointing, use "
-        "manage_activations()."
+        f"no layer of this {type(model).__name__} is checkpointed, and offload_wrapper() offloads the inputs of "
+        f"checkpointed layers. Call {enable} first. A model that calls torch.utils.checkpoint.checkpoint itself can "
+        "call offload_engine.checkpoint inside `with CheckpointOffload():` instead; to offload without checkpointing, "
+        "use manage_activations()."
     )
 
 
@@ -199,7 +201,7 @@ def _with_horizon(config: OffloadConfig, horizon: int | None) -> OffloadConfig:
     """Return `config` with `horizon`, unless it has a policy of its own.
 
     Raises:
-        ValueError: for a wrong horizon, and for two of them.
+        ValueError: if `horizon` is not a positive integer, or differs from the policy of `config`.
     """
     if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1):
         raise ValueError(f"activation_loading_horizon must be a positive integer, got {horizon!r}")

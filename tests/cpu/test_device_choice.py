@@ -48,5 +48,5 @@ def test_what_waits_on_the_cpu_for_being_gathered_is_computed_elsewhere() -> Non
 
 @pytest.mark.parametrize("device", ["cuda", 0, torch.device("cpu")], ids=str)
 def test_a_device_of_torchs_is_no_device_of_the_engine(device: Any) -> None:
-    with pytest.raises(TypeError, match="device of torch's. Leave it out"):
+    with pytest.raises(TypeError, match="device of torch. Omit it"):
         OffloadEngine(PLAIN, device)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_patches._model.graphs import _is_captured, check_cuda_graphs  # noqa: E402
-from megatron_patches._model.modules import MODULES, Bracket, ModuleRow  # noqa: E402
+from megatron_patches._model.modules import MODULES, ModuleRow, Span  # noqa: E402
 
 
 class Scope(enum.Enum):
@@ -59,7 +59,7 @@ def test_captured_modules_are_refused_and_no_others(
 @pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
 def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
     """No name of the table stands for it alone."""
-    row = ModuleRow(name="of the test", saves="", brackets=(Bracket(path),))
+    row = ModuleRow(name="of the test", saves="", spans=(Span(path),))
     assert _is_captured(row, "attn")
     assert not _is_captured(row, "mlp") and not _is_captured(row, "moe")
 

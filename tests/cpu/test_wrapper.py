@@ -397,7 +397,7 @@ def test_inputs_too_small_to_move_are_told_of_once(caplog: pytest.LogCaptureFixt
     for _ in range(2):
         model(torch.randn(2, LENGTH, HIDDEN)).sum().backward()
     (message,) = caplog.messages
-    assert message.startswith("nothing was offloaded: no saved tensor")
+    assert message.startswith("nothing was offloaded: no activation")
     model.activation_offload.remove()
 
 

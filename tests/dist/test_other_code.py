@@ -197,7 +197,7 @@ def _checkpoint_each_mlp(chunk: Any) -> None:
 def test_what_torchs_checkpoint_recomputes_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
     """Of equal shapes, so that nothing but the numbers would tell if it took one tensor for another."""
     (warnings,) = run_ranks(_check_checkpoint)
-    assert warnings == ["offload of 'mlp_fc1': its submodules are there, but this step did not call them"]
+    assert warnings == ["offload of 'mlp_fc1': the model has its submodules, but this step did not call them"]
 
 
 def _check_checkpoint() -> list[str]:

@@ -62,7 +62,7 @@ def make_gauge(device: str) -> Gauge:
 
 
 def pinned_bytes(is_cuda: bool) -> int:
-    """What torch's allocator has pinned."""
+    """Return the bytes that torch's allocator has pinned."""
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)) if is_cuda else 0
 
 

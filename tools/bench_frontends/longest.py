@@ -85,7 +85,7 @@ class Search:
 
     @property
     def next_seq(self) -> int:
-        """What to try next, if it is not final."""
+        """Return the length to try next, if the search is not over."""
         return self._guess * self._unit
 
     def note(self, trial: Trial) -> None:
@@ -96,7 +96,7 @@ class Search:
             self._step()
 
     def found(self) -> Longest:
-        """What is known so far."""
+        """Return the results so far."""
         best = self._best
         return Longest(
             trained=self._low * self._unit,
@@ -141,7 +141,7 @@ class Line:
 
 
 def line_through(one: tuple[int, float], other: tuple[int, float]) -> Line:
-    """Through two points of a length and what it takes."""
+    """Return the line through two points of length and time or memory."""
     slope = (other[1] - one[1]) / (other[0] - one[0])
     return Line(one[1] - slope * one[0], slope)
 

@@ -41,7 +41,7 @@ class _Contender:
         return self.search is not None and self.search.is_final
 
     def expected_seconds(self) -> float:
-        """Of its next trial."""
+        """Return the expected time of the next trial."""
         if self.guess is None or self.search is None:
             return 0.0
         return predict_seconds(*self.short, self.search.next_seq, self.flops)
@@ -97,7 +97,7 @@ class LongestBench:
         self._end = 0.0
 
     def warm_up(self, attach: Attach) -> None:
-        """A step whose time nobody looks at: kernels are chosen in it."""
+        """Run a step that is not timed: kernels are selected in it."""
         self._try(_Contender("warm-up", attach, self._unit, self._flops), self._unit, 60.0)
 
     def run(
@@ -148,7 +148,7 @@ class LongestBench:
             yield min(possible, key=_Contender.expected_seconds)
 
     def _prepare(self, entry: _Contender, known: Sequence[Trial]) -> None:
-        """Two short trials, and what they let expect."""
+        """Run two short trials, and predict from them."""
         first = entry.upper
         if self._limits is not None:
             for length in (self._unit, 2 * self._unit):

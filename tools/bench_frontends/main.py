@@ -77,7 +77,7 @@ class Run:
         self._set_up()
 
     def execute(self) -> int:
-        """Everything; returns the exit status."""
+        """Run the benchmark; return the exit status."""
         self._write([describe_run(self._settings)])
         if self._settings.longest:
             self._search_longest()
@@ -117,7 +117,7 @@ class Run:
 
     @property
     def _horizon(self) -> int | None:
-        """Of inputs of checkpoints: with the least on the device the longest sequence trains."""
+        """Return the horizon for inputs of checkpoints: the least on the device trains the longest sequence."""
         return 1 if self._settings.longest else None
 
     def _host_limit(self) -> int:
@@ -256,11 +256,11 @@ class Run:
         )
 
     def _engine_host_bytes(self) -> int:
-        """Less than a contender may take: the process itself holds some of it."""
+        """Return the host bytes for an engine: less than those of a contender, because the process takes some too."""
         return int(self._settings.engine.get("host_limit_bytes", 0.9 * self._host_bytes))
 
     def _device_bytes(self) -> int | None:
-        """What torch's allocator may have; None without a GPU."""
+        """Return the bytes that torch's allocator may take; None without a GPU."""
         if self._settings.device == "cpu":
             return None
         import torch

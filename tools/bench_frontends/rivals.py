@@ -203,7 +203,7 @@ def _load_te_v2(folder: Path | None) -> Attach:
             with attach_layers(workload) as attached:
                 yield attached
         finally:
-            # Where it raises on entering a layer, nobody leaves it: the module would hold the layers' tensors for good.
+            # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
             module.OFFLOAD_SYNCHRONIZER = before
 
     return attach

@@ -124,9 +124,9 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     if args.rivals and not args.rivals.is_dir():
         parser.error(f"--rivals {args.rivals} is not a folder")
     if args.total_seconds and not args.longest:
-        parser.error("--total-seconds bounds the search of --longest, which is not asked for")
+        parser.error("--total-seconds bounds the search of --longest: add --longest")
     if args.resume and not args.longest:
-        parser.error("--resume goes on with a search of --longest, which is not asked for")
+        parser.error("--resume continues a search of --longest: add --longest")
     if args.resume and not args.resume.is_file():
         parser.error(f"--resume {args.resume} is not a file")
     seconds = args.contender_seconds or (90.0 if args.longest else 6.0 if args.quick else 15.0)
@@ -219,11 +219,11 @@ def _parser() -> argparse.ArgumentParser:
         "--contender-seconds",
         type=float,
         metavar="S",
-        help="time of each contender over all its turns; what it did until then is reported (default 15, with --quick "
-        "6, with --longest 90)",
+        help="time limit of each contender over all its turns; results until then are reported (default 15, with "
+        "--quick 6, with --longest 90)",
     )
     parser.add_argument("--host-gib", type=float, metavar="G", help="host memory a contender may take (default 80%%)")
-    parser.add_argument("--device-gib", type=float, metavar="G", help="as if the GPU had no more")
+    parser.add_argument("--device-gib", type=float, metavar="G", help="limit on device memory, as on a smaller GPU")
     parser.add_argument(
         "--engine",
         action="append",
@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="setting of ours, see OffloadConfig.from_flags",
     )
-    parser.add_argument("--group-bytes", type=int, metavar="N", help="of manage_activations, instead of its default")
+    parser.add_argument("--group-bytes", type=int, metavar="N", help="group_bytes of manage_activations")
     parser.add_argument(
         "--rivals",
         type=Path,
@@ -240,27 +240,27 @@ def _parser() -> argparse.ArgumentParser:
         "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed",
     )
     parser.add_argument("--longest", action="store_true", help="find the longest sequence that each contender trains")
-    parser.add_argument("--longest-unit", type=int, metavar="N", help="length is found to this many tokens (8192)")
-    parser.add_argument("--longest-upper", type=int, metavar="N", help="no longer than this; default: by arithmetic")
+    parser.add_argument("--longest-unit", type=int, metavar="N", help="precision of --longest in tokens (8192)")
+    parser.add_argument("--longest-upper", type=int, metavar="N", help="upper bound of --longest (default: computed)")
     parser.add_argument(
         "--total-seconds",
         type=float,
         metavar="S",
-        help="the search of --longest is over in about so many, with what it has found until then (default 330)",
+        help="approximate time limit of the search of --longest, which reports its results until then (default 330)",
     )
     parser.add_argument(
         "--resume",
         type=Path,
         metavar="FILE",
-        help="the search of --longest goes on with the trials in FILE, the --json of an earlier one of the same model "
-        "and machine; for those too whom another contender had left no memory",
+        help="continue the search of --longest from the trials in FILE, the --json of an earlier run with the same "
+        "model and machine; also for contenders that another one had left no memory",
     )
     parser.add_argument(
         "--documents",
         type=int,
         metavar="N",
-        help="the sequence is packed of documents of so many tokens, and attention stays within them: the memory is "
-        "that of attention to all of it, the time grows with the length and not with its square",
+        help="pack the sequence from documents of N tokens, with attention inside each: memory is that of attention to "
+        "the whole sequence, but time grows linearly with its length",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown too")

@@ -166,7 +166,7 @@ class Bench:
 
 
 def _engine_record(attached: Attached) -> dict[str, Any]:
-    """What our engine says of its last step."""
+    """Return the counters of our engine for its last step."""
     stats = attached.stats()
     if stats is None:
         return {}
@@ -174,7 +174,7 @@ def _engine_record(attached: Attached) -> dict[str, Any]:
 
 
 def describe(error: BaseException) -> str:
-    """One line for a table."""
+    """Return one line for a table."""
     if isinstance(error, Stopped):
         return f"stopped: {error}"
     if is_out_of_memory(error):
@@ -183,7 +183,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device; an error that another one caused counts with its cause."""
+    """Return whether the device ran out of memory, also as the cause of another error."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, torch.OutOfMemoryError) or "out of memory" in str(chain).lower():

@@ -78,11 +78,11 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Of the sequence."""
+        """Return the number of tokens of the sequence."""
         return self.tokens.numel()
 
     def set_length(self, seq: int) -> None:
-        """Other random tokens, [1, seq]."""
+        """Draw new random tokens, [1, seq]."""
         generator = torch.Generator(device=self.device).manual_seed(SEED)
         self.tokens = torch.randint(self.shape.vocab, (1, seq), generator=generator, device=self.device)
         dtype = next(self.model.parameters()).dtype
@@ -104,7 +104,7 @@ class Workload:
         return loss.detach()
 
     def timed_step(self, attached: Attached) -> Timing:
-        """One step, from an idle device to an idle device."""
+        """Run and time one step, from an idle device to an idle device."""
         stamp = _CudaStamp if self.is_cuda else _CpuStamp
         begin = stamp()
         after_forward: list[Any] = []
@@ -116,7 +116,7 @@ class Workload:
         return Timing((time.perf_counter() - host_begin) * 1e3, begin.milliseconds_until(after_forward[0]))
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """By names that do not depend on what wraps the layers."""
+        """Return the gradients by names that do not depend on wrappers of the layers."""
         parameters = self.model.named_parameters()
         return {name.replace("_checkpoint_wrapped_module.", ""): parameter.grad for name, parameter in parameters}
 

@@ -245,9 +245,9 @@ class Recompute(NoOffload):
 
 
 class Copies(NoOffload):
-    """No offload, and beside each layer copies of as many bytes as `ours` moves, for which nobody waits.
+    """No offload, but copies beside each layer of as many bytes as `ours` moves, which no stream waits for.
 
-    What a step takes longer with them no engine can save: they take memory bandwidth and power from the kernels.
+    No engine can avoid the time that they add to a step: they take memory bandwidth and power from the kernels.
     """
 
     def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:

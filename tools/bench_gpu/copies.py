@@ -34,7 +34,7 @@ class HostAtPeak:
     """Finds the peak of one step among stretches in which the bytes on the host only stay the same.
 
     Args:
-        take_peak: the most bytes allocated since it was called last; None: nobody measures them.
+        take_peak: returns the most bytes allocated since its last call; None: they are not measured.
     """
 
     def __init__(self, take_peak: Callable[[], int] | None = None) -> None:
@@ -98,7 +98,7 @@ class CopyCounter:
 
 
 class PlainCopies:
-    """Copies of one buffer to pinned memory and back, each on a stream of its own, for which nobody waits.
+    """Copies of one buffer to pinned memory and back, each on a stream of its own, which no stream waits for.
 
     Args:
         nbytes: of each copy.
@@ -141,7 +141,7 @@ class HostCopies:
         self._sources[id(copy)] = StorageWeakRef(source.untyped_storage()), copy.nbytes
 
     def remove(self, copy: torch.Tensor) -> None:
-        """It is on its way back. No-op for a copy that is not there."""
+        """Forget a copy that is being copied in. No-op for an unknown copy."""
         self._sources.pop(id(copy), None)
 
     @property

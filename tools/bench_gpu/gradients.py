@@ -42,7 +42,7 @@ class Difference:
 
 
 def fingerprint(gradients: Mapping[str, torch.Tensor | None], losses: list[torch.Tensor]) -> Fingerprint:
-    """Of a finished step; waits for the device."""
+    """Return the fingerprint of a finished step; wait for the device."""
     present = {name: grad.detach() for name, grad in gradients.items() if grad is not None}
     sums = {name: _sums(grad) for name, grad in present.items()}
     missing = {name: "none" for name in gradients if name not in present}

@@ -42,7 +42,7 @@ def measure_host(ranks: Ranks) -> dict[str, Any]:
 
 
 def _walks() -> Iterator[Callable[[], int]]:
-    """Each visits other objects, in no order."""
+    """Yield walks that each visit other objects, in random order."""
     objects: list[dict[str, Any]] = [{"name": str(number), "values": [number] * 8} for number in range(_NUM_OBJECTS)]
     chance = random.Random(0)
     while True:

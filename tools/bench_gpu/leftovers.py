@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MIB = 1 << 20
-_NOTICED_BYTES = 64 * MIB  # cuBLAS keeps a workspace of 32 MiB for each stream that it saw: nobody's fault
+_NOTICED_BYTES = 64 * MIB  # cuBLAS keeps a workspace of 32 MiB for each stream: not a leak of the contender
 
 
 class Held(NamedTuple):
@@ -17,7 +17,7 @@ class Held(NamedTuple):
     """Of torch's own allocator of pinned memory."""
 
     def since(self, before: Held) -> Held:
-        """How much more it is; less counts as nothing."""
+        """Return how much has been added since `before`; less counts as zero."""
         pairs = zip(self, before, strict=True)
         return Held(*(max(0, now - then) for now, then in pairs))
 

@@ -78,7 +78,7 @@ class Run:
         self._bench = Bench(training, ranks, self._gauge, counts, self._show)
 
     def execute(self) -> int:
-        """Everything; returns the exit status."""
+        """Run the benchmark; return the exit status."""
         import torch
         from rich.console import Console
 
@@ -175,7 +175,7 @@ class Run:
         self._bar.update(what != "extra")
 
     def _publish(self, own: list[dict[str, Any]]) -> None:
-        """Collective: this rank's records, together with everybody's, to rank 0."""
+        """Gather the records of all ranks on rank 0. Collective."""
         self._write([record for records in self._ranks.gather(own) for record in records])
 
     def _write(self, records: list[dict[str, Any]]) -> None:

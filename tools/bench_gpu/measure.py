@@ -32,7 +32,7 @@ class Gauge(Protocol):
     def wait(self) -> None: ...
 
     def start(self) -> None:
-        """Frees what nobody uses, and lets peaks begin again."""
+        """Free unreferenced memory and reset the peaks."""
 
     def read(self) -> dict[str, int]: ...
 
@@ -40,13 +40,13 @@ class Gauge(Protocol):
         """The most bytes allocated since `start()`, or since the last call. `read()` has the peaks since `start()`."""
 
     def release(self) -> None:
-        """After a contender: frees what it left, pinned memory too."""
+        """Free all memory that a contender left behind, pinned memory too."""
 
     def current(self) -> tuple[int, int]:
         """Bytes allocated and reserved now; cheap."""
 
     def held(self) -> Held:
-        """What live tensors hold now; nothing where no allocator counts it."""
+        """Return the bytes that live tensors hold now; zero if no allocator counts them."""
 
 
 class CudaGauge:
@@ -226,7 +226,7 @@ class Bench:
         ]
 
     def step(self) -> list[torch.Tensor]:
-        """One step beside the turn's own."""
+        """Run one extra step, outside the turn."""
         return self._run("extra")
 
     def _warm_up(self, label: str) -> Fingerprint:

@@ -64,7 +64,7 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
 
 
 def num_gpus(world_size: int) -> int:
-    """How many GPUs the processes of one node have between them."""
+    """Return the number of GPUs that the processes of one node share."""
     return min(world_size, torch.cuda.device_count())
 
 
@@ -134,7 +134,7 @@ def _expert_settings(shape: Shape) -> dict[str, Any]:
 
 
 def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:
-    """This rank's model chunks, one for each virtual stage."""
+    """Build this rank's model chunks, one for each virtual stage."""
     return [_build_chunk(shape, config, stage) for stage in (range(shape.vpp) if shape.vpp else [None])]
 
 
@@ -231,7 +231,7 @@ class DelayedGradients:
         return self._sums.get(parameter, parameter.grad)
 
     def clear(self) -> None:
-        """Another step begins."""
+        """Start another step."""
         self._sums.clear()
 
     def _add(self, module: torch.nn.Module) -> None:

@@ -222,7 +222,7 @@ def _machine_targets(records: Sequence[Record]) -> list[Target]:
 
 
 def _incumbents_of(modules: Sequence[str], summaries: Sequence[Record]) -> dict[int, Record]:
-    """By rank, with the same modules."""
+    """Return the records of the incumbent with the same modules, by rank."""
     try:
         names = list(incumbent_modules(modules))
     except ValueError:
@@ -251,7 +251,7 @@ def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:
 
 
 def tables(title: str, summaries: Sequence[Record], records: Sequence[Record]) -> Group:
-    """Everything that a person wants to see at the end of a run."""
+    """Return all tables for the end of a run."""
     parts = [_time_table(title, summaries), _memory_table(summaries), _moves_table(summaries)]
     parts += [throughput_table(found)] if (found := throughput(summaries, records)) else []
     return Group(*parts, _machine_table(records), _target_table(targets(summaries, records)))

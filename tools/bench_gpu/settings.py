@@ -252,7 +252,7 @@ def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -
 
 
 def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
-    """The contenders in the order of round `number`; whoever is first in a round meets the GPU as pauses left it."""
+    """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
     first = number % len(contenders) if rotate else 0
     return (*contenders[first:], *contenders[:first])
 
@@ -296,8 +296,8 @@ def _parser() -> argparse.ArgumentParser:
         "--modules",
         action="append",
         metavar="A,B[+C,D][@E=F]",
-        help="what to offload; repeated: ours and the incumbent run once for each set; behind a plus what to recompute "
-        f"selectively ({', '.join(RECOMPUTABLE)}), behind an @ settings of ours, as in --engine",
+        help="modules to offload; if repeated, ours and the incumbent run once for each set. After a plus: modules to "
+        f"recompute ({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine",
     )
     parser.add_argument(
         "--contenders",
@@ -311,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="overlap all-to-all with computation (overlap_moe_expert_parallel_comm)",
     )
-    parser.add_argument("--delay-wgrad", action="store_true", help="of --overlap-a2a, with delay_wgrad_compute")
+    parser.add_argument("--delay-wgrad", action="store_true", help="with --overlap-a2a: also delay_wgrad_compute")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all contenders take their turn")
     parser.add_argument(
         "--rotate", action="store_true", help="each round begins with the next contender: A B C, B C A, C A B"
@@ -331,18 +331,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--single-thread",
         action="store_true",
-        help="every backward in the thread of its schedule (torch.autograd.set_multithreading_enabled(False)): faster "
-        "where the host bounds the step",
+        help="run every backward in the thread of its schedule (torch.autograd.set_multithreading_enabled(False)): "
+        "faster if the host bounds the step",
     )
     parser.add_argument(
         "--share-gpus",
         action="store_true",
-        help="more processes than GPUs: memory and gradients are as on as many GPUs as processes, step times are not",
+        help="allow more processes than GPUs: memory and gradients are as with one GPU per process, step times are not",
     )
     parser.add_argument(
         "--no-micro",
         action="store_true",
-        help="leave out what measures the machine: link, host reads, pinning, group cost, host",
+        help="skip the measurements of the machine: link, host reads, pinning, group cost, host",
     )
     parser.add_argument("--json", type=_output_file, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument(
@@ -358,8 +358,8 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-history",
         type=_output_file,
         metavar="FILE",
-        help="the allocator's history over one step from empty caches, rank 0; of several contenders, each has a file "
-        "with its name at the end (tools/reserved_memory.py and https://pytorch.org/memory_viz read it)",
+        help="the allocator's history over one step from empty caches, rank 0; with several contenders, each has a "
+        "file with its name at the end (tools/reserved_memory.py and https://pytorch.org/memory_viz read it)",
     )
     parser.add_argument(
         "--profile",
@@ -371,13 +371,13 @@ def _parser() -> argparse.ArgumentParser:
         "--profile-contender",
         default="ours",
         metavar="A,B",
-        help="whose; of several, each has a file with its name at the end",
+        help="contenders of --profile; with several, each has a file with its name at the end",
     )
     return parser
 
 
 def _output_file(text: str) -> Path:
-    """Of an option: what is written at the end of a run shall not find then that it has no place to go."""
+    """Parse an output file, and check it now rather than at the end of a run, when it is written."""
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
     return Path(text)

@@ -55,7 +55,7 @@ def in_words(label: str) -> str:
 
 
 def tokens_of_step(run: Record) -> int:
-    """Of all data-parallel ranks."""
+    """Return the tokens of one step, of all data-parallel ranks."""
     shape = run["shape"]
     return int(shape["seq"] * shape["mbs"] * shape["nmb"] * run["world_size"] // shape["pp"])
 

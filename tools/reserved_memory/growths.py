@@ -168,7 +168,7 @@ def _apply(memory: _Memory, event: Mapping[str, Any], is_undone: bool = False) -
 
 
 def _joined(stretches: Iterable[_Stretch]) -> list[_Stretch]:
-    """What lies side by side becomes one; in order of addresses."""
+    """Merge adjacent stretches; return them in order of addresses."""
     found: list[_Stretch] = []
     for stretch in stretches:
         if found and (found[-1].end, found[-1].stream) == (stretch.begin, stretch.stream):

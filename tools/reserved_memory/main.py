@@ -57,8 +57,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=labelled_file,
         metavar="[LABEL=]FILE",
-        help="of bench_gpu.py --memory-history, or of torch.cuda.memory._dump_snapshot(); of several devices, the one "
-        "with the longest history; it is unpickled: read only your own",
+        help="files of bench_gpu.py --memory-history or torch.cuda.memory._dump_snapshot(); the device with the "
+        "longest history is read. Files are unpickled: read only your own",
     )
     parser.add_argument("--last", type=int, default=8, metavar="N", help="how many growths of each history to print")
     parser.add_argument("--json", type=Path, metavar="FILE", help="one JSON object for each growth")

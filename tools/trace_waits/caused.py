@@ -53,7 +53,7 @@ def _queues(copies: Sequence[Copy]) -> list[Span]:
 
 
 def _queued(copy: Copy, wait: Span, queues: Sequence[Span]) -> float:
-    """How long of a wait this small copy had large ones before it."""
+    """Return how long of a wait this small copy was queued behind large ones."""
     if not wait.begin <= copy.span.begin <= wait.end:
         return 0.0
     ahead = [q for q in queues if q.begin < copy.span.begin <= q.end + _NEXT_IN_QUEUE_US]

@@ -30,7 +30,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def within(spans: Sequence[Span], bound: Span) -> list[Span]:
-    """What of them is in `bound`; sorted and without overlaps."""
+    """Return the parts of the spans inside `bound`, sorted and without overlaps."""
     first = bisect_right(spans, bound.begin, key=lambda span: span.end)
     last = bisect_left(spans, bound.end, lo=first, key=lambda span: span.begin)
     return [Span(max(span.begin, bound.begin), min(span.end, bound.end)) for span in spans[first:last]]

@@ -80,7 +80,7 @@ def read_trace(file: Path) -> Trace:
 
 
 def make_trace(events: Iterable[Event]) -> Trace:
-    """Of the events of a trace."""
+    """Make a trace from its events."""
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     start = min((float(event["ts"]) for event in whole), default=0.0)
     calls = [event for event in whole if event.get("cat") == "cuda_runtime"]
@@ -120,7 +120,7 @@ def _host_waits(calls: Sequence[Event], whole: Sequence[Event], start: float) ->
 
 
 def _name_of(call: Event, reads: Sequence[Event]) -> str:
-    """With the operation that made the call, the outermost of those that read on the host."""
+    """Return the name with the operation that made the call: the outermost one that reads on the host."""
     around = [
         read
         for read in reads

@@ -1,4 +1,4 @@
-"""Where the front-ends meet torch.compile: what it must not trace, and where it cannot go."""
+"""Rules for torch.compile: functions that it must not trace, and code that it must not run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def untraced(function: _Function) -> _Function:
-    """`function` as torch.compile leaves it alone: else it would compile what runs between its own graphs too."""
-    # Asking torch.compiler imports the compiler, which takes seconds: not where nobody uses it.
+    """Return `function` excluded from torch.compile, which also compiles frames that run between its graphs."""
+    # torch.compiler imports the compiler, which takes seconds, so do not touch it if compile is not in use.
     return torch.compiler.disable(function) if is_compiler_loaded() else function
 
 
 def is_compiler_loaded() -> bool:
-    """True once anybody has compiled anything; before, `untraced` has no effect."""
+    """Return whether the compiler has been imported; before that, `untraced` has no effect."""
     return "torch._dynamo" in sys.modules
 
 
 def refuse_when_compiled(what: str) -> None:
-    """Raise in code that torch.compile runs: it would cut its graph in two here, which changes the last bits.
+    """Raise in code that torch.compile runs: a graph break here would change the last bits.
 
     Args:
         what: begins the message.
 
     Raises:
-        OffloadError: there. The tracer takes it for a reason to run the caller as it is; then it reaches the user.
+        OffloadError: in such code. While tracing, it makes the compiler run the caller eagerly; that run raises it to
+            the user.
     """
     if is_compiled():
         raise OffloadError(
@@ -42,6 +43,6 @@ def refuse_when_compiled(what: str) -> None:
 
 
 def is_compiled() -> bool:
-    """True in code that torch.compile traces, or has given up tracing but for the functions called there."""
-    # No public function tells the latter.
+    """Return whether torch.compile traces this code, or runs it eagerly and compiles only the functions it calls."""
+    # No public function detects the latter.
     return torch.compiler.is_compiling() or callable(torch_private.eval_frame_callback())

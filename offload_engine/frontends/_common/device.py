@@ -1,4 +1,4 @@
-"""Where the activations of a model are."""
+"""Finds the device on which a model has its activations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from offload_engine.frontends._common.weights import weights_of
 
 
 def device_for(parts: Iterable[nn.Module | torch.Tensor], config: OffloadConfig) -> Device | None:
-    """The device that a model computes on; None: the engine's own choice.
+    """Return the device that a model computes on; None: the engine's default.
 
-    That choice is the current GPU, which is not right for a model on another one, nor for one on the CPU of a machine
-    with a GPU.
+    The default is the current GPU, which is wrong for a model on another GPU, or on the CPU of a machine with a GPU.
 
     Args:
         parts: of the model: modules, or weights.
-        config: says where a device keeps its host tier.
+        config: has the directory of the host tier.
     """
     if not torch.cuda.is_available():
         return None
@@ -37,7 +36,7 @@ def device_for(parts: Iterable[nn.Module | torch.Tensor], config: OffloadConfig)
 
 
 def _compute_devices(part: nn.Module | torch.Tensor) -> Iterator[torch.device]:
-    """What `part` is computed with: a sharded weight may wait on the CPU for being gathered on the GPU."""
+    """Yield the devices that compute with `part`: a sharded weight may be on the CPU and gathered on the GPU."""
     if isinstance(part, torch.Tensor):
         mesh = getattr(part, "device_mesh", None)  # FSDP2
         yield part.device if mesh is None or mesh.device_type == "cpu" else torch.device(mesh.device_type)

@@ -1,4 +1,4 @@
-"""`AutomaticGroups`: groups without marks in the model or in its graph."""
+"""`AutomaticGroups`: groups by size, without marks in the model or in its graph."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from offload_engine.frontends._common.compiling import untraced
 from offload_engine.frontends._common.session import Session, is_in_backward
 
 GROUP_BYTES = 32 * MIB
-"""Copied in 0.6 ms at 55 GB/s: many times what the host spends on a group, and little beside a model's activations."""
+"""Copied in 0.6 ms at 55 GB/s: many times the host cost of a group, and little compared to a model's activations."""
 
 
 def check_group_bytes(group_bytes: int | None) -> None:
-    """Raises:
-    ValueError: for less than one byte.
+    """Check a group size.
+
+    Raises:
+        ValueError: if it is less than one byte.
     """
     if group_bytes is not None and group_bytes < 1:
         raise ValueError(f"group_bytes must be positive, got {group_bytes:,}")
@@ -34,7 +36,7 @@ class SavedInGroup(NamedTuple):
     chunk: ChunkOffloadHandler
 
     def unpack(self) -> torch.Tensor:
-        """The saved tensor; where a backward runs, that of the group begins, unless it has begun.
+        """Return the saved tensor; in a backward, begin the backward of its group first, unless it has begun.
 
         Raises:
             CopyError: if a copy has failed.
@@ -46,19 +48,19 @@ class SavedInGroup(NamedTuple):
 
 
 class AutomaticGroups:
-    """Groups that open with the first saved tensor and close as soon as their bytes are enough.
+    """Opens a group with the first saved tensor and closes it when it has enough bytes.
 
     The backward of a group begins when one of its tensors is unpacked. Unpacking in another order than the reverse of
     saving costs time and nothing else.
 
-    The last group of a forward stays open: if its backward comes next it stays on the device, and if another forward
-    comes first it leaves then.
+    The last group of a forward stays open: it stays on the device if its backward comes next, and is copied out if
+    another forward comes first.
 
     Args:
-        session: whose forwards these are. The chunk of a forward starts with its first saved tensor, unless
+        session: turns forwards into chunks. The chunk of a forward starts with its first saved tensor, unless
             `Session.start_forward` was called before.
-        group_bytes: a group that has saved so many bytes, each storage once, is closed before the next storage; None:
-            by `close_group` only.
+        group_bytes: a group that has saved this many bytes, each storage once, is closed before the next storage; None:
+            groups are closed by `close_group` only.
     """
 
     def __init__(self, session: Session, group_bytes: int | None) -> None:
@@ -68,11 +70,11 @@ class AutomaticGroups:
         self._chunk: ChunkOffloadHandler | None = None  # of the last tensor packed
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context manager: what autograd saves inside it goes into groups."""
+        """Return a context manager: tensors that autograd saves inside it go into groups."""
         return torch.autograd.graph.saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
 
     def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
-        """Take charge of a saved tensor; returns what autograd is to keep.
+        """Pack a saved tensor; return what autograd keeps.
 
         Raises:
             CopyError: if the copy-out of an earlier group has failed.
@@ -86,7 +88,7 @@ class AutomaticGroups:
             raise
 
     def unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
-        """The tensor that `pack` was given; raises as `SavedInGroup.unpack`."""
+        """Return the tensor that `pack` was given; raises as `SavedInGroup.unpack`."""
         if is_in_backward():
             self.session.note_backward()
             if self._chunk is not None:
@@ -94,32 +96,32 @@ class AutomaticGroups:
         return saved.unpack()
 
     def close_group(self) -> None:
-        """The group ends here, and its copy-out is issued; no-op where none is open."""
+        """Close the open group and issue its copy-out. No-op if none is open."""
         chunk = self._chunk
         if chunk is None or chunk.innermost_group is None:
             return
         if chunk.innermost_group.storages and not self.session.engine.has_failed:
             chunk.close_group()
-        else:  # of a graph that was dropped, or cannot be used any more
+        else:  # its graph was dropped, or a copy failed and it cannot run backward
             chunk.abandon_group()
 
     def end_forward(self) -> None:
-        """The forward is over; the next saved tensor begins another."""
+        """Called when a forward is over; the next saved tensor starts another one."""
         self.session.end_forward()
 
     def abandon_forward(self) -> None:
-        """The forward raised."""
+        """Called when a forward raised; abandon its open groups."""
         self.session.abandon_forward()
         self._chunk = None
 
     def _pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
         chunk = self.session.chunk
         if chunk is None or chunk is not self._chunk:
-            self.close_group()  # of the forward before: its backward does not come next
+            self.close_group()  # of the previous forward, whose backward does not come next
             chunk = self._chunk = chunk or self.session.start_saving()
         group = chunk.innermost_group
         if group is not None and self._is_full(group) and chunk.hooks.would_start_storage(tensor):
-            chunk.close_group()  # no earlier than now: this one is not the last, which may have to stay
+            chunk.close_group()  # not earlier: only now is it known that this is not the last group, which stays
             group = None
         if group is None:
             group = chunk.open_group("saved tensors")
@@ -130,7 +132,7 @@ class AutomaticGroups:
         return self.group_bytes is not None and group.own_bytes >= self.group_bytes
 
     def _turn_around(self, chunk: ChunkOffloadHandler) -> None:
-        """A backward begins, so the forward of `chunk` is over, whether or not we were told."""
+        """End the forward of `chunk`, because a backward runs: `end_forward` may not have been called."""
         if chunk.innermost_group is not None:
             chunk.close_group(keep=True)
         self._chunk = None

@@ -1,4 +1,4 @@
-"""`Session`: turns "a forward runs, later its backward runs" into iterations and chunks of an engine."""
+"""`Session`: maps forwards and backwards of a model to iterations and chunks of an engine."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ _current_graph_task: Final = torch_private.current_graph_task
 
 
 class Session:
-    """Owns the iterations of an engine, for a model whose training loop belongs to somebody else.
+    """Owns the iterations of an engine for a model in any training loop.
 
-    An iteration begins with the first forward and ends with the backward after which no graph holds a saved tensor any
-    more: that one may come after several forwards. What autograd holds stays valid in any case. So two forwards before
-    a backward, a retained graph, evaluation in between, a graph that is dropped and an exception all end well.
+    An iteration begins with the first forward and ends with the backward after which no graph holds a saved tensor,
+    possibly several forwards later. Tensors that autograd holds stay valid in any case. So two forwards before a
+    backward, a retained graph, evaluation in between, a dropped graph and an exception are all safe.
 
     Args:
-        engine: to be driven by this session only.
-        weights: parameters and buffers, asked for when an iteration begins, because FSDP gives its
-            parameters new storages; None: none. Leaves that receive a gradient,
-            parameters, and their views and cast copies are known as weights without it.
-        owns_iterations: false: whoever drives the session begins and ends them itself, on the engine; then forwards
-            become chunks, and nothing else.
+        engine: driven by this session only.
+        weights: returns parameters and buffers; called when an iteration begins, because FSDP gives its parameters new
+            storages. None: no such list. Leaves that receive a gradient, parameters, and their views and cast copies
+            are recognized as weights without it.
+        owns_iterations: False: the caller begins and ends iterations on the engine, and forwards only become chunks.
 
     Attributes:
-        chunk: of the forward that is running; None between forwards.
+        chunk: of the running forward; None between forwards.
     """
 
     def __init__(
@@ -53,48 +52,48 @@ class Session:
         self.chunk: ChunkOffloadHandler | None = None
         self._weights = weights
         self._owns_iterations = owns_iterations
-        self._is_checked = False  # for doing anything at all
-        self._noted_tasks: set[int] = set()  # running backwards with our callback at their end
+        self._is_checked = False  # `warn_if_idle` has run
+        self._noted_tasks: set[int] = set()  # running backwards that will call `_end_backward`
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running iteration, or of the last one."""
+        """Return the counters of the running iteration, or of the last one."""
         return self.engine.stats
 
     def start_forward(self, key: ChunkKey | None = None) -> ChunkOffloadHandler | None:
-        """Start a chunk, and an iteration where none is open, for a forward that begins.
+        """Start a chunk, and an iteration if none is open, for a forward that begins.
 
         Args:
             key: of the chunk; None: the next microbatch of stage 0.
 
         Returns:
-            The chunk; None where nothing is to be done: under `no_grad`, while a backward runs (recomputation), and
-            inside another forward of this session. Then `end_forward` must not be called either.
+            The chunk. None under `no_grad`, while a backward runs (recomputation), and inside another forward of this
+            session; do not call `end_forward` then.
         """
         if self.chunk is not None or not torch.is_grad_enabled() or is_in_backward():
             return None
         return self.start_saving(key)
 
     def start_saving(self, key: ChunkKey | None = None) -> ChunkOffloadHandler:
-        """Do as `start_forward`, from a hook that packs a saved tensor: autograd calls those without gradients."""
+        """Start a chunk as `start_forward` does, from a pack hook, which autograd calls with gradients disabled."""
         if self._owns_iterations:
             self._begin_if_over()
         self.chunk = self.engine.start_chunk(key, tensor_need_offloading_checker=may_move)
         return self.chunk
 
     def end_forward(self) -> None:
-        """The forward is over. A group that is still open may be closed later. Idempotent."""
+        """Called when a forward is over. A group that is still open may be closed later. Idempotent."""
         self.chunk = None
 
     def abandon_forward(self) -> None:
-        """The forward raised: forget its open groups. What autograd holds, of other forwards too, stays valid."""
+        """Called when a forward raised: abandon its open groups. Tensors that autograd holds stay valid."""
         chunk, self.chunk = self.chunk, None
         while chunk is not None and chunk.innermost_group is not None:
             chunk.abandon_group()
 
     @contextmanager
     def forward(self, key: ChunkKey | None = None) -> Iterator[ChunkOffloadHandler | None]:
-        """`start_forward` and `end_forward`, with `abandon_forward` where the body raises."""
+        """Return a context manager for `start_forward` and `end_forward`; calls `abandon_forward` on an exception."""
         chunk = self.start_forward(key)
         try:
             yield chunk
@@ -106,10 +105,10 @@ class Session:
             self.end_forward()
 
     def note_backward(self) -> None:
-        """A saved tensor is needed: have autograd tell us when the backward that runs now is over. Idempotent.
+        """Called when a saved tensor is unpacked: queue a callback for the end of the running backward. Idempotent.
 
-        A backward inside another one (reentrant checkpointing) ends earlier than the whole; each has its own callback,
-        and the one that finds nothing saved any more ends the iteration.
+        A nested backward (reentrant checkpointing) ends before the outer one; each has its own callback, and the one
+        that finds no saved tensor left ends the iteration.
         """
         task = _current_graph_task()
         if not self._owns_iterations or task == -1 or task in self._noted_tasks:
@@ -118,20 +117,20 @@ class Session:
         torch_private.queue_callback(partial(self._end_backward, task))
 
     def warn_if_idle(self) -> None:
-        """After a forward, once: offload that does nothing is a mistake that nothing else would show."""
+        """Warn, once, after a first forward that offloaded nothing."""
         if self._is_checked or not (torch.is_grad_enabled() or is_in_backward()):
             return
         self._is_checked = True
         if self.stats.managed_bytes == 0:
             logger.warning(
-                "nothing was offloaded: no saved tensor on %s that is no weight has %d bytes. Is the model on that "
-                "device? Are its activations so small? OffloadConfig(min_tensor_bytes=...) sets the bound.",
-                self.engine.device.torch_device,
+                "nothing was offloaded: no activation of at least %d bytes was saved on %s. Check the model's device, "
+                "or lower OffloadConfig(min_tensor_bytes=...).",
                 self.engine.config.min_tensor_bytes,
+                self.engine.device.torch_device,
             )
 
     def close(self) -> None:
-        """Give everything up, and close the engine. Idempotent."""
+        """Abandon the running forward and close the engine. Idempotent."""
         self.abandon_forward()
         self.engine.close()
 
@@ -139,13 +138,13 @@ class Session:
         engine = self.engine
         if engine.is_in_iteration:
             if engine.has_failed:
-                logger.warning("a copy failed in the last iteration: graphs that are left of it cannot run backward")
+                logger.warning("a copy failed in the last iteration: its remaining graphs cannot run backward")
                 engine.reset_iteration()
             elif engine.has_saved:
                 return
             else:
                 self._end_unused()
-        self._noted_tasks.clear()  # of backwards that raised: their callbacks do not run
+        self._noted_tasks.clear()  # left over from backwards that raised, whose callbacks never run
         engine.begin_iteration(weights=self._weights() if self._weights is not None else ())
 
     def _end_unused(self) -> None:
@@ -153,7 +152,7 @@ class Session:
         try:
             self.engine.end_iteration()
         except CopyError as error:
-            logger.warning("a copy failed that nobody needed: %s", error)
+            logger.warning("a copy failed whose data was no longer needed: %s", error)
             self.engine.reset_iteration()
 
     def _end_backward(self, task: int) -> None:
@@ -163,5 +162,5 @@ class Session:
 
 
 def is_in_backward() -> bool:
-    """True in code that autograd runs, such as recomputation: what is saved there is used at once."""
+    """Return whether autograd runs this code (recomputation, say): tensors saved here are used at once."""
     return _current_graph_task() != -1

@@ -1,4 +1,4 @@
-"""Which saved tensors are weights: they never move, because somebody else holds them through the whole step."""
+"""Tells weights among saved tensors: they never move, because the model holds them through the whole step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CAST_OR_VIEW: Final[Any] = torch_private.VIEW_NODES | {_CAST}
 
 
 def may_move(tensor: torch.Tensor) -> bool:
-    """False for a leaf that receives a gradient, for a parameter, for a view of either, and for a cast copy.
+    """Return False for a leaf that receives a gradient, a parameter, a view of either, or a cast copy; else True.
 
-    A cast copy is what autocast makes of a weight or a view of it, and mostly keeps until its region ends. Of a weight
-    without a gradient it makes a new one for each use, which may move like an activation.
+    A cast copy is made by autocast of a weight, or a view of one, and mostly cached until its region ends. A weight
+    without a gradient gets a new copy at each use, which may move like an activation.
     """
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None
@@ -34,12 +34,12 @@ def may_move(tensor: torch.Tensor) -> bool:
 
 
 def weights_of(parts: Iterable[nn.Module | torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of the modules among `parts`, and the tensors among them."""
+    """Yield the parameters and buffers of the modules among `parts`, and the tensors among them."""
     for part in parts:
         if isinstance(part, torch.Tensor):
             yield part
         else:
-            for module in part.modules():  # once, where parameters() and buffers() walk the model each, for its names
+            for module in part.modules():  # one walk; parameters() and buffers() take one each and build names
                 for tensor in (*module._parameters.values(), *module._buffers.values()):
                     if tensor is not None:
                         yield tensor

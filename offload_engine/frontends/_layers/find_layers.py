@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers, which module runs them, and how the model is distributed."""
+"""Finds the layers of a model, the module that runs them, and how the model is distributed."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Layer(NamedTuple):
 
     @property
     def inner(self) -> nn.Module:
-        """The module whose forward finds gathered parameters: the layer itself, or what FSDP1 has wrapped."""
+        """Return the module whose forward runs with gathered parameters: the layer, or the module that FSDP1 wraps."""
         return self.module.module if _is_fsdp1(self.module) else self.module  # type: ignore[return-value]
 
 
 def check_strategy(model: nn.Module, strategy: str) -> None:
-    """Refuse a strategy that does not exist, or that `model` is not distributed by.
+    """Check that `strategy` exists and that `model` is distributed by it.
 
     Raises:
-        ValueError: naming the strategies, or what the model is.
+        ValueError: if not; names the strategies, or that of the model.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"unknown strategy {strategy!r}; expected one of {', '.join(map(repr, STRATEGIES))}")
@@ -47,7 +47,7 @@ def check_strategy(model: nn.Module, strategy: str) -> None:
 
 
 def strategy_of(model: nn.Module) -> str:
-    """How `model` is distributed. FSDP inside DDP counts as FSDP: it has the layers."""
+    """Return how `model` is distributed. FSDP inside DDP counts as FSDP, which wraps the layers."""
     modules = list(model.modules())
     if any(map(_is_fsdp1, modules)):
         return "fsdp"
@@ -57,16 +57,16 @@ def strategy_of(model: nn.Module) -> str:
 
 
 def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[Layer]:
-    """The layers of `model`, in the order in which it names them.
+    """Return the layers of `model`, in the order of its named modules.
 
     Args:
         model: distributed already.
-        layers: given by the user; None: the units of FSDP that lie in a list of modules, else all units of FSDP below
-            the model that have modules inside them (an embedding or a head alone has none), else the elements of the
-            list of equal modules that holds most parameters.
+        layers: given by the user; None: the first that exist of: units of FSDP that are elements of a module list;
+            units of FSDP below the model that contain modules (a lone embedding or head does not); elements of the
+            list of equal modules with the most parameters.
 
     Raises:
-        ValueError: if there are none, or for a module given that is not inside `model`, or given twice.
+        ValueError: if no layers are found, or a given module is not inside `model` or given twice.
     """
     if layers is not None:
         return _given_layers(model, layers)
@@ -76,25 +76,25 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[La
     if not found:
         raise ValueError(
             f"{type(model).__name__} has neither layers wrapped by FSDP nor a ModuleList of equal modules: "
-            "name its layers with layers=[...]"
+            "pass its layers with layers=[...]"
         )
     return found
 
 
 def body_of(model: nn.Module, layers: Sequence[Layer]) -> nn.Module:
-    """The smallest module that runs all layers: a model may be called at several places, this one is always."""
+    """Return the smallest module that runs all layers: it is called even if the caller bypasses the model."""
     path: list[str] = []
     for parts in zip(*(layer.name.split(".")[:-1] for layer in layers), strict=False):
         if len(set(parts)) > 1:
             break
         path.append(parts[0])
     while path and isinstance(model.get_submodule(".".join(path)), nn.ModuleList | nn.ModuleDict):
-        path.pop()  # is never called
+        path.pop()  # a container is never called
     return model.get_submodule(".".join(path))
 
 
 def units_inside(layer: Layer) -> list[nn.Module]:
-    """The modules in and at `layer` whose parameters FSDP gathers before their forward."""
+    """Return the modules in and at `layer` whose parameters FSDP gathers before their forward."""
     units = [module for module in layer.module.modules() if _is_fsdp1(module) or _is_fsdp2(module)]
     return [unit.module if _is_fsdp1(unit) else unit for unit in units]  # type: ignore[misc]
 
@@ -108,7 +108,7 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 
 def _is_of_fsdp(module: nn.Module, class_name: str) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # `import torch` does not import it; who uses it does
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported by `import torch`
     return fsdp is not None and isinstance(module, getattr(fsdp, class_name))
 
 
@@ -123,12 +123,12 @@ def _given_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[Layer]:
             )
         found.append(Layer(names.pop(module), module))
     if not found:
-        raise ValueError("layers=[] names no layer: leave it out to have them found")
+        raise ValueError("layers=[] names no layer: omit it to let the layers be found")
     return found
 
 
 def _outermost_units(module: nn.Module, prefix: str = "") -> Iterator[tuple[Layer, nn.Module]]:
-    """Units of FSDP below `module`, each with its parent. Where one holds a list of units, those are the layers."""
+    """Yield the outermost FSDP units below `module`, each with its parent; for a unit with a list of units, these."""
     for name, child in module.named_children():
         layer = Layer(prefix + name, child)
         if not (_is_fsdp1(child) or _is_fsdp2(child)):
@@ -142,14 +142,14 @@ def _outermost_units(module: nn.Module, prefix: str = "") -> Iterator[tuple[Laye
 
 
 def _largest_list(model: nn.Module) -> list[Layer]:
-    """The elements of the ModuleList of modules of one class that holds most parameters."""
+    """Return the elements of the ModuleList with the most parameters, among those of modules of one class."""
     largest: list[Layer] = []
     largest_size = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
             size = _num_elements(module.parameters())
             if size > largest_size:
-                # `named_children` gives each once, also one that runs several times.
+                # `named_children` yields each module once, even if it runs several times.
                 largest, largest_size = [Layer(f"{name}.{i}", child) for i, child in module.named_children()], size
     return largest
 

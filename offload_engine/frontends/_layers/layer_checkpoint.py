@@ -1,4 +1,4 @@
-"""Checkpointing of layers inside the wrap of FSDP, in place of the checkpointing that a model brings along."""
+"""Checkpointing of layers inside FSDP's wrapper, in place of the model's own checkpointing."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from offload_engine.frontends._layers.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
 
-# Keyword arguments with which Hugging Face models pass a cache of keys and values; what a layer appends in forward it
-# would append again in recomputation.
+# Keyword arguments in which Hugging Face models pass a cache of keys and values: recomputation would append to it a
+# second time.
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class LayerCheckpoints:
-    """Each layer recomputes what it saved: its input is all that its group holds.
+    """Makes each layer recompute in backward, so that its group holds only its input.
 
-    The checkpoint lies around the forward of a layer, inside the hooks and wraps of FSDP. So recomputation runs between
-    the all-gather that the backward of the layer does anyway and the reshard behind it. A reentrant checkpoint around
-    FSDP1 would gather the parameters once more.
+    The checkpoint is around the forward of a layer, inside the hooks and wrappers of FSDP. So recomputation runs
+    between the all-gather that the backward of the layer needs anyway and the reshard after it. A reentrant checkpoint
+    around FSDP1 would gather the parameters once more.
 
     Args:
-        model: whose own checkpointing is switched off as long as this lasts.
-        layers: to be checkpointed; one that `apply_activation_checkpointing` wrapped is left as it is.
-        groups: of those layers; one is checkpointed where its group is open.
+        model: its own checkpointing is switched off until `remove`.
+        layers: to checkpoint; a layer wrapped by `apply_activation_checkpointing` is left as it is.
+        groups: of those layers; a layer is checkpointed while its group is open.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
-        # Of the modules themselves: the wrapper of FSDP1 has every attribute of what it wraps.
+        # Instance attributes only: FSDP1's wrapper forwards every attribute of the wrapped module.
         self._switched_off = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing") is True]
         self._layers = [layer for layer in layers if not is_checkpointed(layer)]
         for module in self._switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        # What the instances had of their own before; mostly nothing, `forward` is a method of their class.
+        # The instance attribute before; mostly None, because `forward` is a method of the class.
         self._originals = [(layer.inner, layer.inner.__dict__.get("forward")) for layer in self._layers]
         for layer in self._layers:
             layer.inner.__dict__["forward"] = _CheckpointedForward(layer.inner.forward, layer.module, groups)
@@ -47,7 +47,7 @@ class LayerCheckpoints:
         self._log(type(model).__name__, len(layers))
 
     def remove(self) -> None:
-        """Give the layers their own forward, and the model its own checkpointing, back. Idempotent."""
+        """Restore the forward of each layer and the model's own checkpointing. Idempotent."""
         for inner, original in self._originals:
             del inner.__dict__["forward"]
             if original is not None:
@@ -58,15 +58,15 @@ class LayerCheckpoints:
 
     def _log(self, model: str, num_layers: int) -> None:
         logger.info(
-            "%s: %d of %d layers are checkpointed without reentrance, inside FSDP's wrap, and their inputs offloaded",
+            "%s: %d of %d layers are checkpointed without reentrance, inside FSDP's wrapper, with offloaded inputs",
             model,
             len(self._layers),
             num_layers,
         )
         if self._switched_off:
             logger.warning(
-                "%s: its own gradient checkpointing is switched off in %d modules, because its layers are checkpointed "
-                "already; handle.remove() switches it on again",
+                "%s: its own gradient checkpointing is switched off in %d modules, because enable_ckpt=True "
+                "checkpoints its layers; handle.remove() switches it on again",
                 model,
                 len(self._switched_off),
             )
@@ -79,7 +79,7 @@ class LayerCheckpoints:
 
 
 class _CheckpointedForward:
-    """Stands in for the forward of a layer, and in a copy of that layer for the forward of the copy."""
+    """Replaces the forward of a layer; in a copy of the layer it calls the original forward."""
 
     def __init__(self, forward: Callable[..., Any], layer: nn.Module, groups: LayerGroups) -> None:
         functools.update_wrapper(self, forward)
@@ -96,7 +96,7 @@ class _CheckpointedForward:
         def run(*values: Any) -> Any:
             return self._forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
 
-        # All by position: what is passed by keyword a checkpoint holds by itself, past the hooks of any offload.
+        # All by position: a checkpoint keeps keyword arguments itself, without going through saved tensors hooks.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class _CheckpointedForward:
 
 
 def is_checkpointed(layer: Layer) -> bool:
-    """True if PyTorch's `CheckpointWrapper` lies around the layer, or directly inside the wrap of FSDP."""
+    """Return whether PyTorch's `CheckpointWrapper` is around the layer, or directly inside FSDP's wrapper."""
     attribute = "_checkpoint_wrapped_module"
     return attribute in layer.name.split(".") or hasattr(layer.module, attribute) or hasattr(layer.inner, attribute)
 

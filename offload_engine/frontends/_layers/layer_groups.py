@@ -1,4 +1,4 @@
-"""`LayerGroups`: hooks on a model that make each call of a layer a group, or several where it saves much."""
+"""`LayerGroups`: hooks on a model that make each call of a layer one group, or several if it saves much."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class GroupHook:
-    """A hook of `LayerGroups` on a module; on a copy of that module, or one loaded from a file, it does nothing."""
+    """A hook of `LayerGroups` on a module; a no-op on a copy of that module or one loaded from a file."""
 
     def __init__(self, function: Callable[..., None] | None) -> None:
         self.function: Callable[..., None] | None = function
@@ -44,20 +44,20 @@ class GroupHook:
 
 
 class _Forward:
-    """One forward of the model that is offloaded."""
+    """One offloaded forward of the model."""
 
     def __init__(self, chunk: ChunkOffloadHandler) -> None:
         self.chunk: ChunkOffloadHandler = chunk
         self.thread: int = threading.get_ident()
-        self.handled_outside: int = id(sys.exception())  # by who calls the body; an error inside it is another one
-        self.handled_in_body: int = 0  # the same of who calls `layer`
-        self.layer: nn.Module | None = None  # whose group is open
-        self.traits: GroupTraits = GroupTraits()  # of its groups
+        self.handled_outside: int = id(sys.exception())  # handled by the body's caller; one raised inside differs
+        self.handled_in_body: int = 0  # the same for the caller of `layer`
+        self.layer: nn.Module | None = None  # the layer of the open group
+        self.traits: GroupTraits = GroupTraits()  # of that layer's groups
         self.num_layers: int = 0  # called so far
         self.has_run_last: bool = False
-        self.input_groups: set[TensorGroup] = set()  # of layers that a checkpoint around them runs
-        self.held: Any = None  # a handle of the input of the layer that runs, as long as its checkpoint has none
-        self.num_inside: int = 0  # calls of the body inside it, without gradients
+        self.input_groups: set[TensorGroup] = set()  # of layers that an outer checkpoint runs
+        self.held: Any = None  # a handle for the running layer's input, until its checkpoint has one
+        self.num_inside: int = 0  # nested calls of the body, without gradients
 
 
 class _Saved(NamedTuple):
@@ -71,24 +71,24 @@ class _Saved(NamedTuple):
 class LayerGroups:
     """Opens a group when a layer is called and closes it, with its copy-out, when the layer returns.
 
-    A group that has saved `group_bytes` is closed before that, with the next storage, and another one opened: its copy
-    need not wait for the end of a large layer, nor the backward of that layer for all of its bytes.
+    A group that has saved `group_bytes` is closed at the next storage and another one is opened: its copy-out need not
+    wait for the end of a large layer, nor the backward of that layer for all of its bytes.
 
-    Saved tensors come in through one pair of hooks around the forward of the body, the module that runs the layers.
-    What is saved in a layer belongs to its group. What is saved between layers moves with a group that saves it too.
+    One pair of saved tensors hooks is around the forward of the body, the module that runs the layers. A tensor saved
+    in a layer belongs to the layer's group. A tensor saved between layers moves with a group that saves it too.
 
-    Where somebody else's hooks lie on top of ours when a layer is called, or where gradients are off there but were on
-    when the body was called, a checkpoint runs the layer: it gets what the layer saves and needs the input of the layer
-    only. Then the group holds just that.
+    If other hooks are on top of these when a layer is called, or gradients are off although they were on when the body
+    was called, a checkpoint runs the layer: it takes the tensors that the layer saves and keeps only the layer's input.
+    Then the group holds only this input.
 
-    Neither inputs nor outputs of a layer are touched: the backward of a group begins when the first of its tensors is
-    unpacked.
+    Inputs and outputs of a layer get no mark in the graph: the backward of a group begins when the first of its tensors
+    is unpacked.
 
     Args:
         body: runs all `layers`.
         layers: in order; the last one stays on the device, unless another forward comes before a backward.
         session: of the model.
-        group_bytes: see above; None: one group a layer.
+        group_bytes: see above; None: one group per layer.
     """
 
     def __init__(
@@ -113,29 +113,29 @@ class LayerGroups:
             body.register_forward_pre_hook(GroupHook(self._before_body), prepend=True),
             body.register_forward_hook(GroupHook(self._after_body), always_call=True),
         ]
-        self._traceable_hooks: list[GroupHook] = []  # in front of and behind what may be compiled
+        self._traceable_hooks: list[GroupHook] = []  # on modules that may be compiled
         for layer in layers:
             self._add_hooks(layer, is_last=layer is layers[-1])
 
     @property
     def open_layer(self) -> nn.Module | None:
-        """The layer that runs and saves into its group: not while a checkpoint around it does."""
+        """Return the running layer if its saved tensors go into its group; None if an outer checkpoint runs it."""
         forward = self._own_forward
         return None if forward is None or forward.num_inside else forward.layer
 
     @property
     def _own_forward(self) -> _Forward | None:
-        """The forward that is offloaded, if it runs in this thread."""
+        """Return the offloaded forward if it runs in this thread, else None."""
         forward = self._forward
         return forward if forward is not None and forward.thread == threading.get_ident() else None
 
     def note_checkpointed(self, layers: Iterable[nn.Module]) -> None:
-        """Inside each of `layers` a checkpoint runs it: its group saves what goes into that, and nothing else."""
+        """Declare that the forward of each of `layers` is checkpointed, so its group holds only the inputs."""
         self._checkpointed.update(layers)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around code that runs the layers: what is saved inside it counts as one forward of the body."""
+        """Return a context manager for code that runs the layers: it counts as one forward of the body."""
         self._enter_body()
         self._is_in_context = True
         try:
@@ -148,7 +148,7 @@ class LayerGroups:
         self._leave_body()
 
     def remove(self) -> None:
-        """Take every hook off, also those of a forward that was interrupted. Idempotent."""
+        """Remove every hook, also those of an interrupted forward. Idempotent."""
         if self._own_forward is not None and self._is_on_top():
             self._abandon()
         for handle in self._handles:
@@ -160,14 +160,14 @@ class LayerGroups:
         leave, keep = GroupHook(self._leave_layer), GroupHook(self._keep_weights)
         self._traceable_hooks += [enter, leave, keep]
         self._handles += [
-            # In front of FSDP2's hook, which casts: a checkpoint around the layer saves what comes before the cast.
+            # Before FSDP2's hook, which casts: a checkpoint around the layer saves the inputs before the cast.
             layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
             layer.module.register_forward_hook(leave, always_call=True),
             *(unit.register_forward_pre_hook(keep) for unit in units_inside(layer)),
         ]
 
     def _untrace(self) -> None:
-        """Layers may have been compiled since: their graphs shall have none of these hooks. Idempotent."""
+        """Exclude the hooks from torch.compile, in case layers have been compiled since. Idempotent."""
         if not self._traceable_hooks or not is_compiler_loaded():
             return
         for hook in self._traceable_hooks:
@@ -182,8 +182,8 @@ class LayerGroups:
     def _before_body(self, body: nn.Module, args: Any) -> None:
         if is_compiled() and torch.is_grad_enabled():
             raise OffloadError(
-                f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would cut "
-                "its graph in pieces. Compile the layers instead: for layer in layers: layer.compile()"
+                f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would break "
+                "its graph into pieces. Compile the layers instead: for layer in layers: layer.compile()"
             )
         self._enter_body()
 
@@ -196,11 +196,11 @@ class LayerGroups:
             return
         if self._forward is not None and not is_in_backward():
             if self._own_forward is None:
-                return  # of a model that several threads run, one forward at a time is offloaded
+                return  # if several threads run the model, one forward at a time is offloaded
             if not torch.is_grad_enabled():
-                self._forward.num_inside += 1  # a model that looks at its own output first
+                self._forward.num_inside += 1  # the model calls itself, on its own output for instance
                 return
-            self._abandon()  # KeyboardInterrupt and the like call no forward hook
+            self._abandon()  # after a KeyboardInterrupt and the like torch runs no forward hook
         chunk = self.session.start_forward()
         if chunk is not None:
             last, self._last_chunk = self._last_chunk, None
@@ -235,18 +235,18 @@ class LayerGroups:
     def _close(self) -> None:
         assert self._forward is not None
         self._hooks.__exit__()
-        self._forward.held = None  # what autograd keeps refers to this forward
+        self._forward.held = None  # handles in the graph keep this forward alive, which must not keep the input
         self._forward = None
 
     def _enter_layer(self, layer: nn.Module, args: Any, kwargs: Any, *, name: str, is_last: bool) -> None:
         forward = self._own_forward
         if forward is None:
-            if self._forward is None:  # else another thread's is offloaded
+            if self._forward is None:  # otherwise that of another thread is offloaded
                 self._warn_if_outside(name)
             return
         if forward.layer is not None or forward.num_inside or is_in_backward():
             return
-        if is_last and forward.has_run_last:  # layers share their weights: its backward does not come at once
+        if is_last and forward.has_run_last:  # a shared module runs again: only its last call has its backward next
             forward.chunk.offload_kept_groups()
         forward.has_run_last |= is_last
         is_saving = torch.is_grad_enabled() and self._is_on_top()
@@ -260,7 +260,7 @@ class LayerGroups:
             return
         source = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad), None)
         forward.input_groups.add(group)
-        # Non-reentrant checkpointing has saved the input, reentrant checkpointing will when the layer is through.
+        # Non-reentrant checkpointing has saved the input already, reentrant checkpointing will after the layer.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
         forward.chunk.close_group()
 
@@ -269,8 +269,8 @@ class LayerGroups:
             return
         self._has_warned = True
         logger.warning(
-            "%s is called outside the forward of %s, so what it saves is not offloaded. Where your own code calls the "
-            "layers, put `with handle.forward():` around it.",
+            "%s is called outside the forward of %s, so its saved tensors are not offloaded. If your own code calls "
+            "the layers, put `with handle.forward():` around it.",
             name,
             self._body_name,
         )
@@ -293,21 +293,21 @@ class LayerGroups:
         return forward.chunk.open_group(group.name, forward.traits)
 
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
-        """The parameters of a unit of FSDP are gathered now: they stay on the device.
+        """Called after FSDP has gathered the parameters of a unit: exclude their storages, which stay on the device.
 
-        FSDP frees and fills their storages itself, so an engine that held or copied one would see it change under its
-        hands, and there is nothing to gain. Most are known as views of parameters when they are packed; but a custom
-        Function may save a detached one, and the storage of a gathered parameter is not that of the sharded one which
-        the session knows as a weight. So they are named here, after FSDP's own hook has gathered them.
+        FSDP resizes and fills these storages itself: a storage that the engine held could change at any time, and there
+        is nothing to gain. Most are recognized as views of parameters when packed. But a custom Function may save a
+        detached alias, and a gathered storage is not the sharded one that the session knows as a weight.
         """
         if self._own_forward is not None and not is_in_backward():
             for weight in with_storage(unit.parameters()):
                 self.session.engine.exclude(weight)
 
     def _keep_shared_inputs(self, *inputs: Any) -> None:
-        """What comes without a gradient, such as masks and position embeddings, is an input of all layers alike.
+        """Exclude inputs without a gradient, such as masks and position embeddings, which all layers share.
 
-        The last layer, which stays, needs it when backward begins: its copy would come back before it was gone.
+        The last layer, which stays, needs them when backward begins: they would be copied back before their copy-out
+        had finished.
         """
         for tensor in _tensors_in(inputs):
             if not tensor.requires_grad:
@@ -327,7 +327,7 @@ class LayerGroups:
         group = forward.chunk.innermost_group
         hooks = forward.chunk.hooks
         if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):
-            group = self._split_group(forward, group)  # no earlier: parts of the last storage may still be written to
+            group = self._split_group(forward, group)  # not earlier: views of the last storage may still be written
         packed = hooks.pack_plain(tensor, group) if group is not None else hooks.pack_ungrouped(tensor)
         return _Saved(packed, group, forward) if isinstance(packed, PackedTensor) else packed
 

@@ -1,4 +1,4 @@
-"""`TrainingOffload`: offload of the layers of a model from the begin to the end of its training by a trainer."""
+"""`TrainingOffload`: offload of the layers of a model while a trainer trains it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _REPORTED = (
 
 
 class TrainingOffload:
-    """What the callbacks of trainers share. One model at a time.
+    """Shared implementation of the trainer callbacks. Offloads one model at a time.
 
     Args:
         config: bounds and thresholds.
         enable_ckpt: checkpoint the layers as well, see `enable_activation_offloading`.
-        layers: gives the layers of a model that is about to train; None: they are found.
+        layers: returns the layers of the model that is about to train; None: they are found.
     """
 
     def __init__(self, config: OffloadConfig | None, enable_ckpt: bool, layers: FindLayers | None) -> None:
@@ -43,9 +43,9 @@ class TrainingOffload:
 
         Raises:
             ValueError: if no layers are found.
-            OffloadError: if somebody else offloads the model.
+            OffloadError: if the model is offloaded already.
         """
-        self.detach()  # of a training that raised: its trainer may not have told us of its end
+        self.detach()  # left over if an earlier training raised and its trainer did not call the callback
         self._handle = enable_activation_offloading(
             model,
             strategy_of(model),
@@ -55,17 +55,17 @@ class TrainingOffload:
         )
 
     def detach(self) -> None:
-        """Give the model back as it was. Idempotent."""
+        """Remove the offload from the model. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around code that calls the layers and is not the forward of a module; nothing while none is attached."""
+        """Return a context manager for code that calls the layers directly; a no-op while no model is attached."""
         return nullcontext() if self._handle is None else self._handle.forward()
 
     def metrics(self) -> dict[str, int]:
-        """Counters of the last forward and backward, by names to log them under; empty while nothing is attached."""
+        """Return the counters of the last forward and backward by log name; empty while no model is attached."""
         if self._handle is None:
             return {}
         stats = self._handle.stats

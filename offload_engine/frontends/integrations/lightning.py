@@ -17,28 +17,28 @@ from offload_engine.frontends.integrations._training import FindLayers, Training
 
 
 class OffloadCallback(Callback):
-    """Offloads what the layers of the model save for backward, while `Trainer.fit` runs.
+    """Offloads the saved tensors of a model's layers while `Trainer.fit` runs.
 
-    `Trainer(callbacks=[OffloadCallback()])`. How the model is distributed (FSDP, DDP or neither) is seen from the
-    model, as the trainer's strategy has set it up. Validation, gradient accumulation and resuming need no care. The
+    `Trainer(callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is detected from the
+    model as the trainer's strategy has set it up. Validation, gradient accumulation and resuming need no settings. The
     bytes moved in the last forward and backward are logged as `offload_*`, as often as the trainer logs.
 
     Args:
         config: bounds and thresholds.
         enable_ckpt: checkpoint the layers as well, so that only their inputs are kept, and offloaded.
-        layers: gives the layers of the model, in the order in which they run; None: they are found.
+        layers: returns the layers of the model, in the order in which they run; None: they are found.
     """
 
     def __init__(
         self, config: OffloadConfig | None = None, *, enable_ckpt: bool = False, layers: FindLayers | None = None
     ) -> None:
         self._offload = TrainingOffload(config, enable_ckpt, layers)
-        self._replaced: dict[str, Any] | None = None  # what the module has of its own, where ours stands in for it
+        self._replaced: dict[str, Any] | None = None  # instance attributes of the module that were replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model as it will train."""
         self._offload.attach(trainer.strategy.model)
-        if trainer.strategy.model is pl_module:  # else the wrapper's forward runs `training_step`
+        if trainer.strategy.model is pl_module:  # otherwise the wrapper's forward runs `training_step`
             self._bracket_training_step(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -46,16 +46,16 @@ class OffloadCallback(Callback):
         pl_module.log_dict({name: float(value) for name, value in self._offload.metrics().items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the model back as it was."""
+        """Remove the offload from the model."""
         self._detach(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the model back as it was: `on_train_end` will not be called."""
+        """Remove the offload from the model: `on_train_end` will not be called."""
         self._detach(pl_module)
 
     def _bracket_training_step(self, pl_module: LightningModule) -> None:
-        """`training_step` may call the layers of the module without calling the module."""
-        # Mostly nothing, `training_step` is a method of its class.
+        """Wrap `training_step`, which may call the layers without calling the module's forward."""
+        # Mostly empty, because `training_step` is a method of the class.
         self._replaced = {name: own for name, own in vars(pl_module).items() if name == "training_step"}
         pl_module.training_step = _TrainingStep(pl_module.training_step, self._offload)
 
@@ -68,10 +68,10 @@ class OffloadCallback(Callback):
 
 
 class _TrainingStep:
-    """A `training_step` with offload; on a copy of its module, or one loaded from a file, that module's own without."""
+    """A `training_step` with offload; on a copied or unpickled module it calls the original one without."""
 
     def __init__(self, training_step: Callable[..., Any], offload: TrainingOffload) -> None:
-        functools.update_wrapper(self, training_step)  # Lightning looks at its signature
+        functools.update_wrapper(self, training_step)  # Lightning reads the signature
         self._training_step = training_step
         self._offload: TrainingOffload | None = offload
 

@@ -1,4 +1,4 @@
-"""Offload under the schedules of `torch.distributed.pipelining`: the order of the chunks is read from the schedule."""
+"""Offload under the schedules of `torch.distributed.pipelining`, from which it reads the order of the chunks."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ def offload_schedule(
     group_bytes: int = GROUP_BYTES,
     meter: ResidencyMeter | None = None,
 ) -> ScheduleOffload:
-    """Offload what the stages of a pipeline schedule save for backward, in every `schedule.step()` from now on.
+    """Offload the saved tensors of the stages of a pipeline schedule, in every later `schedule.step()`.
 
     The inputs and outputs of a stage stay on the device: the stage itself holds them until the backward (in torch 2.15
-    only the inputs, and outputs that it did not send). So does what the loss function saves, which runs outside the
-    stages. `schedule.eval()` moves nothing.
+    only the inputs, and outputs that it did not send). Tensors saved by the loss function, which runs outside the
+    stages, stay too. `schedule.eval()` moves nothing.
 
-    Call `schedule.step(..., return_outputs=False)` if you can: outputs of the last stage that it is to return may hold
-    their graph, and what that saved, until the next step.
+    Call `schedule.step(..., return_outputs=False)` if you can: returned outputs of the last stage may hold their graph,
+    and its saved tensors, until the next step.
 
     Args:
         schedule: of `torch.distributed.pipelining`, on this rank.
         config: bounds and thresholds.
-        group_bytes: saved tensors leave together as soon as they are so many bytes.
+        group_bytes: saved tensors are copied out together as soon as they have this many bytes.
         meter: where resident bytes are counted besides the engine's statistics.
 
     Returns:
-        A handle, which is a context manager too: `remove()` takes the offload back.
+        A handle, also a context manager: `remove()` ends the offload.
 
     Raises:
-        TypeError: for something else than a schedule, or one whose order is not known.
-        ValueError: if the schedule is offloaded already, and for `group_bytes` below 1.
+        TypeError: if `schedule` is not a schedule, or its order is not known.
+        ValueError: if the schedule is offloaded already, or `group_bytes` is below 1.
     """
     return ScheduleOffload(schedule, config, group_bytes, meter)
 
 
 class ScheduleOffload:
-    """Offload of the stages of one schedule, until `remove()`. Made by `offload_schedule`."""
+    """Owns the offload of the stages of one schedule, until `remove()`. Made by `offload_schedule`."""
 
     def __init__(
         self, schedule: Schedule, config: OffloadConfig | None, group_bytes: int, meter: ResidencyMeter | None
     ) -> None:
         check_group_bytes(group_bytes)
-        read_actions(schedule)  # its errors belong here, not into the first step
+        read_actions(schedule)  # raises its errors here instead of in the first step
         self._schedule: Schedule = schedule
         self._stages: list[Any] = stages_of(schedule)
         if "step" in vars(schedule) or any("forward_one_chunk" in vars(stage) for stage in self._stages):
@@ -85,11 +85,11 @@ class ScheduleOffload:
 
     @property
     def stats(self) -> IterationStats:
-        """Counters of the running step, or of the last one that trained."""
+        """Return the counters of the running step, or of the last one that trained."""
         return self._session.stats
 
     def remove(self) -> None:
-        """Give the schedule and its stages their own methods back, and close the engine. Idempotent."""
+        """Restore the methods of the schedule and its stages, and close the engine. Idempotent."""
         if not self._inputs_hooks:
             return
         del self._schedule.step
@@ -106,21 +106,21 @@ class ScheduleOffload:
         self.remove()
 
     def _attach(self) -> None:
-        # On the objects: these methods are what schedules, and functions that users register with them, call.
-        self._schedule.step = self._around_step(self._schedule.step)  # type: ignore[method-assign]
+        # Instance attributes: schedules, and functions that users register with them, call these methods.
+        self._schedule.step = self._wrap_step(self._schedule.step)  # type: ignore[method-assign]
         for stage in self._stages:
-            stage.forward_one_chunk = self._around_forward(stage, stage.forward_one_chunk)
+            stage.forward_one_chunk = self._wrap_forward(stage, stage.forward_one_chunk)
             self._inputs_hooks.append(
                 stage.submod.register_forward_pre_hook(GroupHook(self._keep_inputs), with_kwargs=True)
             )
 
-    def _around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def run(*args: Any, **kwargs: Any) -> Any:
             engine = self._session.engine
             try:
                 result = step(*args, **kwargs)
-                if engine.is_in_iteration:  # else nothing was to be trained
+                if engine.is_in_iteration:  # otherwise no forward needed gradients
                     engine.end_iteration()
             except BaseException:
                 self._groups.abandon_forward()
@@ -130,7 +130,7 @@ class ScheduleOffload:
 
         return run
 
-    def _around_forward(self, stage: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_forward(self, stage: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def run(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
             if not stage.has_backward:
@@ -152,13 +152,13 @@ class ScheduleOffload:
             chunk.end_forward()
 
     def _begin_step(self) -> None:
-        # Anew for each step: whoever made the schedule may have given it another order.
+        # Read again in each step, because the order of a schedule may be replaced between steps.
         actions = read_actions(self._schedule)
         self._comes_back_at_once = backward_at_once(actions)
         self._session.engine.begin_iteration(actions, weights_of(self._modules))
 
     def _keep_inputs(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The stage holds these until the backward, whatever the graph does: a copy would free nothing."""
+        """Exclude the inputs of a stage, which holds them until the backward: a copy would free nothing."""
         if self._session.chunk is not None:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor):
@@ -166,18 +166,18 @@ class ScheduleOffload:
 
 
 def read_actions(schedule: Schedule) -> list[Action]:
-    """The order in which this rank runs the forwards and backwards of its stages in one step of `schedule`.
+    """Return the forwards and backwards of this rank's stages in one step of `schedule`, in order.
 
-    A chunk's stage is the pipeline stage, counted over all ranks. Where a backward is split in two (zero-bubble), it
-    begins with the part that reads the activations first: that for the inputs, or, on a stage whose inputs need no
-    gradient, that for the weights.
+    A chunk's stage is the pipeline stage, counted over all ranks. A backward that is split in two (zero-bubble) begins
+    with the part that reads the activations first: that for the inputs or, on a stage whose inputs need no gradient,
+    that for the weights.
 
     Raises:
-        TypeError: for a schedule whose order is not written down.
+        TypeError: if the schedule has no order to read.
     """
     stages = stages_of(schedule)
     if isinstance(schedule, PipelineScheduleMulti):
-        # What the runtime of these schedules goes through; older classes have the order without communication only.
+        # The runtime of these schedules executes this order; older classes have only the one without communication.
         orders = getattr(schedule, "pipeline_order_with_comms", None) or schedule.pipeline_order
         return _translate(orders[schedule.rank], stages)
     # `pipeline_order` of these is for display: on the last rank of 1F1B it leaves out the first forward (torch 2.13).
@@ -189,13 +189,13 @@ def read_actions(schedule: Schedule) -> list[Action]:
         chunks = [ChunkKey(stage.stage_index, microbatch) for microbatch in range(num_microbatches)]
         return [*(Action("F", chunk) for chunk in chunks), *(Action("B", chunk) for chunk in chunks)]
     raise TypeError(
-        f"{type(schedule).__name__} does not say in which order it runs; expected ScheduleGPipe, Schedule1F1B or a "
-        "schedule with several stages on a rank (PipelineScheduleMulti)"
+        f"{type(schedule).__name__} does not declare in which order it runs; expected ScheduleGPipe, Schedule1F1B or "
+        "a schedule with several stages per rank (PipelineScheduleMulti)"
     )
 
 
 def stages_of(schedule: Schedule) -> list[Any]:
-    """The stages that `schedule` runs on this rank."""
+    """Return the stages that `schedule` runs on this rank."""
     if isinstance(schedule, PipelineScheduleMulti):
         return list(of_schedule(schedule, "_stages"))
     if isinstance(schedule, PipelineScheduleSingle):
@@ -204,7 +204,7 @@ def stages_of(schedule: Schedule) -> list[Any]:
 
 
 def _translate(order: Iterable[Any], stages: Sequence[Any]) -> list[Action]:
-    """The actions of a schedule that save or read activations; the others communicate, or wait (None)."""
+    """Return the actions of a schedule that save or read activations; the others communicate, or wait (None)."""
     begins_backward = {stage.stage_index: _begins_backward(stage) for stage in stages}
     actions = []
     for step in _flatten(order):
@@ -217,13 +217,13 @@ def _translate(order: Iterable[Any], stages: Sequence[Any]) -> list[Action]:
 
 
 def _flatten(order: Iterable[Any]) -> Iterator[Any]:
-    """A forward and a backward that overlap are one action of the schedule; it starts them in this order."""
+    """Split overlapped actions: a forward and a backward, which the schedule starts in this order."""
     for step in order:
         if step is not None:
             yield from getattr(step, "sub_actions", None) or (step,)
 
 
 def _begins_backward(stage: Any) -> tuple[str, str]:
-    """The kinds of action with which a backward begins: whole ("B"), or its first part that does anything."""
-    # Without inputs that need a gradient the part for the inputs ("I") leaves all to the part for the weights ("W").
+    """Return the kinds of action that begin a backward: the whole one ("B"), or its first part that computes."""
+    # If no input needs a gradient, the part for the inputs ("I") leaves everything to that for the weights ("W").
     return ("B", "W" if stage.is_first and stage.dw_builder is None else "I")

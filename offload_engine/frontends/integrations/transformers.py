@@ -12,17 +12,18 @@ from offload_engine.frontends.integrations._training import FindLayers, Training
 
 
 class OffloadCallback(TrainerCallback):
-    """Offloads what the layers of the model save for backward, from the begin of training to its end.
+    """Offloads the saved tensors of a model's layers while the `Trainer` trains it.
 
-    `Trainer(model, args, callbacks=[OffloadCallback()])`. How the model is distributed (FSDP, DDP or neither) is seen
-    from the model, as the `Trainer` has prepared it. Evaluation, gradient accumulation and `gradient_checkpointing`
-    need no care. The logs of training get the bytes moved in the last forward and backward, as `offload_*`.
+    `Trainer(model, args, callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is
+    detected from the model as the `Trainer` has prepared it. Evaluation, gradient accumulation and
+    `gradient_checkpointing` need no settings. The training logs get the bytes moved in the last forward and backward,
+    as `offload_*`.
 
     Args:
         config: bounds and thresholds.
         enable_ckpt: checkpoint the layers as well, so that only their inputs are kept, and offloaded. Leave
             `TrainingArguments.gradient_checkpointing` off then.
-        layers: gives the layers of the model, in the order in which they run; None: they are found.
+        layers: returns the layers of the model, in the order in which they run; None: they are found.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class OffloadCallback(TrainerCallback):
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        """Add the counters to a log of training, and to the history that the `Trainer` has made of it already."""
-        if "loss" in logs:  # neither an evaluation nor the summary at the end
+        """Add the counters to a training log, and to the history entry that the `Trainer` has already made of it."""
+        if "loss" in logs:  # not an evaluation, nor the summary at the end
             logs.update(self._offload.metrics())
             state.log_history[-1].update(self._offload.metrics())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Give the model back as it was."""
+        """Remove the offload from the model."""
         self._offload.detach()
