@@ -1,6 +1,6 @@
 """Every name of torch that is not public and that the two packages use, taken here once.
 
-Whoever uses a name on a hot path binds it again at module level, `_use_count: Final[Any] = torch_private.use_count`:
+Code on a hot path binds a name again at module level, `_use_count: Final[Any] = torch_private.use_count`:
 then a call costs what it costs in torch. What a name means is probed by tests/cpu/test_torch_private.py.
 
 Attributes of tensors, storages, nodes and modules stay attributes where they are read: a function around each would

@@ -223,7 +223,7 @@ def hot_calls(library: ctypes.CDLL) -> tuple[Callable[..., int], ...]:
     """The calls that each group makes, of the runtime in `library`: record, wait, query, copy, last error, copy batch.
 
     Through our own extension module where the package was compiled, else through ctypes. Arguments are those of CUDA,
-    but for copy batch: the stream, then all targets, all sources and all sizes. It raises unless `has_batch_copy`.
+    except for copy batch: the stream, then all targets, all sources and all sizes. It raises unless `has_batch_copy`.
     """
     for name, arguments in _SIGNATURES.items():
         getattr(library, name).argtypes = arguments

@@ -42,7 +42,7 @@ class ModuleSums:
     """How long compute waited for its copies."""
 
     def is_like(self, other: ModuleSums) -> bool:
-        """Return whether both are equal but for waits, which no two layers have alike."""
+        """Return whether both are equal except for waits, which differ from layer to layer."""
         return all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
 
     def add(self, other: ModuleSums) -> None:

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 README, ARCHITECTURE, PLAN = ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "plan.md"
 MIGRATION = ROOT / "docs" / "migration.md"
 PAGES = sorted((ROOT / "docs" / "frontends").glob("*.md"))
-DOCUMENTS = [README, ARCHITECTURE, PLAN, MIGRATION, *PAGES]
+DOCUMENTS = [README, ARCHITECTURE, PLAN, ROOT / "docs" / "observe.md", MIGRATION, *PAGES]
 PACKAGES = ("offload_engine", "megatron_patches")
 
 # Names in the documentation that are not ours.
@@ -44,7 +44,7 @@ FOREIGN = {
     "checkpoint_wrapper", "context_fn", "debug", "determinism_check", "device_type", "early_stop", "fully_shard",
     "generate", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "megatron.core",
     "MLATransformerConfig", "nn.Module", "no_grad", "none", "preserve_rng_state", "record_stream", "save_on_cpu",
-    "jacrev", "torch.func.grad", "vjp", "vmap",
+    "act", "emit_nvtx", "fc1", "jacrev", "torch.func.grad", "torch.profiler", "vjp", "vmap",
     "str", "torch", "torch.cuda", "torch.distributed.pipelining", "torch.compile", "torch.utils.checkpoint.checkpoint",
     "TransformerConfig",
     # TransformerEngine
