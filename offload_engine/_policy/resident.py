@@ -91,14 +91,16 @@ class ResidentBudgetPolicy(Reactive):
 
 
 class ResidentLayersPolicy(ResidentBudgetPolicy):
-    """A budget of `num_layers` times the bytes of the largest layer so far; unbounded until a first group commits.
+    """A budget of `num_layers` times the bytes of the largest layer so far.
 
     Bytes that a layer shares with an earlier layer, such as its input, are added on top: without them there would be no
-    room for a second layer.
+    room for a second layer. Until a first layer is over everything leaves as soon as it can: what that layer kept would
+    be spread over memory that stays reserved.
     """
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, num_layers: int) -> None:
         super().__init__(counters, leaving, None)
+        self.releases_completed = True
         self._num_layers = num_layers
         self._layer: tuple[ChunkKey, int] | None = None  # layer of the last group
         self._own_bytes = self._foreign_bytes = 0  # of that layer so far
@@ -109,6 +111,12 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
         super().begin(actions, is_combined)
         self._layer = None
 
+    def must_release(self) -> bool:
+        """See `Policy`."""
+        if self._room.limit_bytes is None:
+            return self.leaving.inflight_bytes > 2 * self.leaving.largest_bytes
+        return super().must_release()
+
     def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         self._learn(group)
         return super()._commit(chunk, group)
@@ -116,12 +124,19 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
     def _learn(self, group: TensorGroup) -> None:
         layer = group.chunk, group.layer
         if layer != self._layer:
+            if self._layer is not None:  # that one is over
+                self._set_limit()
             self._layer, self._own_bytes, self._foreign_bytes = layer, 0, 0
         self._own_bytes += group.own_bytes
         self._foreign_bytes += group.foreign_bytes
+        if self._room.limit_bytes is not None:
+            self._set_limit()
+
+    def _set_limit(self) -> None:
         self._largest_own_bytes = max(self._largest_own_bytes, self._own_bytes)
         self._largest_foreign_bytes = max(self._largest_foreign_bytes, self._foreign_bytes)
         self._room.limit_bytes = self._num_layers * self._largest_own_bytes + self._largest_foreign_bytes
+        self.releases_completed = False
 
 
 class _Room(Horizon):

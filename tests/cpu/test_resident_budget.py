@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, ResidencyMeter
+from offload_engine import (
+    ChunkOffloadHandler,
+    GroupTraits,
+    OffloadConfig,
+    OffloadEngine,
+    ResidencyMeter,
+    ResidentLayers,
+)
 from tests.adversarial import AdversarialDevice
 
 GROUP_BYTES = 256
@@ -107,3 +114,21 @@ def test_a_budget_below_one_group_still_runs() -> None:
     bench = Bench(resident_bytes=1)
     bench.step()
     assert bench.engine.stats.copied_in_bytes == NUM_GROUPS * GROUP_BYTES
+
+
+def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> None:
+    """What a first layer kept would be spread over memory that stays reserved; from the second on there is a budget."""
+    device, meter = AdversarialDevice(host_capacity=1 << 16), ResidencyMeter()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=ResidentLayers(2)), device, meter)
+    engine.begin_iteration()
+    chunk, handles, resident = engine.start_chunk(), [], []
+    for layer in (0, 0, 0, 1, 1, 1):
+        chunk.open_group("group", GroupTraits(layer=layer))
+        handles.append(chunk.tensor_push(torch.zeros(GROUP_BYTES, dtype=torch.uint8)))
+        chunk.close_group()
+        device.synchronize_all()
+        resident.append(meter.current_bytes // GROUP_BYTES)
+    assert resident == [1, 1, 1, 1, 2, 3]
+    handles.clear()
+    engine.end_iteration()
+    engine.close()
