@@ -112,11 +112,12 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self.current_group = group.index + 1
         return group
 
-    def close_group(self, *, keep: bool = False) -> TensorGroup:
+    def close_group(self, *, keep: bool = False, ends_layer: bool = False) -> TensorGroup:
         """Commit the innermost open group: its copy-out is issued, unless the policy keeps or delays it.
 
         Args:
             keep: the backward comes at once, so the group stays, whatever the policy.
+            ends_layer: it is the last group of its layer; `ResidentLayers` learns from that.
 
         Raises:
             OffloadError: if no group is open.
@@ -126,6 +127,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             raise OffloadError(f"{self!r} has no open group to commit; call open_group() or group_start() first")
         self.tensor_count_current_group = 0
         group = self._groups.open_groups.pop()
+        group.ends_layer = ends_layer
         if keep:
             self._executor.keep(group)
         else:

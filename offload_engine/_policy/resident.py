@@ -119,18 +119,19 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
 
     def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         self._learn(group)
-        return super()._commit(chunk, group)
+        return self._set_limit_behind(super()._commit(chunk, group), group)
+
+    def _set_limit_behind(self, moves: Iterator[Move], group: TensorGroup) -> Iterator[Move]:
+        yield from moves
+        if group.ends_layer:
+            self._set_limit()
 
     def _learn(self, group: TensorGroup) -> None:
         layer = group.chunk, group.layer
         if layer != self._layer:
-            if self._layer is not None:  # that one is over
-                self._set_limit()
             self._layer, self._own_bytes, self._foreign_bytes = layer, 0, 0
         self._own_bytes += group.own_bytes
         self._foreign_bytes += group.foreign_bytes
-        if self._room.limit_bytes is not None:
-            self._set_limit()
 
     def _set_limit(self) -> None:
         self._largest_own_bytes = max(self._largest_own_bytes, self._own_bytes)

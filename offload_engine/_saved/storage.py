@@ -239,6 +239,7 @@ class TensorGroup:
         "is_kept",
         "is_read_once",
         "may_delay",
+        "ends_layer",
         "is_ungrouped",
         "storages",
         "nbytes",
@@ -264,6 +265,7 @@ class TensorGroup:
         self.may_delay: bool = False
         if traits is not None:
             self.is_kept, self.layer, self.is_read_once, self.may_delay = traits
+        self.ends_layer: bool = False  # its commit ends the layer; known when it is closed
         self.is_ungrouped = is_ungrouped  # never copied out: such a storage moves only with a group that saves it too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving; removed when they retire
         self.nbytes = 0

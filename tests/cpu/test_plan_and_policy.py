@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine
+from offload_engine import IS_COMPILED, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine
 from offload_engine.planning.moves import BACKWARD, DROP, IN, LAUNCH, OUT, Boundary, BoundaryKind, GroupKey, PlannedMove
 from offload_engine.planning.plan import Line, Plan, diff_plans
 from offload_engine.planning.planner import plan_step
@@ -17,6 +17,8 @@ from offload_engine.schedule import backward_at_once
 from tests.cpu.test_planner import shapes_of
 from tests.cpu.test_schedule import GOLDEN, Shape
 from tests.virtual_time import KIB, MIB, VirtualDevice
+
+pytestmark = pytest.mark.skipif(IS_COMPILED, reason="a compiled policy cannot be wrapped: needs the pure Python core")
 
 LINKS = {"fast": 1e6, "as it is": 50.0, "slow": 5.0}
 BOUNDS = [

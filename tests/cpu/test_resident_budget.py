@@ -122,13 +122,13 @@ def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> No
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=ResidentLayers(2)), device, meter)
     engine.begin_iteration()
     chunk, handles, resident = engine.start_chunk(), [], []
-    for layer in (0, 0, 0, 1, 1, 1):
-        chunk.open_group("group", GroupTraits(layer=layer))
+    for number in range(6):
+        chunk.open_group("group", GroupTraits(layer=number // 3))
         handles.append(chunk.tensor_push(torch.zeros(GROUP_BYTES, dtype=torch.uint8)))
-        chunk.close_group()
+        chunk.close_group(ends_layer=number % 3 == 2)
         device.synchronize_all()
         resident.append(meter.current_bytes // GROUP_BYTES)
-    assert resident == [1, 1, 1, 1, 2, 3]
+    assert resident == [1, 1, 1, 2, 3, 4]
     handles.clear()
     engine.end_iteration()
     engine.close()

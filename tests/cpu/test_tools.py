@@ -35,6 +35,8 @@ def test_a_benchmark_measures_the_package_that_is_installed(name: str, tmp_path:
 )
 def test_scripts_run_on_the_bash_of_macos(script: Path) -> None:
     """To version 3.2 an empty array is an unbound variable, and there is no `sha256sum` beside it."""
+    if not script.exists():
+        pytest.skip("the copy for the compiled core has no hidden folders: runs in the checkout")
     text = script.read_text()
     bare = [line for line in text.splitlines() if re.search(r'(?<!\+)"\$\{\w+\[@\]\}"', line)]
     assert not bare

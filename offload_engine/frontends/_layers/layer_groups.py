@@ -262,7 +262,7 @@ class LayerGroups:
         forward.input_groups.add(group)
         # Non-reentrant checkpointing has saved the input already, reentrant checkpointing will after the layer.
         forward.held = forward.chunk.tensor_push(source) if source is not None else None
-        forward.chunk.close_group()
+        forward.chunk.close_group(ends_layer=True)
 
     def _warn_if_outside(self, name: str) -> None:
         if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
@@ -283,7 +283,7 @@ class LayerGroups:
         if id(sys.exception()) != forward.handled_in_body:  # it raised
             forward.chunk.abandon_group()
         else:
-            forward.chunk.close_group()
+            forward.chunk.close_group(ends_layer=True)
 
     def _is_full(self, group: TensorGroup) -> bool:
         return self._group_bytes is not None and group.own_bytes >= self._group_bytes
