@@ -38,7 +38,8 @@ class Observer:
         """Record the next step that begins.
 
         Args:
-            file: for `write_trace`; `{rank}` and `{step}` in its name are replaced. None: only `record`.
+            file: for `write_trace`; `{rank}` and `{step}` in its name are replaced, and among several ranks the rank is
+                added where it is missing. None: only `record`.
         """
         self._is_asked, self._file = True, None if file is None else os.fspath(file)
 
@@ -67,9 +68,18 @@ class Observer:
 
     def _path(self, names: Mapping[str, int]) -> Path:
         path = self._file or ""
+        if "{rank}" not in path and _num_ranks() > 1:  # else all ranks would write one file
+            folder, name = os.path.split(path)
+            stem, dot, suffix = name.partition(".")
+            path = os.path.join(folder, f"{stem}_rank{{rank}}{dot}{suffix}")
         for placeholder, number in names.items():
             path = path.replace(placeholder, str(number))
         return Path(path)
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def _rank() -> int:

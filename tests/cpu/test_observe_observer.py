@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from offload_engine import IterationStats
+from offload_engine._observe import observer as observer_module
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.observer import Observer
 from offload_engine._observe.reasons import Reason
@@ -70,3 +71,13 @@ def test_the_first_report_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
         run(observer)
         run(observer)
     assert len(caplog.records) == 1 and "1 of 2 groups offloaded" in caplog.text
+
+
+def test_ranks_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer_module, "_num_ranks", lambda: 2)
+    monkeypatch.setattr(observer_module, "_rank", lambda: 1)
+    for name in ("step.json.gz", "own_{rank}.json"):
+        observer = Observer()
+        observer.ask(tmp_path / name)
+        run(observer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own_1.json", "step_rank1.json.gz"]
