@@ -68,7 +68,7 @@ class Executor:
             self._release_due()
         if group is not None:
             if kind is BACKWARD:
-                store.await_copy_in(group)  # Rule 3; early wait: one for the group, where unpack has one each
+                self._await(group)  # Rule 3
                 late_from = group.index
             elif kind is COMMIT:
                 self._commit(group)
@@ -80,7 +80,7 @@ class Executor:
             elif late_from >= 0 and chunk is not None and moved.chunk == chunk.key and moved.index >= late_from:
                 store.counters.stats.prefetch_misses += self.copy_in(moved)
                 if moved is group:
-                    store.await_copy_in(moved)  # Rule 3; early wait, as above
+                    self._await(moved)  # Rule 3
             else:
                 self.copy_in(moved)
 
@@ -182,6 +182,14 @@ class Executor:
         recorder.note_boundary(kind, None if chunk is None else chunk.key, group)
         counters = self.store.counters
         recorder.note_counters(counters.resident_bytes, self.leaving.inflight_bytes, self.store.lent_bytes)
+
+    def _await(self, group: TensorGroup) -> None:
+        """Make the current stream wait once for the group, where unpack would wait for each storage."""
+        if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
+            with self._ranges.around("wait", group):
+                self.store.await_copy_in(group)  # early wait
+        else:
+            self.store.await_copy_in(group)  # early wait
 
     def _drop(self, group: TensorGroup) -> None:
         issued = self.leaving.take(group)

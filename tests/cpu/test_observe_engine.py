@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from offload_engine import OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine import FixedBounds, OffloadConfig, OffloadEngine, group_commit, group_start
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.reasons import Reason
@@ -65,3 +65,19 @@ def test_the_record_agrees_with_the_counters(tmp_path: Path) -> None:
         assert {s.residency for s in record.stages} == {"packed", "copying out", "on host", "copying in", "used"}
         assert "fc" in engine.report() and train(engine, model) == plain
         engine.close()
+
+
+def test_a_profile_shows_the_moves_and_the_wait_of_each_group() -> None:
+    device = AdversarialDevice()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
+    with torch.profiler.profile() as profile, engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("attention")
+        handle = chunk.tensor_push(torch.ones(64))
+        group = chunk.close_group()
+        chunk.on_group_commit_backward(group)
+        chunk.tensor_pop(handle)
+        del handle
+    names = {event.key for event in profile.key_averages()}
+    labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
+    assert labels <= names

@@ -1,0 +1,57 @@
+"""Planned steps under megatron-core's schedules: equal to the last bit, with a plan from the second step on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+
+from megatron_patches import apply  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine.planning.plan import format_plan  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.parity import Case, run_without  # noqa: E402
+from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+
+NAMES = ["qkv_linear", "core_attn", "attn_proj"]
+MICROBATCHES = [4, 4, 8, 4]
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize("resident_bytes", [None, 40_000])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2), Pipeline(2, 2)], ids=str)
+def test_bitwise_equal(shape: Pipeline, kind: str, resident_bytes: int | None, tmp_path: Path) -> None:
+    names = NAMES if kind == "dense" else [*NAMES, "expert_fc1"]
+    run_ranks(_check, kind, names, {}, resident_bytes, str(tmp_path / "step.json"), pipeline=shape)
+    assert len(list(tmp_path.iterdir())) == shape.size, "each rank records its second step"
+
+
+@pytest.mark.parametrize("shape", [Pipeline(expert=2), Pipeline(2, 2, expert=2)], ids=str)
+def test_bitwise_equal_under_the_overlap(shape: Pipeline, tmp_path: Path) -> None:
+    run_ranks(_check, "moe", [*NAMES, "expert_fc1"], OVERLAP, None, str(tmp_path / "step.json"), pipeline=shape)
+
+
+def _check(kind: str, names: list[str], more: dict[str, Any], resident_bytes: int | None, trace: str) -> None:
+    dtype = torch.bfloat16 if more else torch.float32  # the overlap takes no other
+    expected = run_without(Case(kind, names, dtype, more), MICROBATCHES)
+    offload = {"offload_activation": True, "offload_modules": names, "offload_planned": True, "offload_trace": trace}
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+        chunks = make_chunks(make_config(kind, dtype, **more, **offload, offload_resident_bytes=resident_bytes))
+        plans = []
+        for n, wanted in zip(MICROBATCHES, expected, strict=True):
+            got = fingerprint(chunks, run(chunks, n))
+            wrong = [key for key in wanted if got[key] != wanted[key]]
+            assert not wrong, f"differs at {n} microbatches: {wrong[:5]}"
+            assert handle.engine is not None and handle.stats is not None and handle.stats.num_storages_left == 0
+            plans.append(handle.engine.plan)
+            if kind == "dense":  # routing makes groups larger from step to step
+                assert handle.stats.num_unplanned_groups == 0
+        assert plans[0] is None and all(plans[1:])
+        assert "OUT" in format_plan(plans[1]) or resident_bytes is not None
+        assert kind != "dense" or plans[3] is plans[1]
