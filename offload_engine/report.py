@@ -4,6 +4,7 @@ python -m offload_engine.report trace.json.gz                       tables by mo
 python -m offload_engine.report rank0.json rank1.json --rank 1      of one rank
 python -m offload_engine.report trace.json.gz --why core_attn       what became of its saved tensors
 python -m offload_engine.report trace.json.gz --moves --group 0.3   moves of one chunk
+python -m offload_engine.report trace.json.gz profile.json.gz --merge both.json.gz   one trace of both, for Perfetto
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from offload_engine._observe.chrome_trace import read_records
+from offload_engine._observe.chrome_trace import merge, read_records
 from offload_engine._observe.record import StepRecord
 from offload_engine._observe.report import moves_text, report_table, why_text
 
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
+        if options.merge:
+            sys.stdout.write(f"{merge(options.files, options.merge)}\n")
+            return 0
         records = [record for file in options.files for record in read_records(file)]
         text = _answer(records, options)
     except (OSError, ValueError, re.error) as error:
@@ -42,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--moves", action="store_true", help="the moves, one in a line")
     parser.add_argument("--group", default="", help="of --moves only those of a group (0.3:5), chunk (0.3) or name")
+    parser.add_argument(
+        "--merge",
+        metavar="TRACE",
+        help="write one trace of all files, among them what torch.profiler has exported, for ui.perfetto.dev",
+    )
     return parser
 
 

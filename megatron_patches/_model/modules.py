@@ -290,13 +290,13 @@ MODULES: tuple[ModuleRow, ...] = (
     ),
     ModuleRow(
         name="mtp_norm",
-        saves="inputs of the norms in front of and behind a layer that predicts one token more",
+        saves="inputs of the norms before and after a multi-token-prediction layer",
         spans=_calls("enorm", "hnorm", "final_layernorm"),
         where=_MTP,
     ),
     ModuleRow(
         name="mtp_proj",
-        saves="input of the projection in front of a layer that predicts one token more",
+        saves="input of the projection before a multi-token-prediction layer",
         spans=_calls("eh_proj"),
         where=_MTP,
     ),

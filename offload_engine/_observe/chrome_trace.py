@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,22 +49,27 @@ def read_records(file: File) -> list[StepRecord]:
     return [from_json(data) for data in found]
 
 
-def merge(trace_file: File, profiler_file: File, file: File) -> Path:
-    """Write one trace of two: what `write_trace` and what `torch.profiler` have written of the same steps.
+def merge(files: Sequence[File], file: File) -> Path:
+    """Write one trace of several: recorded steps and what `torch.profiler` has exported of the same time.
 
-    Two of the first kind merge as well, those of two ranks, for instance.
+    Returns the path of the merged trace. Its time begins where that of the last of `files` does.
 
     Raises:
-        ValueError: if one of them does not say when its time begins.
+        ValueError: if one of `files` does not say when its time begins.
     """
-    trace, other = _read(trace_file), _read(profiler_file)
-    for data, name in ((trace, trace_file), (other, profiler_file)):
-        if _BASE not in data:
-            raise ValueError(f"{os.fspath(name)} has no {_BASE}: expected a trace of torch 2.2 or later")
-    shift_us = (trace[_BASE] - other[_BASE]) / 1e3
-    events = [{**event, "ts": event["ts"] + shift_us} if "ts" in event else event for event in trace["traceEvents"]]
-    records = [*trace.get(RECORDS, ()), *other.get(RECORDS, ())]
-    return _write({**other, "traceEvents": [*other["traceEvents"], *events], RECORDS: records}, file)
+    traces = [_read(each) for each in files]
+    for each, trace in zip(files, traces, strict=True):
+        if _BASE not in trace:
+            raise ValueError(f"{os.fspath(each)} has no {_BASE}: expected a trace of torch 2.2 or later")
+    last = traces[-1]
+    events = [event for trace in traces for event in _shifted(trace, (trace[_BASE] - last[_BASE]) / 1e3)]
+    records = [record for trace in traces for record in trace.get(RECORDS, ())]
+    return _write({**last, "traceEvents": events, RECORDS: records}, file)
+
+
+def _shifted(trace: Mapping[str, Any], shift_us: float) -> Iterator[Event]:
+    for event in trace["traceEvents"]:
+        yield {**event, "ts": event["ts"] + shift_us} if "ts" in event else event
 
 
 def trace_events(record: StepRecord, base_ns: int) -> list[Event]:

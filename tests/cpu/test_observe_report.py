@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
 
 from offload_engine import IterationStats
-from offload_engine._observe.chrome_trace import write_trace
+from offload_engine._observe.chrome_trace import read_records, write_trace
 from offload_engine._observe.fold import link_use, module_rows, numbers_text, why_rows
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
@@ -190,6 +192,18 @@ def test_mistakes_are_one_line(
     assert main([*files, *arguments]) == 1
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_the_command_merges_with_a_profile(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"baseTimeNanoseconds": 0, "traceEvents": [{"ph": "X", "name": "gemm", "ts": 1.0}]}))
+    both = tmp_path / "both.json.gz"
+    assert main([*files, str(profile), "--merge", str(both)]) == 0
+    assert capsys.readouterr().out == f"{both}\n"
+    assert [record.rank for record in read_records(both)] == [0, 1]
+    assert "gemm" in {event["name"] for event in json.loads(gzip.decompress(both.read_bytes()))["traceEvents"]}
 
 
 def test_a_missing_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ def test_a_file_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no recorded step"):
         read_records(file)
     with pytest.raises(ValueError, match="baseTimeNanoseconds"):
-        merge(write_trace(a_step(), tmp_path / "a.json"), file, tmp_path / "b.json")
+        merge([write_trace(a_step(), tmp_path / "a.json"), file], tmp_path / "b.json")
 
 
 def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> Non
     profile.export_chrome_trace(str(theirs))
     record = a_step(begin_unix_ns=begin, copies=(CopyRecord(OUT, "0.0:0", MIB, 0.0, 0.0, 5.0),))
     ours = write_trace(record, tmp_path / "ours.json.gz")
-    merged = merge(ours, theirs, tmp_path / "merged.json")
+    merged = merge([ours, theirs], tmp_path / "merged.json")
     data = json.loads(merged.read_text())
     (span,) = [event for event in data["traceEvents"] if event["name"] == "at that moment"]
     (copy,) = [
@@ -180,7 +180,7 @@ def test_another_base_is_shifted_to_that_of_the_profiler(tmp_path: Path) -> None
     ours, theirs = write_trace(a_step(), tmp_path / "ours.json"), tmp_path / "theirs.json"
     base = json.loads(ours.read_text())["baseTimeNanoseconds"]
     theirs.write_text(json.dumps({"baseTimeNanoseconds": base - 7_000, "traceEvents": [{"ph": "M", "name": "x"}]}))
-    merged = json.loads(merge(ours, theirs, tmp_path / "merged.json").read_text())
+    merged = json.loads(merge([ours, theirs], tmp_path / "merged.json").read_text())
     before = [event["ts"] for event in json.loads(ours.read_text())["traceEvents"] if "ts" in event]
     after = [event["ts"] for event in merged["traceEvents"] if "ts" in event]
     assert after == pytest.approx([ts + 7.0 for ts in before], abs=1e-2)
