@@ -12,12 +12,9 @@ from offload_engine._policy.policy import Move
 from offload_engine._policy.reactive import Reactive
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.budget import SHARE_IN_FORWARD
 from offload_engine.planning.moves import BACKWARD, DROP, FORWARD, IN, ITERATION_END, OUT, TAIL, BoundaryKind
 from offload_engine.schedule import Action, ChunkKey
-
-_SHARE_IN_FORWARD = 0.25
-"""Share of the budget for copy-ins during a forward: if they took all of it, that forward would wait for its own
-copy-outs."""
 
 
 class ResidentBudgetPolicy(Reactive):
@@ -161,6 +158,6 @@ class _Room(Horizon):
         if nbytes == 0:
             return True
         ahead = self._counters.prefetched_bytes
-        if is_in_forward and limit is not None and ahead and ahead + nbytes > _SHARE_IN_FORWARD * limit:
+        if is_in_forward and limit is not None and ahead and ahead + nbytes > SHARE_IN_FORWARD * limit:
             return False
         return self.has(nbytes)

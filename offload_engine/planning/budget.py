@@ -12,13 +12,14 @@ from offload_engine.planning.moves import (
     DROP,
     IN,
     OUT,
-    Boundary,
     GroupKey,
     PlannedMove,
 )
 from offload_engine.planning.plan import Line
 
-_SHARE_IN_FORWARD: Final = 0.25
+SHARE_IN_FORWARD: Final = 0.25
+"""Share of the budget for copy-ins during a forward: if they took all of it, that forward would wait for its own
+copy-outs."""
 
 
 def fit_resident_bytes(lines: Sequence[Line], step: Step, limit_bytes: int) -> list[Line]:
@@ -62,7 +63,7 @@ class _Walk:
         leaving = [move for move in moves if move.op is OUT]
         self._leaving |= {move.group: self._step.size(move.group) for move in leaving}
         if boundary.kind is BACKWARD_END:
-            self._resident_bytes -= self._step.size(_group(boundary))
+            self._resident_bytes -= self._step.size(boundary.group)
         dropped = self._make_room()
         self._resident_bytes += self._begun_behind(position)
         coming = self._order.at(boundary)
@@ -77,7 +78,7 @@ class _Walk:
         """See `Room`."""
         held_bytes = nbytes or self._leaving.get(group, 0)  # what is still leaving would have to stay
         ahead_bytes = self._ahead_bytes + held_bytes
-        if is_in_forward and held_bytes and self._ahead_bytes and ahead_bytes > _SHARE_IN_FORWARD * self._limit:
+        if is_in_forward and held_bytes and self._ahead_bytes and ahead_bytes > SHARE_IN_FORWARD * self._limit:
             return False
         return nbytes == 0 or self._resident_bytes + nbytes <= self._limit
 
@@ -101,7 +102,7 @@ class _Walk:
     def _begun_behind(self, position: int) -> int:
         """Bytes of the group that begins behind the line at `position`."""
         following = self._lines[position + 1].boundary if position + 1 < len(self._lines) else None
-        return self._step.size(_group(following)) if following and following.kind is COMMIT else 0
+        return self._step.size(following.group) if following and following.kind is COMMIT else 0
 
     def _make_room(self) -> list[GroupKey]:
         """Choose what is released, so that the largest group would fit."""
@@ -113,8 +114,3 @@ class _Walk:
             dropped.append(group)
         self.released.update(dropped)
         return dropped
-
-
-def _group(boundary: Boundary) -> GroupKey:
-    assert boundary.chunk is not None
-    return GroupKey(boundary.chunk, boundary.index)

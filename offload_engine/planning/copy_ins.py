@@ -39,6 +39,11 @@ class Step(NamedTuple):
         """Return twice the largest group, in the unit of `size`."""
         return 2 * (self.largest_bytes or 1)
 
+    def inflight_limit(self) -> int:
+        """Return how much copy-out may be in flight: `Bounds.max_inflight_bytes`, or the default."""
+        limit = self.bounds.max_inflight_bytes
+        return self.default_limit() if limit is None else limit
+
 
 class Room(Protocol):
     """Bounds what comes back ahead of its backward."""

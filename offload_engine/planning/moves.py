@@ -76,6 +76,12 @@ class Boundary(NamedTuple):
         chunk = "" if self.chunk is None else f"{self.chunk.stage}.{self.chunk.microbatch}"
         return self.kind.value.format(c=chunk, i=self.index)
 
+    @property
+    def group(self) -> GroupKey:
+        """Return the group at whose boundary this is. Only for kinds that have one."""
+        assert self.chunk is not None
+        return GroupKey(self.chunk, self.index)
+
 
 class PlannedMove(NamedTuple):
     """One move of one group, as text `OUT 0.3:5`."""

@@ -104,8 +104,8 @@ def everything_leaves(lines: Sequence[Line], step: Step) -> list[Line]:
     ops = {COMMIT: OUT, BACKWARD: IN}
     result = []
     for boundary, _ in lines:
-        is_moved = boundary.kind in ops and step.size(_group(boundary))
-        result.append(Line(boundary, (PlannedMove(ops[boundary.kind], _group(boundary)),) if is_moved else ()))
+        is_moved = boundary.kind in ops and step.size(boundary.group)
+        result.append(Line(boundary, (PlannedMove(ops[boundary.kind], boundary.group),) if is_moved else ()))
     return result
 
 
@@ -132,7 +132,7 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
-    half = (step.bounds.max_inflight_bytes if step.bounds.max_inflight_bytes is not None else step.default_limit()) / 2
+    half = step.inflight_limit() / 2
     delayed: list[PlannedMove] = []
     result = []
     for line in lines:
@@ -242,8 +242,8 @@ class _Releases:
             return [g for g in itertools.takewhile(lambda g: g.chunk != chunk, self._before_tail) if g in self._queue]
         elif kind is HEAD and chunk in self._step.at_once:
             return list(self._queue)
-        elif kind is COMMIT and _group(boundary) in self._kept:
-            return self._released_for_kept(_group(boundary))
+        elif kind is COMMIT and boundary.group in self._kept:
+            return self._released_for_kept(boundary.group)
         return []
 
     def _released_for_kept(self, kept: GroupKey) -> list[GroupKey]:
@@ -264,19 +264,13 @@ class _Releases:
 
     def _trim(self) -> None:
         """Forget what the limit in flight has released."""
-        limit = self._step.bounds.max_inflight_bytes
-        limit = self._step.default_limit() if limit is None else limit
+        limit = self._step.inflight_limit()
         while self._step.largest_bytes and self._queue_bytes > limit:
             self._queue_bytes -= self._step.size(self._queue.popleft())
 
 
 def _add(line: Line, moves: Iterable[PlannedMove]) -> Line:
     return Line(line.boundary, (*line.moves, *moves))
-
-
-def _group(boundary: Boundary) -> GroupKey:
-    assert boundary.chunk is not None
-    return GroupKey(boundary.chunk, boundary.index)
 
 
 def _kept(step: Step) -> frozenset[GroupKey]:

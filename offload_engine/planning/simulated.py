@@ -108,10 +108,10 @@ class SimulatedExecutor:
         self._waits_at = boundary.kind.name
         moves = self._plan.at(boundary)
         self._release()
-        if boundary.kind is COMMIT and boundary.chunk is not None:
-            self.groups[GroupKey(boundary.chunk, boundary.index)].produced = self._clocks.compute
-        if boundary.kind is BACKWARD and boundary.chunk is not None:
-            own = self.groups[GroupKey(boundary.chunk, boundary.index)]
+        if boundary.kind is COMMIT:
+            self.groups[boundary.group].produced = self._clocks.compute
+        if boundary.kind is BACKWARD:
+            own = self.groups[boundary.group]
             self._reach(own)
             moves = tuple(move for move in moves if move != PlannedMove(IN, own.key))
         for move in moves:
