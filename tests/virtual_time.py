@@ -115,8 +115,6 @@ class VirtualDevice:
     def _copy(self, stream: str, nbytes: int) -> None:
         self.clocks[stream] = max(self.clocks[stream], self.host) + nbytes / KIB * self._ms_of_mib[stream]
 
-    def on_release(self, buffer: torch.Tensor) -> None: ...
-
     def free_host_bytes(self) -> int:
         return 1 << 40
 

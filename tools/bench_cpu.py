@@ -113,8 +113,6 @@ class InstantDevice:
 
     def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> None: ...
 
-    def on_release(self, buffer: torch.Tensor) -> None: ...
-
     def free_host_bytes(self) -> int:
         return 1 << 40
 

@@ -146,13 +146,6 @@ class Device(Protocol):
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         """Start reading a small device tensor, without queueing behind copies in flight."""
 
-    def on_release(self, buffer: torch.Tensor) -> None:
-        """Called just before the engine drops `buffer`: its storage may be reused from now on.
-
-        Unless the engine has another buffer over that storage, which was saved again after a write.
-        Nothing to do on real devices; the adversarial device poisons the bytes here.
-        """
-
     def free_host_bytes(self) -> int:
         """Return the free bytes of the host tier that this process may use."""
 

@@ -137,9 +137,6 @@ class CpuDevice:
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)
 
-    def on_release(self, buffer: torch.Tensor) -> None:
-        pass
-
     def free_host_bytes(self) -> int:
         return available_host_bytes() if self.directory is None else free_bytes(self.directory)
 

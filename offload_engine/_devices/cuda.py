@@ -111,9 +111,6 @@ class CudaDevice:
             self._reader = MappedReader(self.torch_device, self._runtime)
         return self._reader.read(tensor)
 
-    def on_release(self, buffer: torch.Tensor) -> None:
-        pass
-
     def _on(self, stream: Stream) -> AbstractContextManager[Any]:
         if stream == self.current_stream():
             return nullcontext()  # nearly always, and it takes a tenth of the time

@@ -5,11 +5,15 @@ Pure Python: slabs are numbers and events are opaque, so the bookkeeping can be 
 A free extent records which copies still read its bytes ("guards"), per byte range instead of as one set of events per
 extent. After coalescing, one set would make a copy-out wait for copies out of bytes it does not touch, and would grow
 with every merge.
+
+Ranges are merged as late as possible, as in the fast bins of dlmalloc: groups have the same sizes in every step, so
+nearly every range that is taken was returned whole, and gets by without a search.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +51,19 @@ class Extent:
         return self.start + self.nbytes
 
 
+class Returned:
+    """A range as it was returned, not merged with its neighbours yet; `order` as that of an `Extent`."""
+
+    __slots__ = ("slab", "start", "nbytes", "order", "events")
+
+    def __init__(self, slab: int, start: int, nbytes: int, order: int, events: Sequence[Event]) -> None:
+        self.slab = slab
+        self.start = start
+        self.nbytes = nbytes
+        self.order = order
+        self.events = events
+
+
 class Taken:
     """A range taken by `FreeExtents.take`; it starts at byte `start` of `slab`."""
 
@@ -61,8 +78,9 @@ class Taken:
 class FreeExtents:
     """Owns all free extents of a pool.
 
-    `take` and `put` are O(log n) searches plus a short `memmove`. While copies run ahead, `take` may examine every
-    extent that is large enough.
+    A range of a size that was returned before is taken in constant time. Any other `take` merges what was returned
+    since the last one, in O(log n) searches plus a short `memmove` for each range. While copies run ahead, it may
+    examine every extent that is large enough.
 
     Args:
         is_complete: returns whether an event has completed; completed events are dropped.
@@ -76,51 +94,37 @@ class FreeExtents:
         self._by_start: dict[tuple[int, int], Extent] = {}
         self._by_end: dict[tuple[int, int], Extent] = {}
         self._next_order = 0
+        self._returned: dict[int, deque[Returned]] = {}  # by size, each oldest first
 
     def __len__(self) -> int:
+        self._merge()
         return len(self._by_size)
 
     def __iter__(self) -> Iterator[Extent]:
+        self._merge()
         return (extent for _, _, extent in self._by_size)
 
     def take(self, nbytes: int) -> Taken | None:
-        """Take the front of the smallest extent that fits; of equal ones, the least recently returned.
+        """Take a range of this size that was returned whole, else the front of the smallest extent that fits.
+
+        Of equal ones the least recently returned is taken.
 
         Returns:
             The range, with those events of its bytes that have not completed yet; None if no extent fits.
         """
-        index = bisect_left(self._by_size, (nbytes,))
-        if index == len(self._by_size):
-            return None
-        if len(self._unawaited):
-            index = self._first_awaited(index, nbytes)
-        extent = self._by_size.pop(index)[2]
-        slab, start = extent.slab, extent.start
-        del self._by_start[slab, start]
-        if extent.nbytes == nbytes:
-            del self._by_end[slab, start + nbytes]
-        else:
-            extent.start = start + nbytes
-            extent.nbytes -= nbytes
-            self._by_start[slab, extent.start] = extent
-            insort(self._by_size, (extent.nbytes, extent.order, extent))
-        return Taken(slab, start, self._cut_guards(extent.guards, start + nbytes))
+        returned = self._returned.get(nbytes)
+        if returned and not (len(self._unawaited) and self._has_unawaited(returned[0].events)):
+            oldest = returned.popleft()
+            return Taken(oldest.slab, oldest.start, self._incomplete(oldest.events))
+        self._merge()
+        return self._take_merged(nbytes)
 
     def put(self, slab: int, start: int, nbytes: int, events: Sequence[Event] = ()) -> None:
-        """Return a range; it merges with the free neighbours on both sides inside the same slab."""
-        end = start + nbytes
-        guards = [Guard(start, end, tuple(events))] if events else []
-        left = self._by_end.get((slab, start))
-        right = self._by_start.get((slab, end))
-        if left is not None:
-            self.remove(left)
-            left.guards.extend(guards)  # in place: the list only ever belongs to one extent
-            start, guards = left.start, left.guards
-        if right is not None:
-            self.remove(right)
-            guards.extend(right.guards)
-            end = right.end
-        self._insert(Extent(slab, start, end - start, self._next_order, guards))
+        """Return a range. Sooner or later it merges with the free neighbours on both sides inside the same slab."""
+        returned = self._returned.get(nbytes)
+        if returned is None:
+            returned = self._returned[nbytes] = deque()
+        returned.append(Returned(slab, start, nbytes, self._next_order, events))
         self._next_order += 1
 
     def remove(self, extent: Extent) -> None:
@@ -139,6 +143,48 @@ class FreeExtents:
         for extent in self:
             extent.guards.clear()
 
+    def _take_merged(self, nbytes: int) -> Taken | None:
+        index = bisect_left(self._by_size, (nbytes,))
+        if index == len(self._by_size):
+            return None
+        if len(self._unawaited):
+            index = self._first_awaited(index, nbytes)
+        extent = self._by_size.pop(index)[2]
+        slab, start = extent.slab, extent.start
+        del self._by_start[slab, start]
+        if extent.nbytes == nbytes:
+            del self._by_end[slab, start + nbytes]
+        else:
+            extent.start = start + nbytes
+            extent.nbytes -= nbytes
+            self._by_start[slab, extent.start] = extent
+            insort(self._by_size, (extent.nbytes, extent.order, extent))
+        return Taken(slab, start, self._cut_guards(extent.guards, start + nbytes))
+
+    def _merge(self) -> None:
+        """Merge every returned range with its neighbours, in the order of the returns."""
+        if self._returned:
+            ranges = [each for returned in self._returned.values() for each in returned]
+            self._returned.clear()
+            for each in sorted(ranges, key=_order_of):
+                self._merge_one(each)
+
+    def _merge_one(self, returned: Returned) -> None:
+        slab, start = returned.slab, returned.start
+        end = start + returned.nbytes
+        guards = [Guard(start, end, tuple(returned.events))] if returned.events else []
+        left = self._by_end.get((slab, start))
+        right = self._by_start.get((slab, end))
+        if left is not None:
+            self.remove(left)
+            left.guards.extend(guards)  # in place: the list only ever belongs to one extent
+            start, guards = left.start, left.guards
+        if right is not None:
+            self.remove(right)
+            guards.extend(right.guards)
+            end = right.end
+        self._insert(Extent(slab, start, end - start, returned.order, guards))
+
     def _first_awaited(self, begin: int, nbytes: int) -> int:
         """Return the index of the smallest extent from `begin` on whose front no unawaited copy reads, or `begin`."""
         for index in range(begin, len(self._by_size)):
@@ -151,9 +197,14 @@ class FreeExtents:
         for guard in guards:
             if guard.start >= end:
                 return False
-            for event in guard.events:
-                if self._unawaited.has(event) and not self._is_complete(event):
-                    return True
+            if self._has_unawaited(guard.events):
+                return True
+        return False
+
+    def _has_unawaited(self, events: Sequence[Event]) -> bool:
+        for event in events:
+            if self._unawaited.has(event) and not self._is_complete(event):
+                return True
         return False
 
     def _insert(self, extent: Extent) -> None:
@@ -177,8 +228,15 @@ class FreeExtents:
         return self._pending(below)
 
     def _pending(self, guards: Sequence[Guard]) -> tuple[Event, ...]:
-        if len(guards) == 1 and len(guards[0].events) == 1:  # nearly always: the range was lent whole before
-            events = guards[0].events
-            return () if self._is_complete(events[0]) else events
-        distinct = {id(event): event for guard in guards for event in guard.events}  # events need not be hashable
+        return self._incomplete([event for guard in guards for event in guard.events])
+
+    def _incomplete(self, events: Sequence[Event]) -> tuple[Event, ...]:
+        """Return those of `events` that have not completed, each once."""
+        if len(events) == 1:  # nearly always
+            return () if self._is_complete(events[0]) else (events[0],)
+        distinct = {id(event): event for event in events}  # events need not be hashable
         return tuple(event for event in distinct.values() if not self._is_complete(event))
+
+
+def _order_of(returned: Returned) -> int:
+    return returned.order

@@ -90,6 +90,7 @@ class HostPool:
         if slab_bytes <= 0:
             raise ValueError(f"slab_bytes must be positive, got {slab_bytes:,}")
         self._device = device
+        self._alignment: int = device.host_alignment
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes
         self._free = FreeExtents(device.is_complete, UnawaitedCopies() if unawaited is None else unawaited)
@@ -223,7 +224,7 @@ class HostPool:
         return HostLease(self, taken.slab, need, region, taken.events)
 
     def _round_up(self, nbytes: int) -> int:
-        return (nbytes + self._device.host_alignment - 1) & -self._device.host_alignment
+        return (nbytes + self._alignment - 1) & -self._alignment
 
     def _grow(self, need: int) -> bool:
         """Add a slab with room for `need` bytes; return False if limit or host tier do not allow it."""
@@ -266,7 +267,7 @@ class HostPool:
         limit = self._limit_bytes
         if limit is None:
             limit = int(DEFAULT_SHARE * (self.slab_bytes_total + self._device.free_host_bytes()))
-        return max(0, limit - self.slab_bytes_total) & -self._device.host_alignment
+        return max(0, limit - self.slab_bytes_total) & -self._alignment
 
     def _make_room(self, need: int) -> bool:
         """Close as few idle slabs as needed to add `need` bytes; each is too small, or it would have been lent."""

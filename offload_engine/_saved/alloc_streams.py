@@ -17,7 +17,7 @@ class AllocStreams:
     """
 
     def __init__(self) -> None:
-        self.streams: dict[int, tuple[StorageWeakRef, Stream]] = {}
+        self.streams: dict[object, tuple[StorageWeakRef, Stream]] = {}
 
     def declare(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Record that the bytes of `tensor` return to the memory pool of `stream`, whichever stream saves them."""

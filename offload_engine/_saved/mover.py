@@ -80,7 +80,7 @@ class StorageMover:
         is_room_required: bool,
     ) -> None:
         self.live: dict[SavedStorage, None] = {}
-        self.by_key: dict[int, SavedStorage] = {}
+        self.by_key: dict[object, SavedStorage] = {}
         self.counters: ByteCounters = counters
         self.failures: CopyFailures = CopyFailures()
         self._is_room_required = is_room_required
@@ -272,8 +272,10 @@ class StorageMover:
             self._unawaited.discard(storages[0].copied_in)
 
     def _forget_address(self, saved: SavedStorage) -> None:
-        if self.by_key.get(saved.key) is saved:
-            del self.by_key[saved.key]
+        if saved.has_address:
+            saved.has_address = False
+            if self.by_key.get(saved.key) is saved:
+                del self.by_key[saved.key]
 
     def _wait_for_copy_out(self, storages: Sequence[SavedStorage]) -> None:
         try:

@@ -95,6 +95,7 @@ class SavedStorage:
 
     __slots__ = (
         "key",
+        "has_address",
         "version",
         "nbytes",
         "form",
@@ -121,7 +122,8 @@ class SavedStorage:
     )
 
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup, stream: Stream) -> None:
-        self.key: int = storage._cdata
+        self.key: object = storage._cdata  # an int, but one that compiled code need not convert for each look-up
+        self.has_address: bool = True  # it may be found by its key, if no other storage was saved under the key since
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
         self.form: Form | None = None  # of the first tensor saved, if it covers all bytes; then also that of `buffer`

@@ -206,9 +206,9 @@ def test_a_lease_waits_for_the_copies_of_its_bytes_and_no_others():
     reading_first, reading_second = FakeEvent(), FakeEvent()
     pool.give_back(second, [reading_second])
     pool.give_back(first, [reading_first])
-    assert pool.lend(32).ready_after == (reading_first,)
-    assert pool.lend(16).ready_after == (reading_second,)
-    reading_second.done = True
+    assert pool.lend(32).ready_after == (reading_second,)
+    assert pool.lend(16).ready_after == (reading_first,)
+    reading_first.done = True
     assert pool.lend(16).ready_after == ()
 
 
