@@ -70,7 +70,7 @@ LAYERS = {
         ("frontends._common", "frontends._common.compiling", "frontends._common.weights"),
         ("frontends._common.device", "frontends._common.session"),
         ("frontends._common.groups",),
-        ("frontends._layers", "frontends._layers.find_layers"),
+        ("frontends._layers", "frontends._layers.find_layers", "frontends._layers.exclusions"),
         ("frontends._layers.layer_groups",),
         ("frontends._layers.layer_checkpoint",),
         ("frontends", "frontends.checkpoint"),

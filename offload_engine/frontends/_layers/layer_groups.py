@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload_engine._compat import torch_private
-from offload_engine._saved.eligibility import with_storage
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
@@ -23,10 +22,16 @@ from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import is_compiled, is_compiler_loaded, untraced
 from offload_engine.frontends._common.groups import SavedInGroup
 from offload_engine.frontends._common.session import Session, is_in_backward
+from offload_engine.frontends._layers.exclusions import exclude_shared_inputs, exclude_weights
 from offload_engine.frontends._layers.find_layers import Layer, units_inside
 from offload_engine.traits import GroupTraits
 
 logger = logging.getLogger(__name__)
+
+_OUTSIDE = (
+    "%s is called outside the forward of %s, so its saved tensors are not offloaded. If your own code calls "
+    "the layers, put `with handle.forward():` around it."
+)
 
 
 class GroupHook:
@@ -254,7 +259,7 @@ class LayerGroups:
         traits = GroupTraits(keep=is_last, layer=forward.num_layers, read_once=is_read_once)
         forward.num_layers += 1
         group = forward.chunk.open_group(name, traits)
-        self._keep_shared_inputs(args, kwargs)
+        exclude_shared_inputs(self.session.engine, args, kwargs)
         if is_saving:
             forward.layer, forward.traits, forward.handled_in_body = layer, traits, id(sys.exception())
             return
@@ -268,12 +273,7 @@ class LayerGroups:
         if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
             return
         self._has_warned = True
-        logger.warning(
-            "%s is called outside the forward of %s, so its saved tensors are not offloaded. If your own code calls "
-            "the layers, put `with handle.forward():` around it.",
-            name,
-            self._body_name,
-        )
+        logger.warning(_OUTSIDE, name, self._body_name)
 
     def _leave_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
@@ -288,31 +288,9 @@ class LayerGroups:
     def _is_full(self, group: TensorGroup) -> bool:
         return self._group_bytes is not None and group.own_bytes >= self._group_bytes
 
-    def _split_group(self, forward: _Forward, group: TensorGroup) -> TensorGroup:
-        forward.chunk.close_group()
-        return forward.chunk.open_group(group.name, forward.traits)
-
     def _keep_weights(self, unit: nn.Module, args: Any) -> None:
-        """Called after FSDP has gathered the parameters of a unit: exclude their storages, which stay on the device.
-
-        FSDP resizes and fills these storages itself: a storage that the engine held could change at any time, and there
-        is nothing to gain. Most are recognized as views of parameters when packed. But a custom Function may save a
-        detached alias, and a gathered storage is not the sharded one that the session knows as a weight.
-        """
         if self._own_forward is not None and not is_in_backward():
-            for weight in with_storage(unit.parameters()):
-                self.session.engine.exclude(weight)
-
-    def _keep_shared_inputs(self, *inputs: Any) -> None:
-        """Exclude inputs without a gradient, such as masks and position embeddings, which all layers share.
-
-        The last layer, which stays, needs them when backward begins: they would be copied back before their copy-out
-        had finished.
-        """
-        for tensor in _tensors_in(inputs):
-            if not tensor.requires_grad:
-                for inner in with_storage((tensor,)):
-                    self.session.engine.exclude(inner)
+            exclude_weights(self.session.engine, unit)
 
     # -- hooks on saved tensors --------------------------------------------------------------------------------------
 
@@ -327,7 +305,8 @@ class LayerGroups:
         group = forward.chunk.innermost_group
         hooks = forward.chunk.hooks
         if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):
-            group = self._split_group(forward, group)  # not earlier: views of the last storage may still be written
+            forward.chunk.close_group()  # not earlier: views of the last storage may still be written
+            group = forward.chunk.open_group(group.name, forward.traits)
         packed = hooks.pack_plain(tensor, group) if group is not None else hooks.pack_ungrouped(tensor)
         return _Saved(packed, group, forward) if isinstance(packed, PackedTensor) else packed
 
@@ -341,13 +320,3 @@ class LayerGroups:
         if group is None and saved.packed.storage.group in saved.forward.input_groups:
             group = saved.packed.storage.group
         return SavedInGroup(saved.packed, group, saved.forward.chunk).unpack()
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from _tensors_in(tuple(value.values()))
-    elif isinstance(value, list | tuple):
-        for element in value:
-            yield from _tensors_in(element)
