@@ -44,7 +44,7 @@ class RetireQueue:
         """
         if self.lock.acquire(False):
             try:
-                if saved.num_handles == 0:  # otherwise another thread has packed the storage again
+                if not saved.handles:  # otherwise another thread has packed the storage again
                     # Few storages have a copy left to wait for, so the device is seldom called.
                     if (saved.pending is not None or saved.emptied is not None) and self._is_copy_thread():
                         self.dropped.append(saved)
@@ -66,7 +66,7 @@ class RetireQueue:
             try:
                 while self.dropped:
                     saved = self.dropped.popleft()
-                    if saved.num_handles == 0:  # otherwise the operation has packed the storage again
+                    if not saved.handles:  # otherwise the operation has packed the storage again
                         try:
                             self._retire(saved)
                         except KeyboardInterrupt:

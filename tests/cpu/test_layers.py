@@ -320,8 +320,7 @@ def test_a_layer_that_writes_the_parts_of_a_storage_one_by_one(enable: Enable, m
     handle.remove()
     undivided = enable(model, layers=list(model)[:3], config=config.replace(policy=GroupWindow(100)))
     assert equal(run(), plain)
-    gates_bytes = 4 * BYTES  # saved once more by who reads them next, after the copy in the two layers that leave
-    assert handle.stats.managed_bytes == undivided.stats.managed_bytes + 2 * gates_bytes
+    assert handle.stats.managed_bytes == undivided.stats.managed_bytes  # who reads a part next saves nothing new
 
 
 @pytest.mark.parametrize("enable_ckpt", [False, True])
