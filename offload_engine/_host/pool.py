@@ -11,10 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from offload_engine._devices.base import CopyError, Device, Event, HostSlab
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.extents import Extent, FreeExtents
+from offload_engine._host.try_lock import run_if_free
 from offload_engine._host.unawaited import UnawaitedCopies
 
 MIB = 1 << 20
@@ -95,7 +97,7 @@ class HostPool:
         self._free = FreeExtents(device.is_complete, UnawaitedCopies() if unawaited is None else unawaited)
         self._slabs: dict[int, HostSlab] = {}
         self._next_slab = 0
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
         self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
         self._closed = False
         self._peak_ever = 0
@@ -192,12 +194,12 @@ class HostPool:
 
     def _settle(self) -> None:
         """Process the queued returns, unless a call in progress holds the lock and processes them at its end."""
-        while self._returns and self._lock.acquire(blocking=False):
-            try:
-                while self._returns:
-                    self._take_back(*self._returns.popleft())
-            finally:
-                self._lock.release()
+        while self._returns and run_if_free(self._lock, self._take_returns):
+            pass
+
+    def _take_returns(self) -> None:
+        while self._returns:
+            self._take_back(*self._returns.popleft())
 
     def _take_back(self, lease: HostLease, events: Sequence[Event]) -> None:
         self._free.put(lease._slab, lease.region.offset, lease._extent_bytes, events)

@@ -21,7 +21,7 @@ class PackedTensor:
     graphs, unused branches and abandoned graphs need no special handling.
     """
 
-    __slots__ = ("storage", "place", "_retired", "_is_conj", "_is_neg", "gives_form")
+    __slots__ = ("storage", "place", "_handles", "_retired", "_is_conj", "_is_neg", "gives_form")
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, retired: RetireQueue, is_first: bool) -> None:
         self._retired = retired
@@ -34,6 +34,7 @@ class PackedTensor:
         if self.gives_form:
             storage.form = self.place[1:]
         self.storage: SavedStorage = storage
+        self._handles = storage.handles  # see `SavedStorage.has_lost_handles`
         storage.handles[id(self)] = self.place
         if not is_first:
             storage.watch(tensor, id(self))

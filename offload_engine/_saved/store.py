@@ -113,6 +113,15 @@ class ActivationStore:
             self.alloc_streams.clear()
             self.failures.clear()
 
+    def has_handles(self) -> bool:
+        """Return whether a graph still holds a handle.
+
+        Raises:
+            KeyboardInterrupt: if one has come while a handle was freed.
+        """
+        self._retired.reclaim(self.live)
+        return bool(self.live)
+
     @property
     def lent_bytes(self) -> int:
         """Host bytes that are lent now."""

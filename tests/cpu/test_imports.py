@@ -41,7 +41,7 @@ LAYERS = {
         ("_devices.host_read",),
         ("_devices.cpu", "_devices.cuda"),
         ("_devices",),
-        ("_host", "_host.unawaited"),
+        ("_host", "_host.unawaited", "_host.try_lock"),
         ("_host.extents",),
         ("planning.host_bytes",),
         ("planning.simulated",),
