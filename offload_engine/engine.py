@@ -339,7 +339,7 @@ class OffloadEngine:
             recorder.discard()
         self._executor.reset()
         self._store.abandon_all()
-        self.pool.forget_events()  # no copy is in flight; the event of a failed one would block the next step
+        self.pool.take_all_back()  # no copy is in flight
         self._is_in_iteration = False
         self.current_chunk = None
 

@@ -47,7 +47,7 @@ class HostLease:
         ready_after: events of earlier users of these bytes; a copy-out waits for all of them before the first byte.
     """
 
-    __slots__ = ("region", "ready_after", "_pool", "_slab", "_extent_bytes", "__weakref__")
+    __slots__ = ("region", "ready_after", "_pool", "_slab", "_extent_bytes", "_age", "__weakref__")
 
     def __init__(
         self, pool: HostPool, slab: int, extent_bytes: int, region: HostRegion, ready_after: tuple[Event, ...]
@@ -57,6 +57,7 @@ class HostLease:
         self._pool: HostPool | None = pool  # None once returned
         self._slab = slab
         self._extent_bytes = extent_bytes
+        self._age = pool._age
 
     def __repr__(self) -> str:
         state = "returned" if self._pool is None else "lent"
@@ -94,12 +95,14 @@ class HostPool:
         self._device = device
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes
-        self._free = FreeExtents(device.is_complete, UnawaitedCopies() if unawaited is None else unawaited)
+        self._unawaited = UnawaitedCopies() if unawaited is None else unawaited
+        self._free = FreeExtents(device.is_complete, self._unawaited)
         self._slabs: dict[int, HostSlab] = {}
         self._next_slab = 0
         self._lock: Any = threading.RLock()
         self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
         self._closed = False
+        self._age = 0  # of the books
         self._peak_ever = 0
         self._peak_at_consolidation = 0
         self.lent_bytes = 0
@@ -145,18 +148,26 @@ class HostPool:
             reason = "returned twice" if lease._pool is None else "returned to a pool that did not lend it"
             raise AssertionError(f"{lease!r} was {reason}")
         lease._pool = None
+        if lease._age != self._age:
+            return
         self._returns.append((lease, events))
         self._settle()
 
-    def forget_events(self) -> None:
-        """Drop all returned events; call it when no copy is in flight.
+    def take_all_back(self) -> None:
+        """Take back all that is lent, and drop all returned events; call it when no copy is in flight.
 
-        For recovery from a failed copy: its event never completes, and the next user of the bytes would raise an error
-        that is not its own.
+        For recovery. The event of a failed copy never completes, and the next user of the bytes would raise an error
+        that is not its own. And an interrupt may have lost a lease, so this does not undo the books: it makes new ones.
+        A lease from before has no bytes any more, and its return has no effect.
         """
-        self._settle()
         with self._lock:
-            self._free.forget_events()
+            free = FreeExtents(self._device.is_complete, self._unawaited)
+            for index, slab in self._slabs.items():
+                free.put(index, 0, slab.nbytes)
+            self._free, self._returns = free, deque()
+            self.slab_bytes_total = sum(slab.nbytes for slab in self._slabs.values())
+            self.lent_bytes = self.num_leases = 0
+            self._age += 1
 
     def reset_peak(self) -> None:
         """Restart `peak_lent_bytes` from the bytes lent now."""

@@ -108,7 +108,10 @@ class ActivationStore:
                 saved.pending = saved.copied_out = None  # complete or failed: no copy touches these bytes any more
                 self._mover.retire(saved)
             self._mover.wait_for_all_copies()
-            self.counters.prefetched_bytes = 0
+            # Nothing is left, whatever an interrupt may have kept from being undone.
+            self.live.clear()
+            self._by_key.clear()
+            self.counters.saved_bytes = self.counters.resident_bytes = self.counters.prefetched_bytes = 0
             self.eligibility.clear()
             self.alloc_streams.clear()
             self.failures.clear()

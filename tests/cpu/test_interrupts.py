@@ -21,6 +21,7 @@ from offload_engine import (
     group_commit,
     group_start,
 )
+from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
 from tests.engine_state import is_free
 
@@ -198,6 +199,22 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
         assert len(engine._store.live) == 1 and (chunk.tensor_pop(kept) == 1).all()
         del kept
     assert not engine.has_saved and engine.pool.num_leases == 0
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+def test_an_interrupt_between_a_lease_and_its_storages_loses_no_host_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OffloadEngine(CONFIG)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupLease, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(engine)
+    step(engine)
+    assert engine.pool.num_leases == engine.pool.lent_bytes == 0
+    engine.close()
 
 
 def test_a_retained_graph_is_no_interrupt(engine: OffloadEngine) -> None:
