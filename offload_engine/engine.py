@@ -112,8 +112,12 @@ class OffloadEngine:
 
     @property
     def has_saved(self) -> bool:
-        """Return whether a graph still holds a tensor that the engine packed: its backward may still come."""
-        return bool(self._store.live)
+        """Return whether a graph still holds a tensor that the engine packed: its backward may still come.
+
+        Raises:
+            KeyboardInterrupt: if one has come in a destructor, where Python drops it. So does `end_iteration`.
+        """
+        return self._store.has_handles()
 
     @property
     def has_failed(self) -> bool:
@@ -307,6 +311,7 @@ class OffloadEngine:
         """
         if not self._is_in_iteration:
             raise OffloadError("end_iteration() outside an iteration")
+        self._store.has_handles()
         self._executor.end_iteration()
         self._is_in_iteration = False
         self.current_chunk = None
@@ -334,7 +339,7 @@ class OffloadEngine:
             recorder.discard()
         self._executor.reset()
         self._store.abandon_all()
-        self.pool.forget_events()  # no copy is in flight; the event of a failed one would block the next step
+        self.pool.take_all_back()  # no copy is in flight
         self._is_in_iteration = False
         self.current_chunk = None
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from offload_engine import ChunkKey, OffloadEngine
+from offload_engine._host.try_lock import run_if_free
 
 
 def release_all(engine: OffloadEngine) -> None:
@@ -17,3 +19,12 @@ def release_all(engine: OffloadEngine) -> None:
 def is_in_backward(window: Any, key: ChunkKey) -> bool:
     """Whether the backward of this chunk was reached last, and no forward has begun since."""
     return window.backward_chunk is not None and window.backward_chunk.key == key
+
+
+def is_free(lock: Any) -> bool:
+    """Whether another thread gets it."""
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(run_if_free(lock, lambda: None)))
+    thread.start()
+    thread.join()
+    return found[0]

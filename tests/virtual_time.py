@@ -212,7 +212,7 @@ class _Rank:
     def step(self, done: dict[tuple[str, int, int], float]) -> Iterator[bool]:
         """All actions; yields while another rank has to go on first. `done`: of all ranks, when each was over."""
         self.device.begin_step()
-        self.engine.pool.forget_events()  # of the step before, whose clocks have been set back
+        self.engine.pool.take_all_back()  # of the step before, whose clocks have been set back
         self.engine.begin_iteration(self._actions)
         for action in self._actions:
             stage, microbatch = action.chunk.stage * self._job.pipeline + self._rank, action.chunk.microbatch

@@ -11,10 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from offload_engine._devices.base import CopyError, Device, Event, HostSlab
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.extents import Extent, FreeExtents
+from offload_engine._host.try_lock import run_if_free
 from offload_engine._host.unawaited import UnawaitedCopies
 
 MIB = 1 << 20
@@ -45,7 +47,7 @@ class HostLease:
         ready_after: events of earlier users of these bytes; a copy-out waits for all of them before the first byte.
     """
 
-    __slots__ = ("region", "ready_after", "_pool", "_slab", "_extent_bytes", "__weakref__")
+    __slots__ = ("region", "ready_after", "_pool", "_slab", "_extent_bytes", "_age", "__weakref__")
 
     def __init__(
         self, pool: HostPool, slab: int, extent_bytes: int, region: HostRegion, ready_after: tuple[Event, ...]
@@ -55,6 +57,7 @@ class HostLease:
         self._pool: HostPool | None = pool  # None once returned
         self._slab = slab
         self._extent_bytes = extent_bytes
+        self._age = pool._age
 
     def __repr__(self) -> str:
         state = "returned" if self._pool is None else "lent"
@@ -93,12 +96,14 @@ class HostPool:
         self._alignment: int = device.host_alignment
         self._limit_bytes = limit_bytes
         self._slab_bytes = slab_bytes
-        self._free = FreeExtents(device.is_complete, UnawaitedCopies() if unawaited is None else unawaited)
+        self._unawaited = UnawaitedCopies() if unawaited is None else unawaited
+        self._free = FreeExtents(device.is_complete, self._unawaited)
         self._slabs: dict[int, HostSlab] = {}
         self._next_slab = 0
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
         self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
         self._closed = False
+        self._age = 0  # of the books
         self._peak_ever = 0
         self._peak_at_consolidation = 0
         self.lent_bytes = 0
@@ -144,18 +149,26 @@ class HostPool:
             reason = "returned twice" if lease._pool is None else "returned to a pool that did not lend it"
             raise AssertionError(f"{lease!r} was {reason}")
         lease._pool = None
+        if lease._age != self._age:
+            return
         self._returns.append((lease, events))
         self._settle()
 
-    def forget_events(self) -> None:
-        """Drop all returned events; call it when no copy is in flight.
+    def take_all_back(self) -> None:
+        """Take back all that is lent, and drop all returned events; call it when no copy is in flight.
 
-        For recovery from a failed copy: its event never completes, and the next user of the bytes would raise an error
-        that is not its own.
+        For recovery. The event of a failed copy never completes, and the next user of the bytes would raise an error
+        that is not its own. And an interrupt may have lost a lease, so this does not undo the books: it makes new ones.
+        A lease from before has no bytes any more, and its return has no effect.
         """
-        self._settle()
         with self._lock:
-            self._free.forget_events()
+            free = FreeExtents(self._device.is_complete, self._unawaited)
+            for index, slab in self._slabs.items():
+                free.put(index, 0, slab.nbytes)
+            self._free, self._returns = free, deque()
+            self.slab_bytes_total = sum(slab.nbytes for slab in self._slabs.values())
+            self.lent_bytes = self.num_leases = 0
+            self._age += 1
 
     def reset_peak(self) -> None:
         """Restart `peak_lent_bytes` from the bytes lent now."""
@@ -193,12 +206,12 @@ class HostPool:
 
     def _settle(self) -> None:
         """Process the queued returns, unless a call in progress holds the lock and processes them at its end."""
-        while self._returns and self._lock.acquire(blocking=False):
-            try:
-                while self._returns:
-                    self._take_back(*self._returns.popleft())
-            finally:
-                self._lock.release()
+        while self._returns and run_if_free(self._lock, self._take_returns):
+            pass
+
+    def _take_returns(self) -> None:
+        while self._returns:
+            self._take_back(*self._returns.popleft())
 
     def _take_back(self, lease: HostLease, events: Sequence[Event]) -> None:
         self._free.put(lease._slab, lease.region.offset, lease._extent_bytes, events)

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from offload_engine._compat import torch_private
+from offload_engine._saved.places import Place, place_of
 from offload_engine._saved.retirement import RetireQueue
 from offload_engine._saved.storage import SavedStorage
 
@@ -20,23 +21,23 @@ class PackedTensor:
     graphs, unused branches and abandoned graphs need no special handling.
     """
 
-    __slots__ = ("storage", "dtype", "_retired", "_shape", "_stride", "_offset", "_is_conj", "_is_neg", "gives_form")
+    __slots__ = ("storage", "place", "_handles", "_retired", "_is_conj", "_is_neg", "gives_form")
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, retired: RetireQueue, is_first: bool) -> None:
         self._retired = retired
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
-        self.dtype: torch.dtype = tensor.dtype
+        self.place: Place = place_of(tensor)
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
         # This excludes an offset: with one the storage is larger than the tensor, or the tensor is not contiguous.
         is_whole: bool = is_first and tensor.is_contiguous() and tensor.nbytes == storage.nbytes
         self.gives_form: bool = is_whole and not self._is_conj and not self._is_neg  # that of its storage
         if self.gives_form:
-            storage.form = self._shape, self._stride, self.dtype
+            storage.form = self.place[1:]
         self.storage: SavedStorage = storage
-        storage.num_handles += 1
+        self._handles = storage.handles  # see `SavedStorage.has_lost_handles`
+        storage.handles[id(self)] = self.place
+        if not is_first:
+            storage.watch(tensor, id(self))
 
     def view(self, buffer: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
         """Return the saved tensor over the storage of `buffer`: same shape, stride, offset and dtype.
@@ -47,7 +48,8 @@ class PackedTensor:
                 of a new tensor.
         """
         tensor = empty.data  # unlike detach(), with a version counter of its own
-        tensor.set_(buffer.untyped_storage(), self._offset, self._shape, self._stride)
+        offset, shape, stride, _ = self.place
+        tensor.set_(buffer.untyped_storage(), offset, shape, stride)
         if self._is_conj:
             tensor = tensor.conj()
         return _neg_view(tensor) if self._is_neg else tensor
@@ -57,8 +59,8 @@ class PackedTensor:
             storage = self.storage
         except AttributeError:  # the constructor failed
             return
-        storage.num_handles -= 1
-        if storage.num_handles == 0:
+        storage.forget_handle(id(self))
+        if not storage.handles:
             self._retired.retire(storage)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved.storage import SavedStorage
 
 
@@ -13,18 +15,20 @@ class RetireQueue:
     """Defers retirement: a storage whose last handle goes during an operation of the store is retired after it.
 
     The last handle may be dropped at any time: the garbage collector frees graphs in cycles, in the middle of an
-    operation and in any thread. So an operation of the store holds `lock`, which is not reentrant, and calls `drain`
-    afterwards.
+    operation and in any thread. So an operation of the store holds `lock`, inside which nothing is retired, and calls
+    `drain` afterwards.
 
-    A storage with a copy in flight is not retired in a thread that copies, where the collector may run as well:
-    retiring waits for that copy, and the thread might wait for itself. The next operation that ends in another thread
-    retires it.
+    Nothing is retired in a thread that copies, where the collector may run as well: retiring waits for a copy in
+    flight, and the thread might wait for itself. The next operation that ends in another thread does it.
 
     Operations use `with lock`: with separate calls, an interrupt between two lines could leave the lock held.
 
+    Python drops what a destructor raises, and an interrupt may come in the destructor of a handle: in a backward that
+    runs in the main thread, these are often the first lines of Python for a long time. `reclaim` raises it.
+
     Args:
         is_copy_thread: returns True in a thread that copies.
-        retire: releases all memory of a storage; never called while an operation holds `lock`.
+        retire: releases all memory of a storage, and may be called again; never called while an operation holds `lock`.
 
     Attributes:
         lock: held during an operation.
@@ -32,45 +36,49 @@ class RetireQueue:
     """
 
     def __init__(self, is_copy_thread: Callable[[], bool], retire: Callable[[SavedStorage], None]) -> None:
-        self.lock: threading.Lock = threading.Lock()
+        self.lock: Any = threading.RLock()
         self._is_copy_thread = is_copy_thread
         self._retire = retire
         self.dropped: deque[SavedStorage] = deque()
+        self._is_interrupted: bool = False
 
     def retire(self, saved: SavedStorage) -> None:
-        """Retire a storage whose last handle was dropped, now or after the running operation.
-
-        In a thread that copies, a storage with a copy in flight is retired after an operation, too.
-        """
-        if self.lock.acquire(False):
-            try:
-                if saved.num_handles == 0:  # otherwise another thread has packed the storage again
-                    # Few storages have a copy left to wait for, so the device is seldom called.
-                    if (saved.pending is not None or saved.emptied is not None) and self._is_copy_thread():
-                        self.dropped.append(saved)
-                    else:
-                        self._retire(saved)
-            except KeyboardInterrupt:  # raised inside a destructor it is lost, so the next operation retries
-                self.dropped.append(saved)
-                raise
-            finally:
-                self.lock.release()
-        else:
-            self.dropped.append(saved)
-        if self.dropped:  # the operation that held the lock may have drained before this append
+        """Retire a storage whose last handle was dropped, now or after the running operation; for destructors."""
+        self.dropped.append(saved)
+        try:
             self.drain()
+        except KeyboardInterrupt:
+            self._is_interrupted = True
 
     def drain(self) -> None:
         """Retire the dropped storages, unless an operation is running, which drains at its end."""
-        while self.dropped and not self._is_copy_thread() and self.lock.acquire(blocking=False):
+        # Again, because the operation that held the lock may have drained before the last one was dropped.
+        while self.dropped and not self._is_copy_thread() and run_if_free(self.lock, self._retire_dropped):
+            pass
+
+    def reclaim(self, live: Iterable[SavedStorage]) -> None:
+        """Retire the storages among `live` whose handles are gone although no destructor has said so.
+
+        Raises:
+            KeyboardInterrupt: if one has come in a destructor.
+        """
+        with self.lock:
+            lost = [saved for saved in live if saved.has_lost_handles()]
+            for saved in lost:
+                saved.handles.clear()
+                self.dropped.append(saved)
+        self.drain()
+        if lost or self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt("it came while a saved tensor was freed, where Python drops it")
+
+    def _retire_dropped(self) -> None:
+        while self.dropped:
+            saved = self.dropped[0]  # stays in the queue if an interrupt ends its retirement
             try:
-                while self.dropped:
-                    saved = self.dropped.popleft()
-                    if saved.num_handles == 0:  # otherwise the operation has packed the storage again
-                        try:
-                            self._retire(saved)
-                        except KeyboardInterrupt:
-                            self.dropped.append(saved)
-                            raise
-            finally:
-                self.lock.release()
+                if not saved.handles:  # otherwise it has been packed again
+                    self._retire(saved)
+            except Exception:
+                self.dropped.popleft()
+                raise
+            self.dropped.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import torch
 from offload_engine._compat import torch_private
 from offload_engine._devices.base import Event, Form, HostRegion, Stream
 from offload_engine._host.leases import GroupLease
+from offload_engine._saved.places import Place, covers, place_of
 from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
@@ -109,7 +111,8 @@ class SavedStorage:
         "ready_on",
         "lease",
         "region",
-        "num_handles",
+        "handles",
+        "aliases",
         "group",
         "sharers",
         "is_leaving",
@@ -137,7 +140,8 @@ class SavedStorage:
         self.ready_on: Stream = None  # the stream that waited for `copied_in` last
         self.lease: GroupLease | None = None
         self.region: HostRegion | None = None  # its part of the lease
-        self.num_handles: int = 0
+        self.handles: dict[int, Place] = {}  # of those that autograd holds, by their `id`
+        self.aliases: dict[int, torch.Tensor] = {}  # as `buffer` for all but the first; a part may have its own counter
         self.group: TensorGroup = group  # the first group that saved it, which copies it out; or the ungrouped one
         self.sharers: tuple[TensorGroup, ...] = ()  # other groups that saved it
         self.is_leaving: bool = False  # its copy-out is issued or delayed, and may lack later writes
@@ -156,37 +160,60 @@ class SavedStorage:
         """
         assert self.buffer is not None
         storage = self.buffer.untyped_storage()
-        if _num_tensors(storage) == 1:  # `buffer`
+        if _num_tensors(storage) == 1 + len(self.aliases):
             return False
         self._pin = _AddressPin(storage)
         return True
 
-    def may_lack_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Return whether an issued copy-out may lack writes to `tensor`, of the same storage and version.
+    def watch(self, tensor: torch.Tensor, handle: int) -> None:
+        """Keep the version counter of a tensor saved by another handle than the first, while `buffer` has its bytes."""
+        if self.buffer is not None and self.copied_in is None:
+            self.aliases[handle] = tensor.detach()
 
-        The parts that unsafe_chunk and the like make of a storage have version counters of their own, shared by their
-        views. They may be written in place one by one, each between the saves of others.
+    def forget_handle(self, handle: int) -> None:
+        """Forget a handle that autograd has dropped. Idempotent."""
+        self.handles.pop(handle, None)
+        if self.aliases:
+            self.aliases.pop(handle, None)
+
+    def has_lost_handles(self) -> bool:
+        """Return whether handles are registered but gone: an interrupt came in a destructor.
+
+        Each handle refers to `handles` until it is freed, behind its destructor. Call it while nothing is packed.
         """
-        if tensor._version == 0:  # never written in place, for instance a detached part
-            return False
-        base = tensor._base if tensor._is_view() else tensor
-        return base is None or base.nbytes != self.nbytes
+        return bool(self.handles) and sys.getrefcount(self.handles) == 2  # that of this storage, and the argument
+
+    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether the bytes of `tensor`, in this storage, have not changed since they were saved.
+
+        So it is while a handle needs them. All others may be written at any time, and the version counter of `tensor`
+        need not show it: a part has its own, and kernels outside torch and `Tensor.data` do without.
+        """
+        place = place_of(tensor)
+        return any([covers(saved, place) for saved in list(self.handles.values())])
 
     def is_modified(self) -> bool:
-        """Return whether the saved bytes were written in place, or discarded, since they were saved."""
+        """Return whether any of the saved bytes were written in place, or discarded, since they were saved."""
+        if self.aliases and any([alias._version != self.version for alias in list(self.aliases.values())]):
+            return True
+        return self.is_modified_for(0)
+
+    def is_modified_for(self, handle: int) -> bool:
+        """Return whether the bytes that a handle needs were written in place, or discarded, since they were saved."""
         assert self.buffer is not None
-        return self.buffer._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
+        saved = self.aliases.get(handle, self.buffer) if self.aliases else self.buffer
+        return saved._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
 
     def may_be_emptied(self) -> bool:
         """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""
         assert self.buffer is not None and self.num_external_refs is not None
         storage = self.buffer.untyped_storage()
-        return storage.resizable() and _num_tensors(storage) <= 1 + self.num_external_refs
+        return storage.resizable() and _num_tensors(storage) <= 1 + len(self.aliases) + self.num_external_refs
 
     def may_be_handed_over(self) -> bool:
         """Return whether only the tensor of one handle, on `stream`, needs `buffer`."""
         return (
-            self.num_handles == 1 and self.num_external_refs is None and not self.readers and self.alloc_stream is None
+            len(self.handles) == 1 and self.num_external_refs is None and not self.readers and self.alloc_stream is None
         )
 
     def is_still_held(self) -> bool:

@@ -108,10 +108,22 @@ class ActivationStore:
                 saved.pending = saved.copied_out = None  # complete or failed: no copy touches these bytes any more
                 self._mover.retire(saved)
             self._mover.wait_for_all_copies()
-            self.counters.prefetched_bytes = 0
+            # Nothing is left, whatever an interrupt may have kept from being undone.
+            self.live.clear()
+            self._by_key.clear()
+            self.counters.saved_bytes = self.counters.resident_bytes = self.counters.prefetched_bytes = 0
             self.eligibility.clear()
             self.alloc_streams.clear()
             self.failures.clear()
+
+    def has_handles(self) -> bool:
+        """Return whether a graph still holds a handle.
+
+        Raises:
+            KeyboardInterrupt: if one has come while a handle was freed.
+        """
+        self._retired.reclaim(self.live)
+        return bool(self.live)
 
     @property
     def lent_bytes(self) -> int:
@@ -180,16 +192,17 @@ class ActivationStore:
         if saved.residency is not RESIDENT:
             self._bring_back(saved)
         if saved.copied_in is None:
-            _check_unmodified(saved)
+            _check_unmodified(saved, handle)
         elif saved.ready_on != self._current_stream():
             self._mover.await_copy_in([saved])
         assert saved.buffer is not None
         if handle.gives_form and saved.form is not None:
             tensor = saved.buffer.data  # unlike detach(), with a version counter of its own
         else:
-            empty = self._empties.get(handle.dtype)
+            dtype = handle.place[3]
+            empty = self._empties.get(dtype)
             if empty is None:
-                empty = self._empties[handle.dtype] = torch.empty(0, dtype=handle.dtype, device=self._torch_device)
+                empty = self._empties[dtype] = torch.empty(0, dtype=dtype, device=self._torch_device)
             tensor = handle.view(saved.buffer, empty)
         if saved.lease is not None:  # the bytes are on host, or on their way there
             self._hand_over(saved)
@@ -294,11 +307,11 @@ class ActivationStore:
 
 def _is_another_save(saved: SavedStorage, tensor: torch.Tensor) -> bool:
     """Return whether `tensor` may have other bytes than `saved`, of the same storage."""
-    return saved.version != tensor._version or (saved.is_leaving and saved.may_lack_writes_to(tensor))
+    return saved.version != tensor._version or (saved.is_leaving and not saved.has_bytes_of(tensor))
 
 
-def _check_unmodified(saved: SavedStorage) -> None:
-    if saved.is_modified():
+def _check_unmodified(saved: SavedStorage, handle: PackedTensor) -> None:
+    if saved.is_modified_for(id(handle)):
         raise RuntimeError(
             f"a tensor saved for backward by {saved.group} has been modified by an inplace operation since; "
             "clone it before the modification"

@@ -150,11 +150,13 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     assert storage.buffer is not None
     if context.on_release is not None:
         context.on_release(storage.buffer)
+    storage.aliases.clear()
     storage.buffer = None
 
 
 def hand_over_buffer(storage: SavedStorage) -> None:
     """Leave the buffer to its one reader, on the current stream, which is `storage.stream`."""
+    storage.aliases.clear()
     storage.buffer = storage.copied_in = None
 
 
@@ -163,6 +165,7 @@ def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
     _follow_readers(storage, context.device)
     assert storage.buffer is not None
     storage.emptied = storage.buffer.untyped_storage()
+    storage.aliases.clear()
     storage.buffer = None
     context.device.empty(storage.emptied)
 

@@ -190,7 +190,7 @@ class CheckpointOffload:
     def _check_saved(self, inputs: Sequence[Any], outputs: Any) -> None:
         """Warn, once, of a checkpoint that does not save its inputs through the hooks: offload has no effect there."""
         packed = [handle for handle in inputs if isinstance(handle, PackedTensor)]
-        if self._has_warned or not packed or any(handle.storage.num_handles > 1 for handle in packed):
+        if self._has_warned or not packed or any(len(handle.storage.handles) > 1 for handle in packed):
             return
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(outputs)):
             self._has_warned = True

@@ -320,8 +320,7 @@ def test_a_layer_that_writes_the_parts_of_a_storage_one_by_one(enable: Enable, m
     handle.remove()
     undivided = enable(model, layers=list(model)[:3], config=config.replace(policy=GroupWindow(100)))
     assert equal(run(), plain)
-    gates_bytes = 4 * BYTES  # saved once more by who reads them next, after the copy in the two layers that leave
-    assert handle.stats.managed_bytes == undivided.stats.managed_bytes + 2 * gates_bytes
+    assert handle.stats.managed_bytes == undivided.stats.managed_bytes  # who reads a part next saves nothing new
 
 
 @pytest.mark.parametrize("enable_ckpt", [False, True])
@@ -675,17 +674,29 @@ def test_memory_goes_down() -> None:
 @pytest.mark.parametrize("enable_ckpt", [False, True])
 def test_compiled_layers(enable_ckpt: bool, is_compiled_first: bool) -> None:
     """`Module.compile` compiles hooks of the module as well, but for these."""
+    torch._dynamo.reset()
     model, plain = Net().eval(), Net().eval()
+    compiled: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.extend(node.name for part in graph.modules() for node in part.graph.nodes)  # type: ignore[union-attr]
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
     if not is_compiled_first:
         handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
-    for layer in (*model.layers, *plain.layers):
+    for layer in plain.layers:
         layer.compile(backend="aot_eager")
+    for layer in model.layers:
+        layer.compile(backend=backend)
     if is_compiled_first:
         handle = enable_activation_offloading(model, "none", enable_ckpt, config=ALL)
+    step(model)
+    assert "linear" in compiled
     for seed in range(2):
         assert equal(step(model, seed), step(plain, seed))
         assert handle.stats.num_offloaded_groups == 3 and handle.stats.prefetch_misses == 0
     handle.remove()
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("how", ["Module.compile", "torch.compile"])

@@ -50,7 +50,7 @@ class Recorder:
         for _ in range(2):
             self.moves.clear()
             self.device.begin_step()
-            self.engine.pool.forget_events()
+            self.engine.pool.take_all_back()
             self._run()
         self.engine.close()
         away: set[GroupKey] = set()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,20 +42,25 @@ class LayerCheckpoints:
             module.gradient_checkpointing = False  # type: ignore[assignment]
         # The instance attribute before; mostly None, because `forward` is a method of the class.
         self._originals = [(layer.inner, layer.inner.__dict__.get("forward")) for layer in self._layers]
+        self._handles = []
         for layer in self._layers:
-            layer.inner.__dict__["forward"] = _CheckpointedForward(layer.inner.forward, layer.module, groups)
+            forward = _CheckpointedForward(layer.inner.forward, layer.module, groups)
+            layer.inner.__dict__["forward"] = forward
+            self._handles.append(groups.add_hook(layer.module, forward.look))
         groups.note_checkpointed(layer.module for layer in self._layers)
         self._log(type(model).__name__, len(layers))
 
     def remove(self) -> None:
         """Restore the forward of each layer and the model's own checkpointing. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
         for inner, original in self._originals:
             del inner.__dict__["forward"]
             if original is not None:
                 inner.__dict__["forward"] = original
         for module in self._switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
-        self._originals, self._switched_off = [], []
+        self._originals, self._switched_off, self._handles = [], [], []
 
     def _log(self, model: str, num_layers: int) -> None:
         logger.info(
@@ -86,9 +92,14 @@ class _CheckpointedForward:
         self._forward = forward
         self._layer = layer
         self._groups: LayerGroups | None = groups
+        self._was_open = False  # when `look` was called last
+
+    def look(self, *_: Any) -> None:
+        """Note, before the forward, whether the group of the layer is open: compiled code cannot ask."""
+        self._was_open = self._is_open()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._groups is None or self._groups.open_layer is not self._layer:  # a copy, evaluation, recomputation
+        if not (self._was_open if torch.compiler.is_compiling() else self._is_open()):
             return self._forward(*args, **kwargs)
         kwargs = _without_cache(kwargs)
         names, num_args = tuple(kwargs), len(args)
@@ -100,7 +111,11 @@ class _CheckpointedForward:
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": None}
+        return {**self.__dict__, "_groups": None, "_was_open": False}
+
+    def _is_open(self) -> bool:
+        """Return False in a copy, in evaluation and in recomputation."""
+        return self._groups is not None and self._groups.open_layer is self._layer
 
 
 def is_checkpointed(layer: Layer) -> bool:

@@ -138,6 +138,12 @@ class LayerGroups:
         """Declare that the forward of each of `layers` is checkpointed, so its group holds only the inputs."""
         self._checkpointed.update(layers)
 
+    def add_hook(self, layer: nn.Module, function: Callable[..., None]) -> RemovableHandle:
+        """Call `function` before the forward of `layer` and after the hook that opens its group, never compiled."""
+        hook = GroupHook(function)
+        self._traceable_hooks.append(hook)
+        return layer.register_forward_pre_hook(hook)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Return a context manager for code that runs the layers: it counts as one forward of the body."""

@@ -1,0 +1,48 @@
+"""Places: which bytes of a storage a tensor has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Storage offset, shape, strides and dtype. A tuple of no fixed length, because each saved tensor has one, and the
+# compiled core would copy one of a fixed length field by field.
+Place = tuple[Any, ...]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return the place of `tensor` in its storage."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def covers(saved: Place, other: Place) -> bool:
+    """Return whether each byte at `other` is also at `saved`; False also where that is not easy to tell."""
+    if saved == other or 0 in other[1]:
+        return True
+    begin, end = _span(other)
+    saved_begin, saved_end = _span(saved)
+    return saved_begin <= begin and end <= saved_end and _is_dense(saved)
+
+
+def _span(place: Place) -> tuple[int, int]:
+    """Return the first byte of a place, and the one behind its last."""
+    offset, shape, strides, dtype = place
+    last: int = offset
+    for size, stride in zip(shape, strides):  # noqa: B905  (as many by construction)
+        last += (size - 1) * stride
+    return offset * dtype.itemsize, (last + 1) * dtype.itemsize
+
+
+def _is_dense(place: Place) -> bool:
+    """Return whether a place has all bytes of its span."""
+    _, shape, strides, _ = place
+    dense = 1  # number of elements in a row that the dimensions so far have
+    for stride, size in sorted(zip(strides, shape)):  # noqa: B905
+        if size == 0 or stride > dense:
+            return False
+        if size > 1 and stride == dense:
+            dense *= size
+        elif size > 1 and stride > 0:
+            return False  # elements overlap: seldom, and not easy to tell
+    return True

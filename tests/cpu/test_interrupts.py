@@ -1,0 +1,228 @@
+"""Ctrl-C between any two lines: no lock stays held, no storage stays for ever, and the interrupt is not lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_engine import (
+    IS_COMPILED,
+    OffloadConfig,
+    OffloadEngine,
+    enable_activation_offloading,
+    group_commit,
+    group_start,
+)
+from offload_engine._host.leases import GroupLease
+from offload_engine._host.try_lock import run_if_free
+from tests.engine_state import is_free
+
+CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
+
+
+class Lock:
+    """A lock that gets a Ctrl-C while the acquisition that `num_left` counts down to is under way."""
+
+    def __init__(self) -> None:
+        self.lock: Any = threading.RLock()
+        self.num_left = -1
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        taken: bool = self.lock.acquire(*args, **kwargs)
+        self.num_left -= taken
+        if taken and self.num_left == 0:
+            signal.raise_signal(signal.SIGINT)
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lock, name)
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.lock.release()
+
+
+@pytest.fixture
+def engine() -> Iterator[OffloadEngine]:
+    engine = OffloadEngine(CONFIG)
+    yield engine
+    engine.close()
+
+
+def step(engine: OffloadEngine) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with engine.iteration():
+        chunk, y = engine.start_chunk(), x
+        for _ in range(4):
+            y = group_start(y, chunk, "group")
+            with chunk.saved_tensors_hooks():
+                y = y.sin()
+            y = group_commit(y, chunk)
+        y.sum().backward()
+
+
+def test_an_interrupt_while_the_lock_is_taken_leaves_it_free() -> None:
+    lock = Lock()
+    lock.num_left = 1
+    with pytest.raises(KeyboardInterrupt):
+        run_if_free(lock, lambda: None)
+    assert is_free(lock.lock)
+
+
+def test_an_interrupt_in_the_work_leaves_the_lock_free() -> None:
+    lock = threading.RLock()
+    with pytest.raises(KeyboardInterrupt):
+        run_if_free(lock, lambda: signal.raise_signal(signal.SIGINT))
+    assert is_free(lock)
+
+
+def test_a_lock_that_is_held_is_not_waited_for() -> None:
+    lock, done = threading.RLock(), list[str]()
+    with lock:
+        assert not run_if_free(lock, lambda: done.append("by this thread"))
+        thread = threading.Thread(target=lambda: run_if_free(lock, lambda: done.append("by another")))
+        thread.start()
+        thread.join()
+    assert not done and run_if_free(lock, lambda: done.append("free")) and done == ["free"] and is_free(lock)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled attributes cannot be replaced")
+@pytest.mark.parametrize("owner", ["_retired", "pool"])
+def test_the_step_after_an_interrupt_runs(engine: OffloadEngine, owner: str) -> None:
+    step(engine)
+    lock = Lock()
+    if owner == "pool":
+        engine.pool._lock = lock
+    else:
+        engine._store._lock = engine._store._retired.lock = lock
+    lock.num_left = 2
+    with pytest.raises(KeyboardInterrupt):
+        step(engine)
+    assert lock.num_left <= 0 and is_free(lock.lock)
+    step(engine)
+    assert not engine.has_saved
+
+
+def interrupt_destructor(number: int) -> None:
+    """Let a Ctrl-C come in front of the first line of a handle's destructor, where nothing can catch it."""
+    left = number
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        if event == "call" and frame.f_code.co_qualname == "PackedTensor.__del__":
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+
+
+@pytest.fixture
+def ignored(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What Python dropped because a destructor raised it."""
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))
+    yield found
+    sys.setprofile(None)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, number: int, ignored: list[Any]) -> None:
+    step(engine)
+    interrupt_destructor(number)
+    with pytest.raises(KeyboardInterrupt):
+        step(engine)
+    assert ignored == [KeyboardInterrupt]
+    assert not engine.has_saved and engine.pool.num_leases == 0
+    step(engine)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_interrupt_in_a_destructor_ends_the_backward_of_a_front_end(number: int, ignored: list[Any]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(6)))
+    handle = enable_activation_offloading(model, "none", layers=list(model), config=CONFIG)
+    x = torch.randn(64, 64)
+    model(x).sum().backward()
+    interrupt_destructor(number)
+    loss = model(x).sum()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    del loss
+    assert ignored == [KeyboardInterrupt] and not handle.engine.has_saved
+    num_groups = handle.stats.num_groups
+    for _ in range(2):
+        model(x).sum().backward()
+        assert handle.stats.num_groups == num_groups and handle.engine.pool.num_leases == 0
+    handle.remove()
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+def test_an_interrupt_while_a_storage_is_retired_ends_the_step(engine: OffloadEngine, ignored: list[Any]) -> None:
+    retire = engine._store._retired._retire
+
+    def interrupted(saved: Any) -> None:
+        engine._store._retired._retire = retire
+        raise KeyboardInterrupt
+
+    engine._store._retired._retire = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(engine)
+    assert not ignored and not engine.has_saved and engine.pool.num_leases == 0
+    step(engine)
+
+
+def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEngine) -> None:
+    """What an interrupted destructor leaves: this also holds in the compiled core."""
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group")
+        handle, kept = chunk.tensor_push(torch.ones(64)), chunk.tensor_push(torch.ones(64))
+        handle.storage.handles[0] = handle.place
+        assert engine.has_saved
+        del handle
+        with pytest.raises(KeyboardInterrupt):
+            engine.has_saved  # noqa: B018
+        chunk.close_group()
+        assert len(engine._store.live) == 1 and (chunk.tensor_pop(kept) == 1).all()
+        del kept
+    assert not engine.has_saved and engine.pool.num_leases == 0
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+def test_an_interrupt_between_a_lease_and_its_storages_loses_no_host_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OffloadEngine(CONFIG)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupLease, "__init__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(engine)
+    step(engine)
+    assert engine.pool.num_leases == engine.pool.lent_bytes == 0
+    engine.close()
+
+
+def test_a_retained_graph_is_no_interrupt(engine: OffloadEngine) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        with chunk.saved_tensors_hooks():
+            y = x.sin()
+        assert engine.has_saved
+    y.sum().backward()
+    assert not engine.has_saved
