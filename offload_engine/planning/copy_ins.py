@@ -35,14 +35,9 @@ class Step(NamedTuple):
         """Return the bytes of a group, or 1 where no bytes are known."""
         return self.group(group).nbytes if self.largest_bytes else 1
 
-    def default_limit(self) -> int:
-        """Return twice the largest group, in the unit of `size`."""
-        return 2 * (self.largest_bytes or 1)
-
     def inflight_limit(self) -> int:
-        """Return how much copy-out may be in flight: `Bounds.max_inflight_bytes`, or the default."""
-        limit = self.bounds.max_inflight_bytes
-        return self.default_limit() if limit is None else limit
+        """Return how much copy-out may be in flight, in the unit of `size`."""
+        return self.bounds.inflight_limit(self.largest_bytes or 1)
 
 
 class Room(Protocol):

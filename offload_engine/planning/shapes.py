@@ -133,6 +133,10 @@ class Bounds:
         if self.resident_bytes is not None and len(given) > 1:
             raise ValueError(f"resident_bytes bounds what {given[0]} bounds: set one of them")
 
+    def inflight_limit(self, largest_bytes: int) -> int:
+        """Return how many bytes of copy-out may be in flight; `largest_bytes`: of the largest group."""
+        return 2 * largest_bytes if self.max_inflight_bytes is None else self.max_inflight_bytes
+
 
 def largest_bytes(shapes: Iterable[ChunkShape]) -> int:
     """Find the bytes of the largest group; 0 where none are known."""

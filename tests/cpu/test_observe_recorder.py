@@ -20,9 +20,10 @@ from offload_engine._observe.record import Awaited, CounterRecord, StageRecord, 
 from offload_engine._observe.recorder import Recorder
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.storage import Residency
+from offload_engine.planning.clocks import Link
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, HELD, IN, ITERATION_END, LAUNCH, OUT
 from offload_engine.schedule import ChunkKey
-from tests.virtual_time import KIB, VirtualDevice
+from tests.engine_on_clocks import KIB, ClockDevice
 
 CHUNK = ChunkKey(0, 3)
 MS_OF_COPY = 10 * 1.048576  # 10 "MiB" at 1 GB/s
@@ -52,14 +53,14 @@ class Storage:
 
 
 class Step:
-    """An engine's calls, in virtual time."""
+    """Makes an engine's calls on a device of clocks."""
 
     def __init__(self, **options: Any) -> None:
-        self.device = VirtualDevice(out_gbps=1.0, in_gbps=1.0)
+        self.device = ClockDevice(Link(out_gbps=1.0, in_gbps=1.0))
         self.streams = {op: self.device.new_stream(name) for op, name in ((OUT, "copy_out"), (IN, "copy_in"))}
         self.recorder = Recorder(
             self.device,  # type: ignore[arg-type]
-            clock=lambda: round(self.device.host * 1e6),
+            clock=lambda: round(self.device.clocks.host * 1e6),
             **{"has_modules": False, **options},
         )
 
@@ -72,7 +73,7 @@ class Step:
         stream = self.streams[op]
         self.device.wait_event(stream, self.device.record_event("compute"))
         begin = self.recorder.mark(stream)
-        self.device._copy(stream, sum(s.nbytes for s in storages))
+        self.device.copy(stream, sum(s.nbytes for s in storages))
         nbytes = sum(s.nbytes for s in storages)
         self.recorder.note_copy(op, group, nbytes, begin, self.recorder.mark(stream))
         for storage in storages:
@@ -135,7 +136,7 @@ def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
     """Not from the issue of its copy, which stands behind others."""
     group = Group()
     storage = step.save(group)
-    step.device._copy(step.streams[OUT], 10 * KIB)
+    step.device.copy(step.streams[OUT], 10 * KIB)
     step.copy(OUT, group, storage)
     packed, leaving = step.recorder.finish().stages
     assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
@@ -175,7 +176,7 @@ def test_boundaries_without_a_group_count_those_committed(step: Step) -> None:
 def test_counters_are_noted_where_they_change(step: Step) -> None:
     for values in ((1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)):
         step.recorder.note_counters(*values)
-        step.device.host += 1.0
+        step.device.clocks.host += 1.0
     found = step.recorder.finish({"prefetch_misses": 2})
     assert found.counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
     assert found.counts == {"prefetch_misses": 2}
@@ -429,7 +430,7 @@ def test_the_origin_is_marked_on_a_device_that_has_caught_up() -> None:
     """Else the two clocks would differ by what the device has yet to do."""
     calls: list[str] = []
 
-    class Noting(VirtualDevice):
+    class Noting(ClockDevice):
         def mark_time(self, stream: str) -> Any:
             calls.append("mark")
             return super().mark_time(stream)

@@ -17,14 +17,13 @@ from offload_engine.planning.planner import PASSES, Planner, plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
 from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
-from tests.planned import chunk_shape
-from tests.virtual_time import MIB
+from tests.dense_jobs import MIB, chunk_shape
 
 DENSE = ("core_attn", "mlp_fc1")
 # A layer with experts in each of two layers, under the all-to-all overlap: no chunk is called, so no tail and no head.
 EXPERTS = ChunkShape(
     tuple(
-        GroupShape(name, layer, mib * MIB, may_delay=may_delay)
+        GroupShape(name, layer, mib * MIB, forward_ms=1.0, backward_ms=2.0, may_delay=may_delay)
         for layer in range(2)
         for name, mib, may_delay in (("core_attn", 100, True), ("expert_fc1", 400, False))
     ),
