@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_engine._devices.base import CopyError, Form, HostRegion, PlainRead
+from offload_engine._devices.base import CopyError, HostRegion, PlainRead, TensorSpec
 
 POISON = 0xFF
 _ALIGNMENT = 64  # of torch's own CPU memory: vectorised kernels may sum in another order at another alignment
@@ -362,7 +362,7 @@ class AdversarialDevice:
             mark.stream.run_until(mark)
         return 1e3 * (last.seconds - first.seconds)
 
-    def allocate(self, nbytes: int, stream: AdversarialStream, form: Form | None = None) -> torch.Tensor:
+    def allocate(self, nbytes: int, stream: AdversarialStream, spec: TensorSpec | None = None) -> torch.Tensor:
         self._enter()
         assert stream.is_compute, f"buffers come from the pool of a compute stream, not of {stream}"
         block = self._take_block(nbytes, stream)
@@ -373,9 +373,9 @@ class AdversarialDevice:
         key = tensor.untyped_storage()._cdata
         self._memories[key] = memory
         weakref.finalize(view, self._forget_block, key, memory).atexit = False
-        if form is None:
+        if spec is None:
             return tensor
-        shape, stride, dtype = form
+        shape, stride, dtype = spec
         return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, shape, stride)
 
     def empty(self, storage: torch.UntypedStorage) -> None:

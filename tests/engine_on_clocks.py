@@ -91,8 +91,8 @@ class ClockDevice:
     def milliseconds_between(self, first: Event, last: Event) -> float:
         return last.at - first.at
 
-    def allocate(self, nbytes: int, stream: str, form: Any = None) -> torch.Tensor:
-        return new_buffer(nbytes, form, self.torch_device)
+    def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
+        return new_buffer(nbytes, spec, self.torch_device)
 
     def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
         self.copy(stream, sum(region.nbytes for _, region in copies))
@@ -188,7 +188,7 @@ class EngineRank:
     @staticmethod
     def _mark(chunk: ChunkOffloadHandler, shape: ChunkShape, num_committed: int) -> None:
         if num_committed in shape.launch_counts:
-            chunk.pass_host_wait()
+            chunk.note_launch()
         if num_committed == shape.tail_index:
             chunk.begin_tail()
 

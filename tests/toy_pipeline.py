@@ -468,7 +468,7 @@ class Unit(nn.Module):
         if runner.device is not None:
             runner.device.note_produced(saved.buffer for saved in group.storages)
         if self.ends_wait:
-            chunk.pass_host_wait()
+            chunk.note_launch()
         return out
 
     def _inner(self, x: torch.Tensor, runner: Runner) -> torch.Tensor:

@@ -97,11 +97,11 @@ class ChunkShape:
         or an MLP alone. Besides them all with `GroupShape.keep`.
         """
         num_layers = self.num_layers or 1 + max((group.layer for group in self.groups), default=-1)
-        last = self.last_of_name()
+        last = self.last_index_by_name()
         in_layers = {i for i in last.values() if -1 < self.groups[i].layer >= num_layers - 2}
         return frozenset(in_layers | {i for i, group in enumerate(self.groups) if group.keep})
 
-    def last_of_name(self) -> dict[str, int]:
+    def last_index_by_name(self) -> dict[str, int]:
         """Find the index of the last group of each name."""
         return {group.name: index for index, group in enumerate(self.groups)}
 

@@ -59,9 +59,9 @@ def test_they_wait_until_the_device_has_work_again() -> None:
     bench.commit()  # the limit on what is in flight is learned from it
     bench.commit(may_delay=True)
     assert bench.num_copied == 1
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.num_copied == 2
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.num_copied == 2
     bench.backward()
 
@@ -75,7 +75,7 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
         compute = bench.device.current_stream()
         committed = compute.clock[compute.index]
         torch.ones(1)
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     waited_for = bench.engine._store._context.copy_out_stream.clock[compute.index]
     assert waited_for <= committed < compute.clock[compute.index]
     bench.backward()
@@ -114,7 +114,7 @@ def test_what_is_complete_by_then_is_released() -> None:
     bench = Bench()
     bench.commit()
     bench.device.synchronize_all()
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.engine.snapshot().inflight_bytes == 0
     bench.backward()
 
@@ -186,7 +186,7 @@ def test_nothing_waits_where_the_link_is_behind() -> None:
     bench.commit(may_delay=True)
     assert bench.num_copied == 3
     bench.device.synchronize_all()
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     bench.commit(may_delay=True)
     assert bench.num_copied == 3
     bench.backward()
@@ -209,7 +209,7 @@ def test_the_tail_does_not_count_what_was_not_copied_after_all(settings: dict[st
         bench.commit(may_delay=True)
     bench.chunk.begin_tail()
     num_before = len(bench.leaving)
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     bench.commit()
     num_in_tail = len(bench.leaving) - num_before
     bench.engine.start_chunk(ChunkKey(0, 1)).begin_backward()
@@ -234,7 +234,7 @@ def test_a_reset_forgets_them() -> None:
     bench.handles.clear()
     bench.engine.begin_iteration(no_pipelining(1))
     bench.chunk = bench.engine.start_chunk(ChunkKey(0, 0))
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.num_copied == 0
     bench.commit()
     bench.backward()
