@@ -2,7 +2,7 @@
 
 It does two things at once.
 
-It delays. A copy stream is a queue that nobody works on: a copy runs when the compute side waits for it, directly or
+It delays. A copy stream is a queue without a worker: a copy runs when the compute side waits for it, directly or
 through another stream, and no earlier. A reader that forgot to wait finds 0xFF bytes, which are NaN in every float
 format. With a seed, copies also run early now and then, in an order that the waits allow.
 
@@ -198,7 +198,7 @@ class AdversarialSlab:
 
     def note(self, region: HostRegion, is_write: bool, access: Access) -> None:
         start, end = region.offset, region.offset + region.nbytes
-        if is_write:  # whoever comes after this write also comes after what it overwrote
+        if is_write:  # order behind this write includes order behind what it overwrote
             self.uses = [use for use in self.uses if use[0] < start or use[1] > end]
         self.uses.append((start, end, is_write, access))
 
@@ -554,7 +554,7 @@ class AdversarialDevice:
     def _copy_in(self, stream: AdversarialStream, tick: int, source: HostRegion, target: torch.Tensor) -> None:
         copy, access, memory = self._issue("in", stream, tick, target, source)
         if not source.slab.overlapping(source, only_writes=True):
-            self._violation(f"{copy} reads host bytes that nobody wrote", copy)
+            self._violation(f"{copy} reads host bytes that were never written", copy)
         self._require(access, "reads host bytes", source.slab.overlapping(source, only_writes=True))
         self._require(access, f"writes {_describe(memory)}", memory.accesses())
         memory.writes.append(access)

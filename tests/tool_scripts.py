@@ -1,4 +1,4 @@
-"""Scripts of `tools` as modules: the folder is no package."""
+"""Imports scripts of `tools`, which is no package, as modules."""
 
 from __future__ import annotations
 

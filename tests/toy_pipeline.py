@@ -48,7 +48,7 @@ HIDDEN = 8
 
 
 class Dense(nn.Module):
-    """Saves its input and a transposed view of its weight; its output is saved by nobody."""
+    """Saves its input and a transposed view of its weight; its output is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class Dense(nn.Module):
 
 
 class InPlace(Dense):
-    """Modifies in place what nobody saved, and saves the result."""
+    """Modifies an unsaved tensor in place, and saves the result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).add_(0.1).relu_()
 
 
 class InPlaceInput(Dense):
-    """Modifies its own input; only legal where nobody saved that."""
+    """Modifies its own input; only legal where that is not saved."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x.mul_(0.9).tanh_())
@@ -225,7 +225,7 @@ _BLOCKS: tuple[type[nn.Module], ...] = (
     *(Dense, InPlace, InPlaceInput, Gated, Attention, Norm, Sigmoid, Gram, HalfPrecision, Complex),
     *(Pick, Scaled, UnusedBranch, Views),
 )
-_OUTPUT_UNSAVED = (Dense, InPlaceInput)  # whoever comes next may write into their output
+_OUTPUT_UNSAVED = (Dense, InPlaceInput)  # the next block may write into their output
 # A residual connection around a bracket adds one more gradient to its input; with more than two in all, the brackets
 # would change the order of the additions and so the last bit.
 _INPUT_READ_ONCE = (Dense, InPlace, Gated, Attention, Norm, Sigmoid, HalfPrecision, Complex, UnusedBranch, Views)
@@ -422,7 +422,7 @@ class Unit(nn.Module):
         self.is_excluded = rng.random() < 0.05
         self.has_residual = rng.random() < 0.3 and type(block) in _INPUT_READ_ONCE
         self.scales_output = type(block) in _OUTPUT_UNSAVED and rng.random() < 0.5
-        # Somebody keeps its input until backward, unread. Not in a pair, where the other unit reads it too.
+        # Its input is held until backward, unread. Not in a pair, where the other unit reads it too.
         drawn_apart = random.Random(runner.case.seed + 2 + index)
         self.is_input_held = index >= 0 and drawn_apart.random() < 0.3 and not isinstance(block, InPlaceInput)
         self.is_input_held &= self.is_bracketed or runner.case.manages_rest  # else no hook sees who reads it
@@ -542,7 +542,7 @@ class Runner:
     def _attempt(self, step: Step) -> list[torch.Tensor]:
         self._arm(step.failure)
         if self.engine is not None:
-            # With two streams always: nobody tells the allocator which streams use a weight, as it is never freed.
+            # With two streams always: the allocator is not told which streams use a weight, as it is never freed.
             names_weights = self.case.passes_weights or self.case.has_comm_stream
             weights = list(self.stages.parameters()) if names_weights else []
             self.engine.begin_iteration(step.announced, weights)

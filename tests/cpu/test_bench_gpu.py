@@ -1,4 +1,4 @@
-"""tools/bench_gpu.py: what can be known of it without a GPU."""
+"""tools/bench_gpu.py, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     own = found["ours"]
     assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
     assert throughput.throughput_table(list(found.values())).row_count == 4
-    assert throughput.throughput(summaries, run_records()) == [], "whose shape nobody knows"
+    assert throughput.throughput(summaries, run_records()) == [], "its shape is unknown"
 
 
 def test_tables_show_every_contender_and_target() -> None:

@@ -400,7 +400,7 @@ def test_events_are_reused_and_asked_until_they_are_done(runtime: ctypes.CDLL) -
     assert idle == [EVENT]
 
 
-def test_a_failed_event_is_not_complete_and_tells_whoever_waits(
+def test_failed_event_is_not_complete_and_raises_for_its_waiter(
     runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the CPU device: a question is answered, and a wait raises."""
@@ -416,7 +416,7 @@ def test_a_failed_event_is_not_complete_and_tells_whoever_waits(
                 wait()
 
 
-def test_whoever_waits_by_asking_gets_an_answer(runtime: ctypes.CDLL) -> None:
+def test_polling_an_event_answers_without_an_error(runtime: ctypes.CDLL) -> None:
     cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
     with having(runtime, "result", 600):
         assert not cuda.poll(event)

@@ -1,4 +1,4 @@
-"""What CUDA graphs capture is refused with both settings named, and all else is offloaded."""
+"""Modules that CUDA graphs capture are refused with both settings named; all others are offloaded."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Chain:
 def test_groups_on_the_device(limit: int) -> None:
     chain = Chain(horizon_groups=limit)
     chain.forward()
-    # Bytes bound the copies in flight too, at twice the largest group: more than one copy at a time helps nobody.
+    # Bytes bound the copies in flight too, at twice the largest group: more than one copy at a time would not help.
     assert chain.engine.stats.peak_resident_bytes == min(limit, 3) * GROUP_BYTES
     for index in reversed(range(DEPTH)):
         chain.begin_backward(index)
@@ -76,7 +76,7 @@ def test_groups_on_the_device(limit: int) -> None:
     assert not chain.device.hazards
 
 
-def test_what_a_retained_graph_keeps_does_not_stop_the_prefetch() -> None:
+def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
     chain = Chain(horizon_groups=2)
     chain.forward()
     for index in reversed(range(DEPTH)):

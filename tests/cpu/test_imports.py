@@ -1,4 +1,4 @@
-"""Who may import whom. Read from the source by `ast`, so that nothing has to be importable here.
+"""Checks the layers of imports, read from the source by `ast`, so that nothing has to be importable here.
 
 tools, examples, tests -> megatron_patches -> offload_engine, and inside offload_engine only downward in `LAYERS`.
 """
@@ -207,7 +207,7 @@ def test_megatron_patches_uses_public_names_only() -> None:
 
 
 @pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
-def test_packages_do_not_import_what_stands_around_them(package: str) -> None:
+def test_packages_import_no_tests_tools_or_examples(package: str) -> None:
     outside = {"tests", "tools", "examples"} | ({"megatron_patches"} if package == "offload_engine" else set())
     wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports(package) if _top(i.module) in outside]
     assert not wrong

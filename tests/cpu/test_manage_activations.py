@@ -607,7 +607,7 @@ def test_prefetch_is_ahead_of_every_group() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_groups": 2}], ids=str)
-def test_graphs_that_nobody_uses_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
+def test_unused_graphs_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
     """As validation losses that are kept with their graphs: what was copied in for them is not ahead of anything."""
     model = make_model()
     engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **bounds), device)
@@ -668,7 +668,7 @@ def test_entered_twice(activations: ManagedActivations) -> None:
     loss.backward()
 
 
-def test_the_innermost_of_two_takes_what_is_saved(activations: ManagedActivations) -> None:
+def test_innermost_of_two_engines_packs_the_tensors(activations: ManagedActivations) -> None:
     inner = manage_activations(engine=OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice()))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with activations:

@@ -1,4 +1,4 @@
-"""Which steps are recorded, and what becomes of the records."""
+"""Selects the recorded steps, and writes, logs or keeps their records."""
 
 from __future__ import annotations
 

@@ -193,19 +193,19 @@ def fate_of(step: Step, group: Group, *residencies: Residency) -> Reason:
     return step.recorder.finish().saved[0].reason
 
 
-def test_what_was_released_has_moved(step: Step) -> None:
+def test_reason_of_a_released_group_is_moved(step: Step) -> None:
     assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.ON_HOST, Residency.RETIRED) is Reason.MOVED
 
 
-def test_what_was_copied_out_in_vain_was_recalled(step: Step) -> None:
+def test_reason_of_an_unreleased_copy_out_is_recalled(step: Step) -> None:
     assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.RESIDENT, Residency.RETIRED) is Reason.RECALLED
 
 
-def test_what_the_plan_keeps_is_kept(step: Step) -> None:
+def test_reason_of_a_group_that_the_plan_keeps_is_kept(step: Step) -> None:
     assert fate_of(step, Group(is_kept=True)) is Reason.KEPT
 
 
-def test_what_is_kept_no_longer_is_not(step: Step) -> None:
+def test_reason_of_a_group_kept_no_longer_is_not_kept(step: Step) -> None:
     """A group is told again when a move takes it."""
     group = Group(is_kept=True)
     step.save(group)
@@ -215,12 +215,12 @@ def test_what_is_kept_no_longer_is_not(step: Step) -> None:
     assert step.recorder.finish().saved[0].reason is Reason.FITS
 
 
-def test_what_no_group_saves_was_not_asked_for(step: Step) -> None:
+def test_reason_of_an_ungrouped_tensor_is_not_requested(step: Step) -> None:
     assert fate_of(step, Group(is_ungrouped=True)) is Reason.NOT_ASKED
 
 
 @pytest.mark.parametrize("fallback", [Reason.FITS, Reason.DRY_RUN])
-def test_what_no_move_took_out_stays_for_the_fallback(fallback: Reason) -> None:
+def test_reason_without_a_move_is_the_fallback(fallback: Reason) -> None:
     assert fate_of(Step(fallback=fallback), Group()) is fallback
 
 
@@ -281,14 +281,14 @@ def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
     assert tensor() is None and gone() is None
 
 
-def test_what_was_saved_before_the_recording_is_passed_over(step: Step) -> None:
+def test_tensors_saved_before_the_recording_are_skipped(step: Step) -> None:
     step.recorder.note_residency(Storage(Group()), Residency.COPYING_OUT)
     step.recorder.note_storage_stays(Storage(Group()), Reason.SHARED)
     record = step.recorder.finish()
     assert record.stages == () and record.saved == ()
 
 
-def test_what_outlives_the_step_lives_until_its_end(step: Step) -> None:
+def test_tensor_that_outlives_the_step_ends_with_it(step: Step) -> None:
     step.save(Group())
     step.device.compute(4.0)
     assert step.recorder.finish().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)

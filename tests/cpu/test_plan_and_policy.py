@@ -85,7 +85,7 @@ def _counts(move: PlannedMove, away: set[GroupKey]) -> bool:
 @pytest.mark.parametrize("gbps", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
 @pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
-def test_policies_move_what_is_planned(shape: Shape, bounds: Bounds, gbps: float) -> None:
+def test_policies_make_the_planned_moves(shape: Shape, bounds: Bounds, gbps: float) -> None:
     for rank in range(shape.pp):
         job = RankJob(tuple(shape.actions(rank)), shapes_of(shape, rank), bounds)
         plan = plan_step(job.actions, job.shapes, bounds, is_combined=shape.overlap)

@@ -287,7 +287,7 @@ def headings(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_what_is_named_exists(document: Path) -> None:
+def test_names_in_the_documents_exist(document: Path) -> None:
     symbols, options = {*defined_symbols(), *known_names(), *settings(), *FOREIGN}, known_options()
     unknown = [span for span in SPAN.findall(prose(document)) if not is_known(span, symbols, options)]
     assert not unknown, f"{document.name} names what is not there: {unknown}"

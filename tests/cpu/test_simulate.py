@@ -128,7 +128,7 @@ def test_a_copy_in_that_is_not_ahead_stalls_for_its_whole_time_and_is_a_miss() -
     assert ahead.counters.copied_in_bytes == 100 * MB
 
 
-def test_what_a_plan_forgets_to_bring_back_is_brought_by_its_unpack() -> None:
+def test_unpack_copies_in_a_group_without_a_planned_copy_in() -> None:
     assert run_one("F0.0:0 OUT 0.0:0\nF0.0:2 DROP 0.0:0").stalls == {"BACKWARD block": pytest.approx(1.0)}
 
 
@@ -140,14 +140,14 @@ def test_a_drop_waits_for_its_copy() -> None:
     assert [span[:3] for span in outcome.spans if span.track == "wait"] == [("wait", 1.0, 2.0)]
 
 
-def test_what_is_recalled_is_not_copied_in_but_its_end_waits_for_the_copy_out() -> None:
+def test_recalled_group_is_not_copied_in_but_its_end_waits_for_the_copy_out() -> None:
     slow = Link(5.0, 100.0, 0.0)
     outcome = run_one("F0.0:2 OUT 0.0:2\nB0.0 IN 0.0:2", link=slow)
     assert outcome.counters.copied_in_bytes == 0
     assert outcome.stalls == {"END block": pytest.approx(18.0)}  # 20 ms of copy-out beside 2 ms of backward
 
 
-def test_what_is_complete_is_released_at_the_next_boundary_and_without_a_wait() -> None:
+def test_completed_copy_out_is_released_at_the_next_boundary_without_a_wait() -> None:
     """The host must be late enough to see it: it runs as the device does here."""
     text = "F0.0:0 OUT 0.0:0\nB0.0:1 IN 0.0:0"
     ahead, behind = run_one(text), run_one(text, link=Link(100.0, 100.0, 1.0))

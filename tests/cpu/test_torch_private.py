@@ -1,4 +1,4 @@
-"""The private names of torch: each means what the packages take it to mean, and nobody else takes one."""
+"""The private names of torch: each means what the packages take it to mean, and no other file uses one."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_a_missing_attribute_is_the_same_error() -> None:
         torch_private.of_schedule(object(), "_stages")
 
 
-# ---- nobody else takes one ----
+# ---- no other file uses one ----
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -1,4 +1,4 @@
-"""What `megatron_patches` logs in a rank, where pytest sees nothing."""
+"""Captures what `megatron_patches` logs in a rank, where pytest sees nothing."""
 
 from __future__ import annotations
 

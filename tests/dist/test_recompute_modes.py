@@ -61,7 +61,7 @@ def test_all_selective_modes_at_once(shape: Pipeline) -> None:
     _run(shape, [Case("moe", _left_to_move("moe", settings), settings=settings)])
 
 
-def test_what_is_discarded_is_never_copied() -> None:
+def test_discarded_tensors_are_never_copied() -> None:
     """The bits do not tell: what was copied of it is not what its backward reads."""
     run_ranks(_check_discarded)
 

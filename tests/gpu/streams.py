@@ -1,4 +1,4 @@
-"""What a test makes late on a stream, and whose memory it got."""
+"""Delays work on a stream, and finds whose memory it got."""
 
 from __future__ import annotations
 
