@@ -142,7 +142,7 @@ class Memory:
         self.recorded: list[AdversarialStream] = []  # by record_stream: reuse also waits for what they have by then
 
     def span(self, nbytes_needed: int = 0) -> tuple[int, int] | None:
-        """Address and size, or None if the storage is gone, or has been resized below what is needed."""
+        """Return the address and size, or None if the storage is gone, or has been resized below what is needed."""
         if self.block is not None:
             return self.block.address, self.block.nbytes
         assert self.ref is not None
@@ -229,7 +229,7 @@ class Copy:
         return self.name
 
     def is_held_by_other(self, buffer: torch.Tensor) -> bool:
-        """True if a buffer other than this one keeps the memory for the copy."""
+        """Return whether a buffer other than this one keeps the memory for the copy."""
         return self.buffer() is not None and self.buffer() is not buffer
 
     def poison(self) -> None:
@@ -440,7 +440,7 @@ class AdversarialDevice:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the slabs that are open."""
+        """Return the bytes of the slabs that are open."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def fail_next_copy(self, kind: str, after: int = 0) -> None:
@@ -462,7 +462,7 @@ class AdversarialDevice:
             (self._random or random.Random(0)).choice(busy).run_one()
 
     def synchronize_all(self) -> None:
-        """What `torch.cuda.synchronize()` does: the host has seen everything complete."""
+        """Do what `torch.cuda.synchronize()` does: the host has seen everything complete."""
         self.drain()
         for stream in self._streams:
             _merge_into(self._host_clock, stream.clock)
@@ -487,13 +487,13 @@ class AdversarialDevice:
             yield
 
     def record_stream(self, tensor: torch.Tensor, stream: AdversarialStream) -> None:
-        """What `Tensor.record_stream` does: the author of a model says that `stream` uses memory of another's pool."""
+        """Do what `Tensor.record_stream` does: declare that `stream` uses memory of another's pool."""
         memory = self._memory_of(tensor)
         if stream is not memory.home and stream not in memory.recorded:
             memory.recorded.append(stream)
 
     def note_produced(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The current stream has made `tensors` by now, though some perhaps below what `observe_compute` sees."""
+        """Note that the current stream has made `tensors` by now, some perhaps below what `observe_compute` sees."""
         for tensor in tensors:
             if tensor is not None:
                 self._memory_of(tensor)
@@ -528,7 +528,7 @@ class AdversarialDevice:
         return stream.clock.get(index, 0) >= access.tick or self._host_clock.get(index, 0) >= access.tick
 
     def _require(self, access: Access, action: str, earlier: Iterable[Access]) -> None:
-        """`access` must come after all of `earlier`."""
+        """Require that `access` comes after all of `earlier`."""
         for other in earlier:
             if other.tick != access.tick or other.stream is not access.stream:
                 if not self._knows(access.stream, other):
@@ -622,7 +622,7 @@ class AdversarialDevice:
         return free.pop() if free else Block(size)
 
     def _forget_block(self, key: int, memory: Memory) -> None:
-        """The storage on a block is gone. Runs wherever its last reference was dropped, so it must not raise."""
+        """Forget a block whose storage is gone. Runs wherever its last reference was dropped, so it must not raise."""
         assert memory.block is not None
         del self._memories[key]
         self._check_reuse(memory, "was dropped")

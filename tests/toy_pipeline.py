@@ -369,7 +369,7 @@ def _draw_policy(rng: random.Random, other: random.Random) -> PolicySettings:
 
 
 def _draw_actions(rng: random.Random, num_stages: int, num_microbatches: int, is_chained: bool) -> list[Action]:
-    """A random order that respects the data: 1F1B-like, all forwards first, or anything in between."""
+    """Return a random order that respects the data: 1F1B-like, all forwards first, or anything in between."""
     max_in_flight = rng.choice((1, 2, 3, num_stages * num_microbatches)) * (num_stages if is_chained else 1)
     takes_oldest = rng.random() < 0.7
     todo = [ChunkKey(s, m) for m in range(num_microbatches) for s in range(num_stages)]
@@ -402,7 +402,7 @@ def _draw_actions(rng: random.Random, num_stages: int, num_microbatches: int, is
 
 
 def has_layers(case: Case) -> bool:
-    """Whether groups are given their layers: two units each."""
+    """Tell whether groups are given their layers: two units each."""
     return random.Random(case.seed + 11).random() < 0.7
 
 
@@ -503,13 +503,13 @@ class Runner:
 
     @property
     def hazards(self) -> list[str]:
-        """What the device found; nothing without the engine."""
+        """Return what the device found; nothing without the engine."""
         return self.device.hazards if self.device is not None else []
 
     # -- steps
 
     def run(self) -> list[list[torch.Tensor] | None]:
-        """The numbers of each step: losses, gradients of inputs and parameters; None for a step that failed."""
+        """Return the numbers of each step: losses, gradients of inputs and parameters; None for a step that failed."""
         with self.device.observe_compute() if self.device is not None else nullcontext():
             results = [self._run_step(step) for step in self.case.steps]
             results.append([p.detach().clone() for p in self.stages.parameters()])
@@ -687,7 +687,7 @@ class Runner:
             self.device.fail_next_copy(failure.where, failure.after)
 
     def maybe_fail(self, unit: int, out: torch.Tensor) -> torch.Tensor:
-        """Called behind each block, inside its group."""
+        """Raise the drawn failure where it is due; called behind each block, inside its group."""
         failure = self._failure
         if failure is None or failure.unit != unit or failure.action > self._action:
             return out

@@ -137,7 +137,7 @@ def test_a_handle_that_stays_on_the_device_gives_second_derivatives() -> None:
 
 
 def save_in_a_cycle(chunk: ChunkOffloadHandler, tensor: torch.Tensor) -> None:
-    """Pushes `tensor`; only the collector can drop the handle."""
+    """Push `tensor`; only the collector can drop the handle."""
     cycle: list[Any] = [chunk.tensor_push(tensor)]
     cycle.append(cycle)
 

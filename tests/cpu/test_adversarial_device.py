@@ -70,7 +70,7 @@ class Program:
         return as_floats(buffer) * 1
 
     def round_trip(self, value: float, earlier: object = None) -> tuple[torch.Tensor, object]:
-        """Returns what the model reads in the end (it should be `value` throughout), and the event of the copy-in."""
+        """Return what the model reads in the end (it should be `value` throughout), and the event of the copy-in."""
         tensor = torch.full((NUMEL,), value)
         copied_out = self.copy_out(tensor, earlier)
         self.drop(tensor, copied_out)

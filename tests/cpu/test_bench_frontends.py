@@ -690,7 +690,7 @@ def test_a_trial_that_hangs_is_stopped_and_tried_once_more_at_the_end() -> None:
 
 
 def two_contenders(machine: FakeMachine, slow_by: float) -> Any:
-    """The first takes so many times as long, which only the fake machine's clock knows."""
+    """Make two contenders, of which the first takes so many times as long on the fake machine's clock."""
 
     def attach_with(factor: float) -> contenders.Attach:
         @contextmanager

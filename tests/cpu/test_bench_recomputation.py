@@ -81,7 +81,7 @@ MODEL: dict[str, Any] = {"moe_grouped_gemm": True, "moe_shared_expert_intermedia
 
 
 def switch(name: str) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """In a process with megatron-core's parallel state: flags of a model built with recomputation, and switched."""
+    """Run in a process with megatron-core's parallel state: flags of a model built with recomputation, and switched."""
     from tests.dist import tiny
 
     fields = recomputation.selective([name])
@@ -124,7 +124,7 @@ def test_name_that_the_model_lacks_is_an_error() -> None:
 
 
 def incumbent_flags() -> list[list[Any]]:
-    """In a process with megatron-core's parallel state: before, in and behind a turn of the incumbent's."""
+    """Run in a process with megatron-core's parallel state: before, in and behind a turn of the incumbent's."""
     from tests.dist import tiny
 
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
@@ -156,7 +156,7 @@ def test_a_trace_of_ours_may_be_beside_recomputation() -> None:
 
 
 def turns() -> dict[str, Any]:
-    """In a process with megatron-core's parallel state: none, ours beside recomputation, none."""
+    """Run in a process with megatron-core's parallel state: none, ours beside recomputation, none."""
     from tests.dist import tiny
 
     chunks = tiny.make_chunks(tiny.make_config("moe", moe_grouped_gemm=True))

@@ -598,7 +598,7 @@ def test_threads_start_with_the_first_copy(device: CpuDevice) -> None:
 
 
 def in_forked_child(body: Callable[[], object]) -> int:
-    """Exit status of a forked child that ran `body`: 0 if it returned, 1 if it raised, -14 if it hung."""
+    """Return the exit status of a forked child that ran `body`: 0 if it returned, 1 if it raised, -14 if it hung."""
     pid = os.fork()
     if pid == 0:
         try:

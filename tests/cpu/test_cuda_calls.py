@@ -144,7 +144,7 @@ def runtime_without_batch(runtime: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def extension(folder: Path) -> Any:
-    """The extension module, built from the source of this checkout, whatever is installed."""
+    """Return the extension module, built from the source of this checkout, whatever is installed."""
     path = compile_library(SOURCE, folder / "_cuda_calls.so")
     loader = importlib.machinery.ExtensionFileLoader("_cuda_calls", str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda_calls", loader))
@@ -283,7 +283,7 @@ def last_call(runtime: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def last_batch(runtime: ctypes.CDLL) -> list[tuple[int, int, int]]:
-    """Target, source and size of each copy."""
+    """Return target, source and size of each copy."""
     values = iter((ctypes.c_uint64 * (3 * last_call(runtime)[1])).in_dll(runtime, "copies"))
     return list(zip(values, values, values, strict=True))
 

@@ -18,7 +18,7 @@ PLAIN = OffloadConfig(directory="none")
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretends to be a machine with a GPU."""
+    """Pretend to be a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 

@@ -55,7 +55,7 @@ def in_group(chunk: ChunkOffloadHandler, function: Callable[..., torch.Tensor], 
 
 
 def check_against_plain(engine: OffloadEngine, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
-    """Gradients through one offloaded group, and one more behind it, equal the plain ones bit for bit."""
+    """Check that gradients through one offloaded group, and one behind it, equal the plain ones bit for bit."""
     plain = torch.autograd.grad(function(*inputs).sin().sum(), inputs)
     with engine.iteration():
         chunk = engine.start_chunk()

@@ -98,7 +98,7 @@ def test_graphs_that_no_training_step_replays_are_let_be() -> None:
 
 
 def hooks_of_layers() -> list[Any]:
-    """In a process with megatron-core's parallel state: after a step with offload, before a capture."""
+    """Run in a process with megatron-core's parallel state: after a step with offload, before a capture."""
     from megatron.core.transformer.module import GraphableMegatronModule
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -146,13 +146,13 @@ class CheckedPool:
 
     @staticmethod
     def _range(lease: HostLease) -> tuple[int, int, int]:
-        """Slab id, start and end of the aligned bytes."""
+        """Return the slab id, start and end of the aligned bytes."""
         start, nbytes = lease.region.offset, lease.region.nbytes
         return id(lease.region.slab), start, start + -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     @staticmethod
     def _outside(use: tuple[int, int, int, FakeEvent], start: int, end: int) -> list[tuple[int, int, int, FakeEvent]]:
-        """The parts of an overlapping use on both sides of bytes that have got a new user."""
+        """Return the parts of an overlapping use on both sides of bytes that have got a new user."""
         slab, a, b, event = use
         if b <= start or end <= a:
             return []

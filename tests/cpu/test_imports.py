@@ -120,7 +120,7 @@ class Import(NamedTuple):
 
 
 def _sources(package: str) -> dict[str, Path]:
-    """Dotted module name -> file."""
+    """Map dotted module names to files."""
     found = {}
     for path in sorted((ROOT / package).rglob("*.py*")):
         if path.suffix not in (".py", ".pyi"):  # of an extension module, what its stub says
@@ -170,12 +170,12 @@ def _top(name: str) -> str:
 
 
 def _layer(package: str, module: str) -> int | None:
-    """Row of `module` (dotted, without the package's name) in `LAYERS`."""
+    """Return the row of `module` (dotted, without the package's name) in `LAYERS`."""
     return next((row for row, names in enumerate(LAYERS[package]) if module in names), None)
 
 
 def _local(package: str, imported: str, modules: dict[str, Path]) -> str | None:
-    """The module of `package` that `imported` (a module, or a name in one) stands for."""
+    """Return the module of `package` that `imported` (a module, or a name in one) stands for."""
     while _top(imported) == package:
         if imported in modules:
             return imported.removeprefix(package).lstrip(".")

@@ -86,7 +86,7 @@ def data(seed: int = 0) -> torch.Tensor:
 
 
 def step(model: nn.Module, seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
-    """The loss and every gradient."""
+    """Return the loss and every gradient."""
     torch.manual_seed(seed)
     loss = model(data(seed), **kwargs)
     loss.backward()
@@ -101,7 +101,7 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def enable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LayerOffload]]:
-    """`enable_activation_offloading` on devices that delay every copy and check every order."""
+    """Call `enable_activation_offloading` on devices that delay every copy and check every order."""
     handles: list[LayerOffload] = []
     monkeypatch.setattr(offload_engine.frontends.layers, "device_for", lambda parts, config: AdversarialDevice())
 

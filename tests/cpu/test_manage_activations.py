@@ -197,7 +197,7 @@ def double_backward(region: Region) -> Results:
 
 
 def backward_inside_forward(region: Region) -> Results:
-    """An inner optimisation in the middle of a forward, as in meta-learning."""
+    """Run an inner optimisation in the middle of a forward, as in meta-learning."""
     model = make_model()
     with region():
         x = model[:3](batch())
@@ -309,7 +309,7 @@ def nested_sizes(region: Region) -> Results:
 
 
 def forward_over_reverse(region: Region) -> Results:
-    """A Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
+    """Compute a Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
     model = make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     x = batch().requires_grad_()
     with region(), forward_ad.dual_level():
@@ -319,7 +319,7 @@ def forward_over_reverse(region: Region) -> Results:
 
 
 def shared_weights(region: Region) -> Results:
-    """An embedding tied to the head, and a layer used twice."""
+    """Run an embedding tied to the head, and a layer used twice."""
     torch.manual_seed(7)
     embedding, layer = nn.Embedding(32, WIDTH), Block()
     with region():
@@ -478,7 +478,7 @@ def test_parity(
 
 
 def managed_tensors(activations: ManagedActivations, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes that `forward` saved and the engine took charge of, in tensors of `batch()`."""
+    """Return the bytes that `forward` saved and the engine took charge of, in tensors of `batch()`."""
     with activations:
         loss = forward()
     managed = activations.stats.managed_bytes

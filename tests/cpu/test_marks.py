@@ -33,7 +33,7 @@ class Chunk:
         self.log.append(group.name if group is not None else "no group")
 
     def run(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """An operation that notes its backward."""
+        """Apply an operation that notes its backward."""
         log = self.log
 
         class Noting(torch.autograd.Function):

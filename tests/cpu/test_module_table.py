@@ -60,7 +60,7 @@ class _Layer(TransformerLayer):
 
 
 def _other(kind: type[torch.nn.Module], *paths: str) -> torch.nn.Module:
-    """A layer of another kind, made the same way."""
+    """Return a layer of another kind, made the same way."""
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     for path in paths:

@@ -100,7 +100,7 @@ class Stream:
 
 
 def _dispatcher() -> Any:
-    """An alltoall dispatcher in front of its reads, which it starts and waits for at one point."""
+    """Return an alltoall dispatcher in front of its reads, which it starts and waits for at one point."""
     dispatcher = object.__new__(token_dispatcher.MoEAlltoAllTokenDispatcher)
     dispatcher.drop_and_pad, dispatcher.num_local_experts = False, 1
     dispatcher.cuda_dtoh_point = dispatcher.cuda_sync_point = "before_permutation_1"

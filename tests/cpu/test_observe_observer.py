@@ -21,7 +21,7 @@ STATS = IterationStats(num_groups=2, num_offloaded_groups=1, prefetch_misses=3)
 
 
 def run(observer: Observer, is_dry_run: bool = False) -> bool:
-    """One step of one saved tensor; returns whether it was recorded."""
+    """Run one step of one saved tensor; return whether it was recorded."""
     device: Any = ClockDevice()
     recorder = observer.begin(device, is_dry_run)
     if recorder is not None:

@@ -70,7 +70,7 @@ def test_no_golden_file_without_a_test() -> None:
 
 
 def layers(num_layers: int, *names: str, **fields: object) -> tuple[GroupShape, ...]:
-    """Groups of one byte each."""
+    """Return groups of one byte each."""
     return tuple(GroupShape(name, layer, 1, **fields) for layer in range(num_layers) for name in names)  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ ALL_BUT_LEAVING = tuple(each.__name__ for each in PASSES[1:])
 
 
 def only(*names: str) -> tuple[str, ...]:
-    """What to skip so that besides `everything_leaves` only these passes run."""
+    """List the passes to skip so that besides `everything_leaves` only these run."""
     return tuple(name for name in ALL_BUT_LEAVING if name not in names)
 
 
@@ -268,7 +268,7 @@ def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None
 
 
 def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
-    """Bytes on the device at most, between two boundaries."""
+    """Compute the peak of bytes on the device between two boundaries."""
     now = most = 0
     boundaries = step_boundaries(parse_actions(actions), (shape,))
     for boundary, following in zip(boundaries, boundaries[1:], strict=False):

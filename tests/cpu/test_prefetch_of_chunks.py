@@ -58,7 +58,7 @@ class Bench:
         return self.device.num_copies["in"]
 
     def finish(self) -> int:
-        """Returns how many storages were late."""
+        """Finish the step; return how many storages were late."""
         self.handles.clear()
         misses = self.engine.end_iteration().prefetch_misses
         self.engine.close()

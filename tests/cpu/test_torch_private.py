@@ -314,7 +314,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def private_names_of_torch(tree: ast.Module) -> set[str]:
-    """Dotted names below `torch` with a private part, as far as they are written; imports of such too."""
+    """List dotted names below `torch` with a private part, as far as they are written; imports of such too."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -338,7 +338,7 @@ def foreign_attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def own_names() -> set[str]:
-    """Private attributes that the packages themselves define, and those of named tuples."""
+    """List private attributes that the packages themselves define, and those of named tuples."""
     found = {"_replace", "_asdict", "_fields", "_make"}
     for _, tree in sources():
         for node in ast.walk(tree):

@@ -186,7 +186,7 @@ def write_trace(file: Path, *events: dict[str, Any]) -> Path:
 
 
 def chain(begins: list[float], *more: dict[str, Any], issued: dict[int, float] | None = None) -> trace.Trace:
-    """Kernels a, b, c... of 50 microseconds, launched at 1, 2, 3... or at what `issued` says."""
+    """Make kernels a, b, c... of 50 microseconds, launched at 1, 2, 3... or at what `issued` says."""
     kernels, calls = [], []
     for number, begin in enumerate(begins):
         kernels.append(kernel(begin, begin + 50, name=chr(ord("a") + number), correlation=number + 1))

@@ -42,7 +42,7 @@ class Bench:
 
     @property
     def leaving(self) -> list[int]:
-        """Groups with a copy-out that is not released."""
+        """List the groups with a copy-out that is not released."""
         return [group.index for group in self.engine.snapshot().leaving]
 
     @property

@@ -51,7 +51,7 @@ needs_transformers = pytest.mark.skipif(
 
 @pytest.fixture
 def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
-    """Wraps a model with an engine on the adversarial device."""
+    """Wrap a model with an engine on the adversarial device."""
     handles: list[WrapperHandle] = []
 
     def wrap(model: nn.Module, horizon: int = 2, **settings: Any) -> Any:
@@ -66,7 +66,7 @@ def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
 
 
 def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
-    """One step of a `Stack`: its loss and its gradients."""
+    """Run one step of a `Stack`: its loss and its gradients."""
     torch.manual_seed(seed)
     x = torch.randn(2, LENGTH, HIDDEN)
     model.zero_grad()

@@ -6,7 +6,7 @@ import logging
 
 
 def messages() -> list[str]:
-    """Gets every message from now on, until the process ends."""
+    """Get every message from now on, until the process ends."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

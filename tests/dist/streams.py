@@ -27,7 +27,7 @@ MODULES = (
 
 @contextmanager
 def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
-    """New engines use the device, and see all that runs; the schedule's streams and events are the device's."""
+    """Make new engines use the device, which sees all that runs; the schedule's streams and events are the device's."""
     device = AdversarialDevice(seed)
     cuda = _Cuda(device)
     rows = [

@@ -61,7 +61,7 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
 
 
 def _check_delay() -> None:
-    """The linear layers of the test do delay, and compute what the ones of megatron-core do."""
+    """Check that the linear layers of the test delay, and compute what those of megatron-core do."""
     cases = [_case("mixed", [], delay_wgrad_compute=is_delayed) for is_delayed in (True, False)]
     delayed, usual = (run_without(case, [4]) for case in cases)
     assert delayed == usual

@@ -148,7 +148,7 @@ def _run(shape: Pipeline, cases: list[Case]) -> None:
 
 
 def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
-    """Names that such a model has and that do not conflict with its recomputation."""
+    """List names that such a model has and that do not conflict with its recomputation."""
     defaults = {
         "multi_latent_attention": False,
         "mtp_num_layers": None,

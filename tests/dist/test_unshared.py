@@ -90,7 +90,7 @@ def test_tensors_that_bypass_the_engine_are_in_no_group(model: str, settings: di
 
 
 def _check_disjoint(model: str, settings: dict[str, Any]) -> int:
-    """How many storages passed the engine by."""
+    """Count the storages that bypassed the engine."""
     kind, own = MODELS[model]
     more = {**own, **settings}
     return num_passing(lambda offload: run(make_chunks(make_config(kind, torch.bfloat16, **more, **offload)), 2))

@@ -83,7 +83,7 @@ def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
 
 
 def _copied_at_the_experts() -> list[int]:
-    """Bytes issued when the first layer's experts begin, and when its MLP is over."""
+    """Return the bytes issued when the first layer's experts begin, and when its MLP is over."""
     copied: list[int] = []
     with apply(GENEROUS, modules=["core_attn", "dispatched_tokens"]) as handle:
         model = make_chunks(make_config("moe"))[0]

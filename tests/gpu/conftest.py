@@ -16,7 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """For every test that compares bits."""
+    """Make kernels deterministic, for every test that compares bits."""
     with deterministic_algorithms():
         yield
 
