@@ -203,7 +203,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """
         self._executor.at(LOSS_DONE, self._groups.progress)
 
-    def pass_host_wait(self) -> None:
+    def note_launch(self) -> None:
         """Mark that the device had to wait for the host and has work again: issues delayed copy-outs.
 
         While a copy runs the host is slower: a read of uncached memory takes two to four times as long. So groups with

@@ -17,4 +17,4 @@ class GroupTraits(NamedTuple):
     """Each backward reads its tensors once and drops them, as a recomputation does with its inputs. Their device memory
     is then freed when the reader drops it, and their host memory is kept for a second backward."""
     may_delay: bool = False
-    """Its copy-out may be issued after its commit, at `ChunkOffloadHandler.pass_host_wait`."""
+    """Its copy-out may be issued after its commit, at `ChunkOffloadHandler.note_launch`."""

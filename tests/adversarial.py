@@ -2,7 +2,7 @@
 
 It does two things at once.
 
-It delays. A copy stream is a queue that nobody works on: a copy runs when the compute side waits for it, directly or
+It delays. A copy stream is a queue without a worker: a copy runs when the compute side waits for it, directly or
 through another stream, and no earlier. A reader that forgot to wait finds 0xFF bytes, which are NaN in every float
 format. With a seed, copies also run early now and then, in an order that the waits allow.
 
@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_engine._devices.base import CopyError, Form, HostRegion, PlainRead
+from offload_engine._devices.base import CopyError, HostRegion, PlainRead, TensorSpec
 
 POISON = 0xFF
 _ALIGNMENT = 64  # of torch's own CPU memory: vectorised kernels may sum in another order at another alignment
@@ -142,7 +142,7 @@ class Memory:
         self.recorded: list[AdversarialStream] = []  # by record_stream: reuse also waits for what they have by then
 
     def span(self, nbytes_needed: int = 0) -> tuple[int, int] | None:
-        """Address and size, or None if the storage is gone, or has been resized below what is needed."""
+        """Return the address and size, or None if the storage is gone, or has been resized below what is needed."""
         if self.block is not None:
             return self.block.address, self.block.nbytes
         assert self.ref is not None
@@ -198,7 +198,7 @@ class AdversarialSlab:
 
     def note(self, region: HostRegion, is_write: bool, access: Access) -> None:
         start, end = region.offset, region.offset + region.nbytes
-        if is_write:  # whoever comes after this write also comes after what it overwrote
+        if is_write:  # order behind this write includes order behind what it overwrote
             self.uses = [use for use in self.uses if use[0] < start or use[1] > end]
         self.uses.append((start, end, is_write, access))
 
@@ -229,7 +229,7 @@ class Copy:
         return self.name
 
     def is_held_by_other(self, buffer: torch.Tensor) -> bool:
-        """True if a buffer other than this one keeps the memory for the copy."""
+        """Return whether a buffer other than this one keeps the memory for the copy."""
         return self.buffer() is not None and self.buffer() is not buffer
 
     def poison(self) -> None:
@@ -362,7 +362,7 @@ class AdversarialDevice:
             mark.stream.run_until(mark)
         return 1e3 * (last.seconds - first.seconds)
 
-    def allocate(self, nbytes: int, stream: AdversarialStream, form: Form | None = None) -> torch.Tensor:
+    def allocate(self, nbytes: int, stream: AdversarialStream, spec: TensorSpec | None = None) -> torch.Tensor:
         self._enter()
         assert stream.is_compute, f"buffers come from the pool of a compute stream, not of {stream}"
         block = self._take_block(nbytes, stream)
@@ -373,9 +373,9 @@ class AdversarialDevice:
         key = tensor.untyped_storage()._cdata
         self._memories[key] = memory
         weakref.finalize(view, self._forget_block, key, memory).atexit = False
-        if form is None:
+        if spec is None:
             return tensor
-        shape, stride, dtype = form
+        shape, stride, dtype = spec
         return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, shape, stride)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
@@ -440,7 +440,7 @@ class AdversarialDevice:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the slabs that are open."""
+        """Return the bytes of the slabs that are open."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def fail_next_copy(self, kind: str, after: int = 0) -> None:
@@ -462,7 +462,7 @@ class AdversarialDevice:
             (self._random or random.Random(0)).choice(busy).run_one()
 
     def synchronize_all(self) -> None:
-        """What `torch.cuda.synchronize()` does: the host has seen everything complete."""
+        """Do what `torch.cuda.synchronize()` does: the host has seen everything complete."""
         self.drain()
         for stream in self._streams:
             _merge_into(self._host_clock, stream.clock)
@@ -487,13 +487,13 @@ class AdversarialDevice:
             yield
 
     def record_stream(self, tensor: torch.Tensor, stream: AdversarialStream) -> None:
-        """What `Tensor.record_stream` does: the author of a model says that `stream` uses memory of another's pool."""
+        """Do what `Tensor.record_stream` does: declare that `stream` uses memory of another's pool."""
         memory = self._memory_of(tensor)
         if stream is not memory.home and stream not in memory.recorded:
             memory.recorded.append(stream)
 
     def note_produced(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """The current stream has made `tensors` by now, though some perhaps below what `observe_compute` sees."""
+        """Note that the current stream has made `tensors` by now, some perhaps below what `observe_compute` sees."""
         for tensor in tensors:
             if tensor is not None:
                 self._memory_of(tensor)
@@ -528,7 +528,7 @@ class AdversarialDevice:
         return stream.clock.get(index, 0) >= access.tick or self._host_clock.get(index, 0) >= access.tick
 
     def _require(self, access: Access, action: str, earlier: Iterable[Access]) -> None:
-        """`access` must come after all of `earlier`."""
+        """Require that `access` comes after all of `earlier`."""
         for other in earlier:
             if other.tick != access.tick or other.stream is not access.stream:
                 if not self._knows(access.stream, other):
@@ -554,7 +554,7 @@ class AdversarialDevice:
     def _copy_in(self, stream: AdversarialStream, tick: int, source: HostRegion, target: torch.Tensor) -> None:
         copy, access, memory = self._issue("in", stream, tick, target, source)
         if not source.slab.overlapping(source, only_writes=True):
-            self._violation(f"{copy} reads host bytes that nobody wrote", copy)
+            self._violation(f"{copy} reads host bytes that were never written", copy)
         self._require(access, "reads host bytes", source.slab.overlapping(source, only_writes=True))
         self._require(access, f"writes {_describe(memory)}", memory.accesses())
         memory.writes.append(access)
@@ -622,7 +622,7 @@ class AdversarialDevice:
         return free.pop() if free else Block(size)
 
     def _forget_block(self, key: int, memory: Memory) -> None:
-        """The storage on a block is gone. Runs wherever its last reference was dropped, so it must not raise."""
+        """Forget a block whose storage is gone. Runs wherever its last reference was dropped, so it must not raise."""
         assert memory.block is not None
         del self._memories[key]
         self._check_reuse(memory, "was dropped")

@@ -67,7 +67,7 @@ class Stack(nn.Module):
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """Saves nothing."""
+    """Save nothing."""
     return 2 * x
 
 
@@ -127,7 +127,7 @@ class WatchedStack(nn.Module):
 
 
 def make_language_model(family: str, way: str | None = None, **changes: Any) -> nn.Module:
-    """A causal language model of transformers with random weights.
+    """Make a causal language model of transformers with random weights.
 
     Args:
         family: one of `FAMILIES`.
@@ -146,7 +146,7 @@ def make_language_model(family: str, way: str | None = None, **changes: Any) -> 
 
 
 def make_stack(way: str = "pytorch", **arguments: Any) -> Stack:
-    """A checkpointed `Stack`; `way` is one of PyTorch's."""
+    """Make a checkpointed `Stack`; `way` is one of PyTorch's."""
     torch.manual_seed(0)
     stack = Stack(**arguments)
     enable_checkpointing(stack, way, Block)
@@ -167,12 +167,12 @@ def enable_checkpointing(model: nn.Module, way: str, layer: type[nn.Module]) -> 
 
 
 def random_tokens(seed: int) -> torch.Tensor:
-    """A batch, the same for the same seed."""
+    """Draw a batch, the same for the same seed."""
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def train(model: nn.Module, num_steps: int = 2, num_microbatches: int = 2) -> list[torch.Tensor]:
-    """Steps with accumulated gradients, and evaluation in between.
+    """Run steps with accumulated gradients, and evaluation in between.
 
     Returns:
         Every loss, every gradient of every step, and every weight at the end.
@@ -197,7 +197,7 @@ def train(model: nn.Module, num_steps: int = 2, num_microbatches: int = 2) -> li
 
 
 def all_equal(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    """True if they are the same to the last bit."""
+    """Return whether they are the same to the last bit."""
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

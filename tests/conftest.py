@@ -17,7 +17,7 @@ MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
 
 
 def pytest_report_header() -> str:
-    """The versions that decide what these tests prove."""
+    """List the versions that decide what these tests prove."""
     packages = ("torch", "megatron-core", "transformer-engine")
     return "offload: " + ", ".join(f"{name} {_installed_version(name)}" for name in packages)
 
@@ -30,7 +30,7 @@ def _installed_version(package: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by folder, and skips what this machine cannot run, saying why."""
+    """Mark tests by folder, and skip what this machine cannot run, saying why."""
     tests = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(tests).parts[0]
@@ -44,14 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_objects_frozen() -> None:
-    """Takes what the imports made out of the collector's sight, so that a collection between tests is cheap."""
+    """Hide the objects that imports made from the collector, so that a collection between tests is cheap."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def gc_off() -> Iterator[None]:
-    """The collector is off within a test: a reference cycle shows as memory that stays."""
+    """Turn the collector off within a test: a reference cycle shows as memory that stays."""
     gc.disable()
     yield
     gc.enable()
@@ -59,7 +59,7 @@ def gc_off() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def seed() -> int:
-    """The same random numbers in every test, whatever ran before it."""
+    """Seed the same random numbers in every test, whatever ran before it."""
     value = 1234
     random.seed(value)
     torch.manual_seed(value)
@@ -73,7 +73,7 @@ def _live_tensors() -> dict[int, torch.Tensor]:
 
 @pytest.fixture
 def no_tensor_left(gc_off: None) -> Callable[[], AbstractContextManager[None]]:
-    """`with no_tensor_left():` fails if a tensor made inside is still alive at its end; the collector stays off."""
+    """Fail if a tensor made inside the block is still alive at its end; the collector stays off."""
 
     @contextmanager
     def check() -> Iterator[None]:

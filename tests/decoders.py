@@ -37,7 +37,7 @@ def _equal(mine: Any, theirs: Any) -> bool:
 
 
 def make_decoder(kind: str, num_layers: int = 4, device: str = "cpu", **settings: Any) -> nn.Module:
-    """A "qwen2" (biases in attention, tied embedding) or a "llama", with the same weights each time."""
+    """Make a "qwen2" (biases in attention, tied embedding) or a "llama", with the same weights each time."""
     torch.manual_seed(7)
     sizes = {
         "vocab_size": VOCABULARY,
@@ -83,7 +83,7 @@ def distribute(model: nn.Module, strategy: str, is_mixed: bool = False) -> nn.Mo
 
 
 def train(model: nn.Module, num_steps: int = 3, num_microbatches: int = 2, seed: int = 0) -> Trace:
-    """Steps of gradient accumulation with evaluation in between, dropout on."""
+    """Run steps of gradient accumulation with evaluation in between, dropout on."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = Trace([], [])
@@ -103,7 +103,7 @@ def train(model: nn.Module, num_steps: int = 3, num_microbatches: int = 2, seed:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The loss of predicting `tokens`."""
+    """Return the loss of predicting `tokens`."""
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 

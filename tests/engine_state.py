@@ -17,7 +17,7 @@ def release_all(engine: OffloadEngine) -> None:
 
 
 def is_in_backward(window: Any, key: ChunkKey) -> bool:
-    """Whether the backward of this chunk was reached last, and no forward has begun since."""
+    """Tell whether the backward of this chunk was reached last, and no forward has begun since."""
     return window.backward_chunk is not None and window.backward_chunk.key == key
 
 

@@ -1,4 +1,4 @@
-"""Scripts of `tools` as modules: the folder is no package."""
+"""Imports scripts of `tools`, which is no package, as modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 
 def load_tool(name: str) -> ModuleType:
-    """The script of that name, imported."""
+    """Import the script of that name."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

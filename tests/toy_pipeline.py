@@ -48,7 +48,7 @@ HIDDEN = 8
 
 
 class Dense(nn.Module):
-    """Saves its input and a transposed view of its weight; its output is saved by nobody."""
+    """Saves its input and a transposed view of its weight; its output is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,14 +59,14 @@ class Dense(nn.Module):
 
 
 class InPlace(Dense):
-    """Modifies in place what nobody saved, and saves the result."""
+    """Modifies an unsaved tensor in place, and saves the result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).add_(0.1).relu_()
 
 
 class InPlaceInput(Dense):
-    """Modifies its own input; only legal where nobody saved that."""
+    """Modifies its own input; only legal where that is not saved."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x.mul_(0.9).tanh_())
@@ -225,7 +225,7 @@ _BLOCKS: tuple[type[nn.Module], ...] = (
     *(Dense, InPlace, InPlaceInput, Gated, Attention, Norm, Sigmoid, Gram, HalfPrecision, Complex),
     *(Pick, Scaled, UnusedBranch, Views),
 )
-_OUTPUT_UNSAVED = (Dense, InPlaceInput)  # whoever comes next may write into their output
+_OUTPUT_UNSAVED = (Dense, InPlaceInput)  # the next block may write into their output
 # A residual connection around a bracket adds one more gradient to its input; with more than two in all, the brackets
 # would change the order of the additions and so the last bit.
 _INPUT_READ_ONCE = (Dense, InPlace, Gated, Attention, Norm, Sigmoid, HalfPrecision, Complex, UnusedBranch, Views)
@@ -369,7 +369,7 @@ def _draw_policy(rng: random.Random, other: random.Random) -> PolicySettings:
 
 
 def _draw_actions(rng: random.Random, num_stages: int, num_microbatches: int, is_chained: bool) -> list[Action]:
-    """A random order that respects the data: 1F1B-like, all forwards first, or anything in between."""
+    """Return a random order that respects the data: 1F1B-like, all forwards first, or anything in between."""
     max_in_flight = rng.choice((1, 2, 3, num_stages * num_microbatches)) * (num_stages if is_chained else 1)
     takes_oldest = rng.random() < 0.7
     todo = [ChunkKey(s, m) for m in range(num_microbatches) for s in range(num_stages)]
@@ -402,7 +402,7 @@ def _draw_actions(rng: random.Random, num_stages: int, num_microbatches: int, is
 
 
 def has_layers(case: Case) -> bool:
-    """Whether groups are given their layers: two units each."""
+    """Tell whether groups are given their layers: two units each."""
     return random.Random(case.seed + 11).random() < 0.7
 
 
@@ -422,7 +422,7 @@ class Unit(nn.Module):
         self.is_excluded = rng.random() < 0.05
         self.has_residual = rng.random() < 0.3 and type(block) in _INPUT_READ_ONCE
         self.scales_output = type(block) in _OUTPUT_UNSAVED and rng.random() < 0.5
-        # Somebody keeps its input until backward, unread. Not in a pair, where the other unit reads it too.
+        # Its input is held until backward, unread. Not in a pair, where the other unit reads it too.
         drawn_apart = random.Random(runner.case.seed + 2 + index)
         self.is_input_held = index >= 0 and drawn_apart.random() < 0.3 and not isinstance(block, InPlaceInput)
         self.is_input_held &= self.is_bracketed or runner.case.manages_rest  # else no hook sees who reads it
@@ -468,7 +468,7 @@ class Unit(nn.Module):
         if runner.device is not None:
             runner.device.note_produced(saved.buffer for saved in group.storages)
         if self.ends_wait:
-            chunk.pass_host_wait()
+            chunk.note_launch()
         return out
 
     def _inner(self, x: torch.Tensor, runner: Runner) -> torch.Tensor:
@@ -503,13 +503,13 @@ class Runner:
 
     @property
     def hazards(self) -> list[str]:
-        """What the device found; nothing without the engine."""
+        """Return what the device found; nothing without the engine."""
         return self.device.hazards if self.device is not None else []
 
     # -- steps
 
     def run(self) -> list[list[torch.Tensor] | None]:
-        """The numbers of each step: losses, gradients of inputs and parameters; None for a step that failed."""
+        """Return the numbers of each step: losses, gradients of inputs and parameters; None for a step that failed."""
         with self.device.observe_compute() if self.device is not None else nullcontext():
             results = [self._run_step(step) for step in self.case.steps]
             results.append([p.detach().clone() for p in self.stages.parameters()])
@@ -542,7 +542,7 @@ class Runner:
     def _attempt(self, step: Step) -> list[torch.Tensor]:
         self._arm(step.failure)
         if self.engine is not None:
-            # With two streams always: nobody tells the allocator which streams use a weight, as it is never freed.
+            # With two streams always: the allocator is not told which streams use a weight, as it is never freed.
             names_weights = self.case.passes_weights or self.case.has_comm_stream
             weights = list(self.stages.parameters()) if names_weights else []
             self.engine.begin_iteration(step.announced, weights)
@@ -687,7 +687,7 @@ class Runner:
             self.device.fail_next_copy(failure.where, failure.after)
 
     def maybe_fail(self, unit: int, out: torch.Tensor) -> torch.Tensor:
-        """Called behind each block, inside its group."""
+        """Raise the drawn failure where it is due; called behind each block, inside its group."""
         failure = self._failure
         if failure is None or failure.unit != unit or failure.action > self._action:
             return out

@@ -106,8 +106,8 @@ class InstantDevice:
     def milliseconds_between(self, first: float, last: float) -> float:
         return 0.0
 
-    def allocate(self, nbytes: int, stream: str, form: Any = None) -> torch.Tensor:
-        return new_buffer(nbytes, form, self.torch_device)
+    def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
+        return new_buffer(nbytes, spec, self.torch_device)
 
     def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> None: ...
 
@@ -123,7 +123,7 @@ class InstantDevice:
 
 
 def bench_cost(repeats: int = 60, num_groups: int = 64) -> list[Figure]:
-    """Cost of one group, forward and backward, best of many repeats (what the machine adds comes and goes)."""
+    """Measure the cost of one group, forward and backward: the best of many repeats, as noise only adds."""
     gc.disable()
     with OffloadEngineFor(InstantDevice()) as engine:
         calls = min(_time_handler_calls(engine, num_groups) for _ in _progress(range(repeats), "cost, handler calls"))
@@ -222,7 +222,7 @@ class Shape:
     num_microbatches: int
 
     def order(self) -> list[Action]:
-        """Forwards and backwards of rank 0: as many forwards ahead as there are stages."""
+        """List forwards and backwards of rank 0: as many forwards ahead as there are stages."""
         chunks = [ChunkKey(0, m) for m in range(self.num_microbatches)]
         ahead = min(self.num_stages, self.num_microbatches)
         actions = [Action("F", chunk) for chunk in chunks[:ahead]]
@@ -263,7 +263,7 @@ class Block(torch.nn.Module):
 def train_rank(
     shape: Shape, config: OffloadConfig | None, num_steps: int = 2
 ) -> tuple[IterationStats, int, list[float]]:
-    """Runs the rank's order of chunks; returns the last step's counters, its peak of saved bytes, and the losses."""
+    """Run the rank's order of chunks; return the last step's counters, its peak of saved bytes, and the losses."""
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
     inputs = [torch.randn(shape.tokens, shape.hidden) for _ in range(shape.num_microbatches)]
@@ -324,7 +324,7 @@ def _label(config: OffloadConfig | None) -> str:
 
 
 def bench_memory() -> list[Figure]:
-    """How much of what the groups save is gone at the peak."""
+    """Measure how much of what the groups save is gone at the peak."""
     shape, config = MEMORY_SHAPE, OffloadConfig(min_tensor_bytes=0)
     dry, dry_peak, dry_losses = train_rank(shape, config.replace(dry_run=True))
     wet, wet_peak, wet_losses = train_rank(shape, config)
@@ -342,7 +342,7 @@ def bench_memory() -> list[Figure]:
 
 
 def _fall(benchmark: str, before: int, after: int, managed: int, kept: int) -> list[Figure]:
-    """Peaks of all saved bytes before and after, against what the groups amount to at the peak."""
+    """Compare the peaks of all saved bytes before and after with the bytes of the groups at the peak."""
     share = (before - after) / (managed - kept)
     return [
         Figure(benchmark, "saved bytes at the peak, nothing moved", before / MIB, "MiB"),
@@ -355,7 +355,7 @@ def _fall(benchmark: str, before: int, after: int, managed: int, kept: int) -> l
 
 
 def bench_rss() -> list[Figure]:
-    """Peak memory of a process of its own, once without and once with offload."""
+    """Measure the peak memory of a process of its own, once without and once with offload."""
     before, after = (_child_peak(mode) for mode in ("plain", "offload"))
     return [
         Figure("rss", "peak RSS, no offload", before / MIB, "MiB"),
@@ -413,7 +413,7 @@ class Trainer:
         self._call([str(script), "--output-prefix", str(self._data)])
 
     def train(self, pipeline: Pipeline, flags: Sequence[str]) -> list[dict[str, Any]]:
-        """The metrics of each step."""
+        """Train; return the metrics of each step."""
         metrics = self._directory / "metrics.jsonl"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -435,7 +435,7 @@ class Trainer:
 
 
 def bench_megatron() -> list[Figure]:
-    """Peak of resident saved bytes of each rank of the trainer: moved nothing, moved everything.
+    """Measure the peak of resident saved bytes of each rank of the trainer, without and with offload of everything.
 
     What is left of the groups is the window: the group that runs, copies under way, and copies ahead of their use. It
     is a few groups whatever the model, so the share that goes grows with depth: 12 layers a chunk here (4 give 90%).
@@ -457,7 +457,7 @@ def bench_megatron() -> list[Figure]:
 
 
 def bench_parity() -> list[Figure]:
-    """Losses and gradient norms over pipelines, models, number formats and recomputation; batches grow, and each step
+    """Compare losses and gradient norms over pipelines, models, dtypes and recomputation; batches grow, and each step
     is evaluated. Gradients themselves are compared in tests/dist/test_parity.py.
     """
     pipelines = (Pipeline(1), Pipeline(2), Pipeline(2, 2))
@@ -481,7 +481,7 @@ def bench_parity() -> list[Figure]:
 
 
 def _growing_batches(pipeline: Pipeline) -> tuple[str, ...]:
-    """Five steps of 1, 2, 4, 8 and 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule."""
+    """List five steps of 1, 2, 4, 8, 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule."""
     if pipeline.num_virtual_stages is None:
         ramp, largest = ("1", "1", "8"), "9"
     else:

@@ -12,6 +12,6 @@ _MYPYC = "mypy[mypyc]>=1.18"
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What pip installs into the environment of the build."""
+    """List what pip installs into the environment of the build."""
     compiler = [_MYPYC] if os.environ.get("OFFLOAD_ENGINE_COMPILE") == "1" else []
     return [*_requirements(config_settings), *compiler]

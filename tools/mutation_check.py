@@ -176,7 +176,7 @@ def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
 
 
 def _without(node: ast.Assign, target: ast.expr) -> str:
-    """`a = b = event` without `a` is `b = event`, with `a` as it was."""
+    """Remove one target of an assignment: `a = b = event` without `a` is `b = event`, with `a` as it was."""
     others = [other for other in node.targets if other is not target]
     return f"{' = '.join(map(ast.unparse, others))} = {ast.unparse(node.value)}" if others else "pass"
 
@@ -199,7 +199,7 @@ def _name_of(call: ast.Call) -> str:
 
 
 def _name_of_owner(call: ast.Call) -> str:
-    """`b` of `a.b.append(x)`."""
+    """Return `b` of `a.b.append(x)`."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     return owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
 

@@ -42,7 +42,7 @@ class Run:
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Reads the trainer's metrics.
+        """Read the trainer's metrics.
 
         Raises:
             ValueError: if there is no step in them.
@@ -59,12 +59,12 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Median, without the first two steps, which allocate what the later ones reuse."""
+        """Return the median, without the first two steps, which allocate what the later ones reuse."""
         settled = self.steps[2:] or self.steps
         return statistics.median(step["step_ms"] for step in settled)
 
     def peak(self, rank: int, figure: Callable[[dict[str, Any]], int]) -> int:
-        """The largest value of any step on one rank."""
+        """Return the largest value of any step on one rank."""
         return max(figure(step["ranks"][rank]) for step in self.steps)
 
     @property
@@ -72,11 +72,11 @@ class Run:
         return len(self.steps[0]["ranks"])
 
     def last(self, name: str) -> int:
-        """An offload counter of the last step, all ranks together."""
+        """Return an offload counter of the last step, all ranks together."""
         return self.steps[-1]["offload"][name]
 
     def total(self, name: str) -> int:
-        """An offload counter, all steps and ranks together."""
+        """Return an offload counter, all steps and ranks together."""
         return sum(step["offload"][name] for step in self.steps)
 
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def comparison(plain: Run, offload: Run, plot: Path) -> Table:
-    """The table."""
+    """Make the table."""
     same = plain.losses == offload.losses
     table = Table(title=f"{len(plain.steps)} training steps, without and with activation offload", title_justify="left")
     table.add_column("")
@@ -172,7 +172,7 @@ def _mib(nbytes: int) -> str:
 
 
 def draw(plain: list[Timeline], offload: list[Timeline], path: Path) -> None:
-    """Writes the plot: one panel a rank, both runs in each, forward and backward of the offload run shaded."""
+    """Write the plot: one panel a rank, both runs in each, forward and backward of the offload run shaded."""
     style = {"font.size": 10, "font.family": "DejaVu Sans", "axes.edgecolor": GRID, "text.color": INK}
     with plt.rc_context(style):
         figure, panels = plt.subplots(

@@ -8,7 +8,7 @@ import torch
 
 
 def gpu_of(rank: int) -> torch.device:
-    """The GPU of a rank of this node; where there are fewer GPUs than ranks, others have it too.
+    """Return the GPU of a rank of this node; with fewer GPUs than ranks, several ranks share it.
 
     NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"), and lets NCCL_HOSTID say what a host is.
     Ranks of different hosts meet through sockets: what they compute is the same, how long it takes says nothing.

@@ -50,7 +50,7 @@ NARROW_COLUMNS = 19  # of a terminal: the other two columns and all borders
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options, by the names of the functions in `offload_engine.schedule`."""
+    """Define the options, by the names of the functions in `offload_engine.schedule`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages (default: 1)")
     parser.add_argument("--vpp", type=int, metavar="N", help="virtual stages of each rank (default: no interleaving)")
@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def selected_ranks(options: argparse.Namespace) -> Sequence[int]:
-    """The ranks to show.
+    """List the ranks to show.
 
     Raises:
         ValueError: if the pipeline has no such rank.
@@ -121,7 +121,7 @@ def selected_ranks(options: argparse.Namespace) -> Sequence[int]:
 
 
 def make_plan(options: argparse.Namespace, rank: int) -> list[Action]:
-    """The actions of one rank.
+    """List the actions of one rank.
 
     Raises:
         ValueError: if no schedule has this shape, or an option does not apply to it.
@@ -140,14 +140,14 @@ def make_plan(options: argparse.Namespace, rank: int) -> list[Action]:
 
 
 def describe(options: argparse.Namespace) -> str:
-    """The shape in words."""
+    """Describe the shape in words."""
     stages = f"{options.pp} pipeline stage" + "s" * (options.pp > 1)
     virtual = "" if options.vpp is None else f", {options.vpp} virtual stages each"
     return f"{stages}{virtual}, {options.microbatches} microbatches"
 
 
 def order_table(plans: dict[int, list[Action]], title: str, width: int) -> Table:
-    """One row a rank; actions in rows that fit into `width` columns of a terminal."""
+    """Make a table with one row a rank; actions in lines that fit into `width` columns of a terminal."""
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("rank", justify="right")
     table.add_column("order, and below how many chunks are alive", no_wrap=True)
@@ -158,7 +158,7 @@ def order_table(plans: dict[int, list[Action]], title: str, width: int) -> Table
 
 
 def order_text(actions: Sequence[Action], width: int) -> Text:
-    """Lines of actions, each above a line of how many chunks are alive after them."""
+    """Write lines of actions, each above a line of how many chunks are alive after them."""
     words = [format_actions([action]) for action in actions]
     alive = count_alive(actions)
     cell = max(map(len, words)) + 1
@@ -183,7 +183,7 @@ class Moves(NamedTuple):
 
 
 def plan_moves(options: argparse.Namespace) -> Moves:
-    """The plans of all ranks.
+    """Plan the moves of all ranks.
 
     Raises:
         ValueError: for contents of chunks that are none.
@@ -201,7 +201,7 @@ def plan_moves(options: argparse.Namespace) -> Moves:
 
 
 def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
-    """A chunk with the groups that the options name.
+    """Make a chunk with the groups that the options name.
 
     Raises:
         ValueError: for a name that is not followed by bytes and milliseconds, and for a tail that is none of them.
@@ -221,7 +221,7 @@ def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
 
 
 def parse_group(text: str, layer: int) -> GroupShape:
-    """The group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward.
+    """Parse the group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward.
 
     Raises:
         ValueError: for another text.
@@ -236,19 +236,19 @@ def parse_group(text: str, layer: int) -> GroupShape:
 
 
 def print_moves(console: Console, moves: Moves, ranks: Sequence[int]) -> None:
-    """Prints the plans of some ranks, as `parse_plan` reads them."""
+    """Print the plans of some ranks, as `parse_plan` reads them."""
     for rank in ranks:
         console.print(Text(f"# rank {rank}\n{format_plan(moves.plans[rank])}"), soft_wrap=True)
 
 
 def simulate_moves(moves: Moves) -> Simulation | None:
-    """The simulated step; None where no milliseconds are known."""
+    """Simulate the step; None where no milliseconds are known."""
     groups = [group for rank in moves.job.ranks for shape in rank.shapes for group in shape.groups]
     return simulate(moves.job, moves.plans) if any(group.forward_ms for group in groups) else None
 
 
 def outcome_table(simulation: Simulation) -> Table:
-    """One row a rank: how long it takes, where it waits, and its bytes."""
+    """Make a table with one row a rank: how long it takes, where it waits, and its bytes."""
     table = Table(title=f"simulated step: {simulation.milliseconds:.1f} ms", title_justify="left")
     for column in ("rank", "ms", "waits ms", "device MiB", "host MiB", "copied out MiB"):
         table.add_column(column, justify="right")
@@ -261,13 +261,13 @@ def outcome_table(simulation: Simulation) -> Table:
 
 
 def waiting_spans(actions: Sequence[Action]) -> dict[ChunkKey, tuple[int, int]]:
-    """From the end of its forward to the end of its backward, in numbers of actions, for each chunk."""
+    """Return, for each chunk, the numbers of actions at the end of its forward and at the end of its backward."""
     end = {action: position + 1 for position, action in enumerate(actions)}
     return {a.chunk: (end[a], end[Action("B", a.chunk)]) for a in actions if a.kind == "F"}
 
 
 def draw(plans: dict[int, list[Action]], title: str, path: Path) -> None:
-    """Writes the timeline: for each rank how many chunks are alive, and below a bar for each chunk while it is."""
+    """Draw, for each rank, how many chunks are alive, and below a bar for each chunk while it is."""
     os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
     import matplotlib.pyplot as plt
 
@@ -291,7 +291,7 @@ TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
 
 
 def draw_timeline(simulation: Simulation, ranks: Sequence[int], title: str, path: Path) -> None:
-    """Writes the simulated timeline: for each rank a row for each of its streams."""
+    """Draw the simulated timeline: for each rank a row for each of its streams."""
     os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
     import matplotlib.pyplot as plt
 
@@ -309,7 +309,7 @@ def draw_timeline(simulation: Simulation, ranks: Sequence[int], title: str, path
 
 
 def draw_spans(panel: Axes, spans: Sequence[Span]) -> None:
-    """A row for compute, where it waits, one for each direction of copies."""
+    """Draw a row for compute with its waits, and one for each direction of copies."""
     rows = ["compute", "copy-out", "copy-in"]
     for track, color in TRACKS.items():
         bars = [(span.start, span.end - span.start) for span in spans if span.track == track]
@@ -330,7 +330,7 @@ def draw_count(panel: Axes, rank: int, actions: Sequence[Action]) -> None:
 
 
 def draw_bars(panel: Axes, actions: Sequence[Action]) -> None:
-    """A bar for each chunk while it is alive, in the order of the forwards; a colour for each virtual stage."""
+    """Draw a bar for each chunk while it is alive, in the order of the forwards; a colour for each virtual stage."""
     spans = waiting_spans(actions)
     labelled: set[int] = set()
     for row, (key, (begin, end)) in enumerate(spans.items()):

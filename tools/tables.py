@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def labelled_file(text: str) -> tuple[str, Path]:
-    """`LABEL=FILE` of a command line; the label of a file alone is its name up to the first dot."""
+    """Parse `LABEL=FILE` of a command line; the label of a file alone is its name up to the first dot."""
     label, separator, file = text.partition("=")
     return (label, Path(file)) if separator else (Path(text).name.partition(".")[0], Path(text))
 
@@ -23,7 +23,7 @@ def mistake_in(files: Sequence[tuple[str, Path]]) -> str | None:
 def print_table(
     title: str, head: Sequence[str], lines: Sequence[Sequence[str]], *, num_words: int, as_markdown: bool
 ) -> None:
-    """Prints a table; its first `num_words` columns are words, the others figures."""
+    """Print a table; its first `num_words` columns are words, the others figures."""
     if as_markdown:
         print("\n".join(f"| {' | '.join(line)} |" for line in [head, ("---",) * len(head), *lines]))
         return

@@ -237,13 +237,13 @@ class Attachment:
         # end of the MLP on. (Not from the end of the experts: inside a checkpoint their hooks may not run.)
         engine = self.engine
 
-        def pass_host_wait(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def note_launch(module: torch.nn.Module, args: Any, output: Any) -> None:
             running = engine.active_chunk
             if running is not None:
-                running.pass_host_wait()
+                running.note_launch()
 
         for layer in moe_layers(chunk):
-            self._handles.append(layer.register_forward_hook(pass_host_wait))
+            self._handles.append(layer.register_forward_hook(note_launch))
 
     def _attach_pauses(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
         # Hooks pause in modules that share no saved tensor with a group: with 32 experts in each layer they cost the

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_engine._devices.regions import Form as Form
 from offload_engine._devices.regions import HostRegion as HostRegion
 from offload_engine._devices.regions import HostSlab as HostSlab
+from offload_engine._devices.regions import TensorSpec as TensorSpec
 
 Stream = Any
 Event = Any
@@ -108,10 +108,10 @@ class Device(Protocol):
             CopyError: if the device can no longer tell.
         """
 
-    def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
+    def allocate(self, nbytes: int, stream: Stream, spec: TensorSpec | None = None) -> torch.Tensor:
         """Allocate a device tensor from the memory pool of the compute stream `stream`, uninitialized.
 
-        It is 1-D uint8, or in a form of equal size, if the caller needs that tensor anyway.
+        It is 1-D uint8, or of a spec of equal size, if the caller needs that tensor anyway.
 
         Work already issued to `stream` may still be using these bytes: a copy into them waits for an event that is
         recorded on `stream` after this call.

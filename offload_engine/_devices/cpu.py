@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from offload_engine._devices.base import Event, Form, HostRead, HostRegion, HostSlab, PlainRead, Stream, TimeMark
+from offload_engine._devices.base import Event, HostRead, HostRegion, HostSlab, PlainRead, Stream, TensorSpec, TimeMark
 from offload_engine._devices.copy_worker import (
     CopyableSlab,
     CopyEvent,
@@ -112,8 +112,8 @@ class CpuDevice:
         milliseconds: float = 1e3 * (last.seconds() - first.seconds())
         return milliseconds
 
-    def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
-        return new_buffer(nbytes, form, self.torch_device)
+    def allocate(self, nbytes: int, stream: Stream, spec: TensorSpec | None = None) -> torch.Tensor:
+        return new_buffer(nbytes, spec, self.torch_device)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)

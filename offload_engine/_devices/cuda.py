@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import CopyError, Event, Form, HostRead, HostSlab, Stream
+from offload_engine._devices.base import CopyError, Event, HostRead, HostSlab, Stream, TensorSpec
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_memory import available_host_bytes
 from offload_engine._devices.host_read import MappedReader
@@ -92,11 +92,11 @@ class CudaDevice:
                 f"CUDA failed before or in a copy on {self.torch_device}: {error}. Restart the process."
             ) from error
 
-    def allocate(self, nbytes: int, stream: Stream, form: Form | None = None) -> torch.Tensor:
+    def allocate(self, nbytes: int, stream: Stream, spec: TensorSpec | None = None) -> torch.Tensor:
         if stream == self.current_stream():  # nearly always; saves a context manager
-            return new_buffer(nbytes, form, self.torch_device)
+            return new_buffer(nbytes, spec, self.torch_device)
         with self._on(stream):
-            return new_buffer(nbytes, form, self.torch_device)
+            return new_buffer(nbytes, spec, self.torch_device)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)

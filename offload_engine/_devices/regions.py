@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
+TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, stride in elements, and dtype of a tensor over the whole of its storage."""
 
 
@@ -45,11 +45,11 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage
     return storage
 
 
-def new_buffer(nbytes: int, form: Form | None, device: torch.device) -> torch.Tensor:
-    """Return a tensor with a new, uninitialized storage of `nbytes` bytes: 1-D uint8, or in `form` of equal size."""
-    if form is None:
+def new_buffer(nbytes: int, spec: TensorSpec | None, device: torch.device) -> torch.Tensor:
+    """Return a tensor with a new, uninitialized storage of `nbytes` bytes: 1-D uint8, or of `spec`, of equal size."""
+    if spec is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    shape, stride, dtype = form
+    shape, stride, dtype = spec
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 

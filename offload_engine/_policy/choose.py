@@ -17,11 +17,13 @@ from offload_engine.planning.shapes import Bounds
 from offload_engine.policies import (
     FixedBounds,
     GroupWindow,
+    LowestPeak,
     Planned,
     PolicySettings,
     PrefetchWindow,
     ResidentBudget,
     ResidentLayers,
+    policy_for,
 )
 
 
@@ -29,7 +31,7 @@ def make_policy(chosen: PolicySettings, counters: ByteCounters, leaving: Leaving
     """Make the policy for `OffloadConfig.policy`."""
     if isinstance(chosen, Planned):
         bounds = Bounds(chosen.horizon_bytes, chosen.max_inflight_bytes, chosen.resident_bytes)
-        return PlannedPolicy(counters, leaving, bounds)
+        return PlannedPolicy(counters, leaving, bounds, make_policy(_unplanned(chosen), counters, leaving))
     if isinstance(chosen, FixedBounds):
         return FixedBoundsPolicy(counters, leaving, chosen.horizon_bytes, chosen.max_inflight_bytes)
     if isinstance(chosen, ResidentBudget):
@@ -41,3 +43,13 @@ def make_policy(chosen: PolicySettings, counters: ByteCounters, leaving: Leaving
     if isinstance(chosen, PrefetchWindow):
         return PrefetchWindowPolicy(counters, leaving, chosen.num_groups, chosen.max_inflight_bytes)
     return LowestPeakPolicy(counters, leaving)
+
+
+def _unplanned(chosen: Planned) -> PolicySettings:
+    """Return the reactive policy with the bounds of a planned one."""
+    bounds = policy_for(
+        resident_bytes=chosen.resident_bytes,
+        horizon_bytes=chosen.horizon_bytes,
+        max_inflight_bytes=chosen.max_inflight_bytes,
+    )
+    return bounds or LowestPeak()

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.leaving import LeavingQueue
-from offload_engine._policy.lowest_peak import FixedBoundsPolicy, LowestPeakPolicy
 from offload_engine._policy.policy import Move, Policy
-from offload_engine._policy.reactive import Reactive
-from offload_engine._policy.resident import ResidentBudgetPolicy
 from offload_engine._policy.shape_log import ShapeLog
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
@@ -48,16 +45,17 @@ class PlannedPolicy(Policy):
         counters: see `Policy`.
         leaving: see `Policy`.
         bounds: of the plans.
+        reactive: decides in steps without a plan; with the same bounds.
 
     Attributes:
         plan: of the running step, or of the last one; None: it went without.
     """
 
-    def __init__(self, counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds) -> None:
+    def __init__(self, counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds, reactive: Policy) -> None:
         super().__init__(counters, leaving)
         self.plan: Plan | None = None
         self._bounds = bounds
-        self._reactive = _reactive(counters, leaving, bounds)
+        self._reactive = reactive
         self._planner = Planner()
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # that the plan was made of
@@ -176,11 +174,3 @@ def _is_whole_step(actions: Sequence[Action]) -> bool:
     except ValueError:
         return False
     return bool(actions)
-
-
-def _reactive(counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds) -> Reactive:
-    if bounds.resident_bytes is not None:
-        return ResidentBudgetPolicy(counters, leaving, bounds.resident_bytes)
-    if bounds.horizon_bytes is None and bounds.max_inflight_bytes is None:
-        return LowestPeakPolicy(counters, leaving)
-    return FixedBoundsPolicy(counters, leaving, bounds.horizon_bytes, bounds.max_inflight_bytes)

@@ -33,13 +33,13 @@ class ResidentBudgetPolicy(Reactive):
         super().__init__(counters, leaving, self._room)
         self._expected_bytes: int | None = None  # saved bytes, on device or host, when the last backward began
         self._is_in_forward = False
-        self._staying: deque[TensorGroup] = deque()  # not copied out, within the budget; oldest first
+        self._within_budget: deque[TensorGroup] = deque()  # not copied out, within the budget; oldest first
 
     def clear(self) -> None:
         """See `Policy`."""
         super().clear()
         self._is_in_forward = False
-        self._staying.clear()
+        self._within_budget.clear()
 
     def must_release(self) -> bool:
         """See `Policy`."""
@@ -53,7 +53,7 @@ class ResidentBudgetPolicy(Reactive):
             if self._is_in_forward:
                 self._expected_bytes = self.counters.saved_bytes
                 self._is_in_forward = False
-            self._staying.clear()  # backward needs them now: they are not copied out any more
+            self._within_budget.clear()  # backward needs them now: they are not copied out any more
         elif kind is TAIL and chunk is not None:
             chunk.begin_tail()
         elif kind is ITERATION_END:
@@ -66,8 +66,8 @@ class ResidentBudgetPolicy(Reactive):
             yield OUT, group
         while (ahead := self._next_ahead()) is not None:
             yield IN, ahead
-        while self._staying and self.must_release():  # more was saved than expected
-            yield OUT, self._staying.popleft()
+        while self._within_budget and self.must_release():  # more was saved than expected
+            yield OUT, self._within_budget.popleft()
 
     def _may_stay(self, chunk: ChunkProgress, group: TensorGroup) -> bool:
         """Return whether `group` fits together with all bytes still to be saved; if so, it stays for now."""
@@ -81,9 +81,9 @@ class ResidentBudgetPolicy(Reactive):
         is_next = self._window.is_next(chunk)
         staying_bytes = counters.resident_bytes - self.leaving.inflight_bytes if is_next else counters.saved_bytes
         fits = staying_bytes + to_come_bytes + self.leaving.largest_bytes <= limit
-        if not fits and not self._staying:  # otherwise an older one is copied out, which is needed later
+        if not fits and not self._within_budget:  # otherwise an older one is copied out, which is needed later
             return False
-        self._staying.append(group)
+        self._within_budget.append(group)
         return True
 
 

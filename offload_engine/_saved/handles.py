@@ -21,7 +21,7 @@ class PackedTensor:
     graphs, unused branches and abandoned graphs need no special handling.
     """
 
-    __slots__ = ("storage", "place", "_handles", "_retired", "_is_conj", "_is_neg", "gives_form")
+    __slots__ = ("storage", "place", "_handles", "_retired", "_is_conj", "_is_neg", "has_storage_spec")
 
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, retired: RetireQueue, is_first: bool) -> None:
         self._retired = retired
@@ -30,9 +30,9 @@ class PackedTensor:
         self._is_neg = tensor.is_neg()
         # This excludes an offset: with one the storage is larger than the tensor, or the tensor is not contiguous.
         is_whole: bool = is_first and tensor.is_contiguous() and tensor.nbytes == storage.nbytes
-        self.gives_form: bool = is_whole and not self._is_conj and not self._is_neg  # that of its storage
-        if self.gives_form:
-            storage.form = self.place[1:]
+        self.has_storage_spec: bool = is_whole and not self._is_conj and not self._is_neg
+        if self.has_storage_spec:
+            storage.spec = self.place[1:]
         self.storage: SavedStorage = storage
         self._handles = storage.handles  # see `SavedStorage.has_lost_handles`
         storage.handles[id(self)] = self.place

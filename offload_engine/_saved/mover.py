@@ -200,7 +200,7 @@ class StorageMover:
 
     def hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo the release of a buffer whose bytes an outside reference, `holder`, has kept on the device."""
-        saved.buffer, saved.form = holder.detach(), None
+        saved.buffer, saved.spec = holder.detach(), None
         self.counters.hold([saved])
         self.counters.count_arrival(saved.nbytes)
         self._move([saved], COPYING_OUT)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import Event, Form, HostRegion, Stream
+from offload_engine._devices.base import Event, HostRegion, Stream, TensorSpec
 from offload_engine._host.leases import GroupLease
 from offload_engine._saved.places import Place, covers, place_of
 from offload_engine.schedule import ChunkKey
@@ -100,7 +100,7 @@ class SavedStorage:
         "has_address",
         "version",
         "nbytes",
-        "form",
+        "spec",
         "residency",
         "buffer",
         "stream",
@@ -129,7 +129,7 @@ class SavedStorage:
         self.has_address: bool = True  # it may be found by its key, if no other storage was saved under the key since
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
-        self.form: Form | None = None  # of the first tensor saved, if it covers all bytes; then also that of `buffer`
+        self.spec: TensorSpec | None = None  # of the first tensor saved and of `buffer`; only if it covers all bytes
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes

@@ -196,7 +196,7 @@ class ActivationStore:
         elif saved.ready_on != self._current_stream():
             self._mover.await_copy_in([saved])
         assert saved.buffer is not None
-        if handle.gives_form and saved.form is not None:
+        if handle.has_storage_spec and saved.spec is not None:
             tensor = saved.buffer.data  # unlike detach(), with a version counter of its own
         else:
             dtype = handle.place[3]

@@ -97,7 +97,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     for storage in storages:
         assert storage.region is not None
         if storage.emptied is None:
-            buffer = device.allocate(storage.nbytes, storage.stream, storage.form)
+            buffer = device.allocate(storage.nbytes, storage.stream, storage.spec)
         else:
             buffer = device.restore(storage.emptied, storage.nbytes, storage.stream)
         copies.append((storage.region, buffer))
@@ -113,7 +113,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         raise
     for i, storage in enumerate(storages):
         if storage.emptied is not None:  # refilled in place: the tensors over it keep their own shapes
-            storage.form = None
+            storage.spec = None
         storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
     if recorder is not None:
         recorder.note_copy(IN, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))

@@ -27,8 +27,8 @@ def fit_resident_bytes(lines: Sequence[Line], step: Step, limit_bytes: int) -> l
 
     - Nothing is released before another group, as large as the largest, would not fit; in a backward, too, for what
       comes back. Then it is the oldest, whose copy-out has had the most time. (To release what is needed last
-      instead makes compute wait for its copies: 1.023 against 1.011 times no offload in tests/virtual_time.py, with
-      2000 MiB for five modules.)
+      instead makes compute wait for its copies: the simulator's step takes 1.023 instead of 1.011 times no
+      offload, with 2000 MiB for five modules.)
     - What was not released by the time its backward came does not leave at all: a copy in vain would do more harm than
       load the link, for a backward that has used the group would wait for a copy that stands behind all the others.
       (A reactive policy has to guess how much is still to be saved. A plan knows.)

@@ -35,14 +35,9 @@ class Step(NamedTuple):
         """Return the bytes of a group, or 1 where no bytes are known."""
         return self.group(group).nbytes if self.largest_bytes else 1
 
-    def default_limit(self) -> int:
-        """Return twice the largest group, in the unit of `size`."""
-        return 2 * (self.largest_bytes or 1)
-
     def inflight_limit(self) -> int:
-        """Return how much copy-out may be in flight: `Bounds.max_inflight_bytes`, or the default."""
-        limit = self.bounds.max_inflight_bytes
-        return self.default_limit() if limit is None else limit
+        """Return how much copy-out may be in flight, in the unit of `size`."""
+        return self.bounds.inflight_limit(self.largest_bytes or 1)
 
 
 class Room(Protocol):
@@ -104,7 +99,7 @@ class CopyInOrder:
         self._room = room
         self._is_last_layer_first = is_last_layer_first
         self._positions = {action: position for position, action in enumerate(step.actions)}
-        self._last_of_name = [shape.last_of_name() for shape in step.shapes]
+        self._last_index_by_name = [shape.last_index_by_name() for shape in step.shapes]
         self._next: dict[ChunkKey, int] = {}  # index of the group to bring back next; counts down
         self._near: dict[ChunkKey, int] = {}  # the backward has come to this group, or begins near it
         self._window: list[ChunkKey] = []  # chunks to bring back now, soonest first
@@ -195,7 +190,7 @@ class CopyInOrder:
         """Whether the backward is near `group`; what never left may be passed over."""
         if group.chunk != self._in_backward:
             return False
-        last = self._last_of_name[group.chunk.stage][self._step.group(group).name]
+        last = self._last_index_by_name[group.chunk.stage][self._step.group(group).name]
         return last >= self._near[group.chunk] or not is_away
 
     def _is_needed_first(self, group: GroupKey) -> bool:
@@ -206,4 +201,4 @@ class CopyInOrder:
         shape = groups[group.index]
         if shape.layer == groups[-1].layer != -1:
             return True
-        return self._last_of_name[group.chunk.stage][shape.name] == group.index
+        return self._last_index_by_name[group.chunk.stage][shape.name] == group.index

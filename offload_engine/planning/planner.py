@@ -280,7 +280,7 @@ def _kept(step: Step) -> frozenset[GroupKey]:
 def _horizon(step: Step) -> int:
     """Return the horizon, in the unit of `Step.size`."""
     limit = step.bounds.horizon_bytes
-    return step.default_limit() if limit is None or (limit and not step.largest_bytes) else limit
+    return 2 * (step.largest_bytes or 1) if limit is None or (limit and not step.largest_bytes) else limit
 
 
 def _may_delay(line: Line, step: Step) -> bool:

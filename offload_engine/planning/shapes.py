@@ -97,11 +97,11 @@ class ChunkShape:
         or an MLP alone. Besides them all with `GroupShape.keep`.
         """
         num_layers = self.num_layers or 1 + max((group.layer for group in self.groups), default=-1)
-        last = self.last_of_name()
+        last = self.last_index_by_name()
         in_layers = {i for i in last.values() if -1 < self.groups[i].layer >= num_layers - 2}
         return frozenset(in_layers | {i for i, group in enumerate(self.groups) if group.keep})
 
-    def last_of_name(self) -> dict[str, int]:
+    def last_index_by_name(self) -> dict[str, int]:
         """Find the index of the last group of each name."""
         return {group.name: index for index, group in enumerate(self.groups)}
 
@@ -132,6 +132,10 @@ class Bounds:
         _check_not_negative(self, given)
         if self.resident_bytes is not None and len(given) > 1:
             raise ValueError(f"resident_bytes bounds what {given[0]} bounds: set one of them")
+
+    def inflight_limit(self, largest_bytes: int) -> int:
+        """Return how many bytes of copy-out may be in flight; `largest_bytes`: of the largest group."""
+        return 2 * largest_bytes if self.max_inflight_bytes is None else self.max_inflight_bytes
 
 
 def largest_bytes(shapes: Iterable[ChunkShape]) -> int:

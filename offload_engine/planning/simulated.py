@@ -71,11 +71,10 @@ class SimulatedExecutor:
     """
 
     def __init__(self, plan: Plan, shapes: Shapes, bounds: Bounds, clocks: Clocks, host: HostBytes) -> None:
-        limit = bounds.max_inflight_bytes
         self.groups: dict[GroupKey, Group] = {}
         self._plan = plan
         self._shapes = shapes
-        self._limit = 2 * largest_bytes(shapes) if limit is None else limit
+        self._limit = bounds.inflight_limit(largest_bytes(shapes))
         self._has_budget = bounds.resident_bytes is not None
         self._clocks = clocks
         self._host = host

@@ -85,7 +85,7 @@ def four_groups(engine: OffloadEngine) -> torch.Tensor:
 
 
 def test_a_step_leaves_nothing_to_the_collector() -> None:
-    """A storage in a cycle would keep its events, and a CUDA event is recorded again only once nobody holds it."""
+    """A storage in a cycle would keep its events, and a CUDA event is recorded again only once it is unreferenced."""
     gc.collect()  # what other tests have left
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
     with engine.iteration():
@@ -137,7 +137,7 @@ def test_a_handle_that_stays_on_the_device_gives_second_derivatives() -> None:
 
 
 def save_in_a_cycle(chunk: ChunkOffloadHandler, tensor: torch.Tensor) -> None:
-    """Pushes `tensor`; only the collector can drop the handle."""
+    """Push `tensor`; only the collector can drop the handle."""
     cycle: list[Any] = [chunk.tensor_push(tensor)]
     cycle.append(cycle)
 
@@ -153,7 +153,9 @@ def collecting(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("step", ["pack", "copy-out", "release", "copy-in"])
 def test_collected_in_the_middle_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if step == "pack" and IS_COMPILED:
-        pytest.skip("the compiled core asks nobody between finding a storage and its handle: needs the pure Python one")
+        pytest.skip(
+            "the compiled core calls nothing between finding a storage and its handle: needs the pure Python one"
+        )
     engine = OffloadEngine(
         OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30)), AdversarialDevice()
     )
@@ -217,7 +219,7 @@ def test_collected_in_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_interrupt_leaves_no_step_under_way() -> None:
-    """Whenever it comes: a lock that nobody gives back would block the reset as well."""
+    """Whenever it comes: a lock that is never released would block the reset as well."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), CpuDevice("none"))
     store, num_interrupts = engine._store, 0
     group = TensorGroup(ChunkKey(0, 0), 0, "empty", GroupTraits())

@@ -70,7 +70,7 @@ class Program:
         return as_floats(buffer) * 1
 
     def round_trip(self, value: float, earlier: object = None) -> tuple[torch.Tensor, object]:
-        """Returns what the model reads in the end (it should be `value` throughout), and the event of the copy-in."""
+        """Return what the model reads in the end (it should be `value` throughout), and the event of the copy-in."""
         tensor = torch.full((NUMEL,), value)
         copied_out = self.copy_out(tensor, earlier)
         self.drop(tensor, copied_out)
@@ -129,7 +129,7 @@ def test_a_lease_lent_again_before_its_copy_in_ran(device: AdversarialDevice) ->
 def test_a_source_dropped_without_a_word_while_its_copy_waits() -> None:
     device = AdversarialDevice()
     program = Program(device)
-    copied_out = program.copy_out(torch.full((NUMEL,), 3.0))  # nobody keeps it
+    copied_out = program.copy_out(torch.full((NUMEL,), 3.0))  # not kept alive
     result = program.use(*program.copy_in(copied_out))
     assert not result.eq(3.0).any()
     assert any("was dropped" in hazard for hazard in device.hazards)
@@ -193,11 +193,11 @@ def test_a_copy_into_a_released_buffer(device: AdversarialDevice) -> None:
     assert any("after its release" in hazard for hazard in device.hazards)
 
 
-def test_a_copy_in_of_bytes_that_nobody_wrote(device: AdversarialDevice) -> None:
+def test_copy_in_of_unwritten_host_bytes_is_a_hazard(device: AdversarialDevice) -> None:
     program = Program(device)
     buffer, copied_in = program.copy_in(device.record_event(program.out_stream))
     assert program.use(buffer, copied_in).isnan().all()
-    assert any("nobody wrote" in hazard for hazard in device.hazards)
+    assert any("never written" in hazard for hazard in device.hazards)
 
 
 def test_a_slab_closed_before_the_host_knows_that_its_copies_are_done(device: AdversarialDevice) -> None:
@@ -215,7 +215,7 @@ def test_a_slab_closed_before_the_host_knows_that_its_copies_are_done(device: Ad
     assert device.hazards == []
 
 
-def test_what_the_host_has_seen_complete_needs_no_further_wait() -> None:
+def test_event_that_the_host_saw_complete_needs_no_wait() -> None:
     device = AdversarialDevice()
     with device.observe_compute():
         program = Program(device, skip="drop")
@@ -339,7 +339,7 @@ def test_copies_of_one_call_have_no_order_among_themselves(device: AdversarialDe
 
 
 @pytest.mark.parametrize("kind", ["out", "in"])
-def test_an_injected_failure_reaches_whoever_waits_and_no_later_step(device: AdversarialDevice, kind: str) -> None:
+def test_injected_failure_reaches_its_waiter_and_no_later_step(device: AdversarialDevice, kind: str) -> None:
     program = Program(device)
     device.fail_next_copy(kind, after=1)
     result, copied_in = program.round_trip(3.0)

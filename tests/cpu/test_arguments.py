@@ -159,7 +159,7 @@ def test_megatrons_own_offload_keeps_its_modules(applied: Handle) -> None:
         resolve(config, Settings(OffloadConfig(), ("core_attn",)))
 
 
-def test_what_megatrons_paged_stash_takes_is_refused(applied: Handle) -> None:
+def test_modules_of_megatrons_paged_stash_are_refused(applied: Handle) -> None:
     stash = make(offload_activation=True)
     stash.moe_paged_stash = True  # from 0.19 on
     assert resolve(stash, NO_DEFAULTS) is not None

@@ -1,4 +1,4 @@
-"""tools/bench_frontends.py: what can be known of it without a GPU."""
+"""tools/bench_frontends.py, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_defaults_are_the_model_of_qwen2_7b() -> None:
     assert settings.parse(["--quick", "--layers", "5"]).shape.layers == 5
 
 
-def test_quick_leaves_out_what_takes_long_to_import_unless_it_is_named() -> None:
+def test_quick_omits_slow_imports_unless_named() -> None:
     assert "te_v2" in settings.parse([]).contenders
     assert "te_v2" not in settings.parse(["--quick"]).contenders
     assert settings.parse(["--quick", "--contenders", "te_v2,none"]).contenders == ("te_v2", "none")
@@ -179,7 +179,7 @@ def test_a_contender_is_stopped_before_the_host_is_out_of_memory() -> None:
         time.sleep(5)
 
 
-def test_what_others_left_is_told_apart_from_what_it_took() -> None:
+def test_leftovers_of_others_are_counted_apart() -> None:
     left, taken = 3 << 30, 2 << 30
     with (
         pytest.raises(watch.CrowdedOut, match="it held 2 GiB of host memory, 1 are allowed, as others left 3"),
@@ -333,7 +333,7 @@ class KeptByName(gauges.CpuGauge):
         return leftovers.Held(sum(tensor.nbytes for tensor in self.kept), 0)
 
 
-def test_what_a_contender_leaves_behind_is_told_of_it_and_of_the_later_ones(workload: Workload) -> None:
+def test_leftovers_of_a_contender_are_in_its_record_and_later_ones(workload: Workload) -> None:
     gauge = KeptByName()
 
     @contextmanager
@@ -352,7 +352,7 @@ def test_what_a_contender_leaves_behind_is_told_of_it_and_of_the_later_ones(work
     assert rows.rows[1][0].endswith("(left 70 MiB device behind)")
 
 
-def test_what_goes_with_the_contender_is_not_left_behind(workload: Workload) -> None:
+def test_memory_freed_with_the_contender_is_no_leftover(workload: Workload) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     class Gauge(KeptByName):
@@ -653,7 +653,7 @@ def test_the_longest_on_a_machine(machine: FakeMachine, expected: int, reason: s
     json.dumps(found)
 
 
-def test_with_little_time_the_table_has_what_was_seen_and_what_is_expected() -> None:
+def test_table_has_seen_and_expected_lengths_if_time_is_short() -> None:
     machine = FakeMachine()
     found = machine.search(5.0)  # the two short ones take 0.2 s, one of 3,000 tokens 3 s
     assert (found["trained"], found["failed"], found["is_final"]) == (2944, None, False)
@@ -663,7 +663,7 @@ def test_with_little_time_the_table_has_what_was_seen_and_what_is_expected() -> 
     assert machine.now <= 5.0
 
 
-def test_what_is_known_is_not_tried_again() -> None:
+def test_known_lengths_are_not_tried_again() -> None:
     machine = FakeMachine()
     records: list[dict[str, Any]] = []
     bench = machine.search_bench(on_record=records.append)
@@ -690,7 +690,7 @@ def test_a_trial_that_hangs_is_stopped_and_tried_once_more_at_the_end() -> None:
 
 
 def two_contenders(machine: FakeMachine, slow_by: float) -> Any:
-    """The first takes so many times as long, which only the fake machine's clock knows."""
+    """Make two contenders, of which the first takes so many times as long on the fake machine's clock."""
 
     def attach_with(factor: float) -> contenders.Attach:
         @contextmanager
@@ -703,7 +703,7 @@ def two_contenders(machine: FakeMachine, slow_by: float) -> Any:
     return {"save": attach_with(slow_by), "trl": attach_with(1.0)}
 
 
-def test_who_was_broken_off_goes_on_with_what_time_is_left() -> None:
+def test_interrupted_search_resumes_in_the_time_left() -> None:
     machine = FakeMachine()
     slow, quick = machine.search_bench().run(two_contenders(machine, 10.0), 1000.0, contender_seconds=20.0)
     assert slow["seconds"] > 40.0 and slow["is_final"] and slow["trained"] == 2944
@@ -711,7 +711,7 @@ def test_who_was_broken_off_goes_on_with_what_time_is_left() -> None:
     assert machine.tried.index(2944, machine.tried.index(2944) + 1) < len(machine.tried) - 1, "the quick one in between"
 
 
-def test_whose_next_trial_is_too_long_leaves_the_time_to_the_others() -> None:
+def test_contender_with_too_long_a_trial_leaves_time_to_the_others() -> None:
     machine = FakeMachine()
     slow, quick = machine.search_bench().run(two_contenders(machine, 100.0), 200.0, contender_seconds=1e9)
     assert (slow["trained"], slow["guess"], slow["is_final"]) == (128, 3000, False)
@@ -833,12 +833,12 @@ def test_a_file_is_loaded_with_stand_ins_which_are_gone_afterwards(tmp_path: Pat
     assert not [name for name in sys.modules if name.startswith("not_installed")]
 
 
-def test_a_stand_in_never_hides_what_is_installed(tmp_path: Path) -> None:
+def test_stand_in_never_hides_an_installed_package(tmp_path: Path) -> None:
     write(tmp_path / "rival.py", "import json\nvalue = json.dumps([])\n")
     assert rivals.load_file("rival", tmp_path, {"json": {"dumps": None}}).value == "[]"
 
 
-def test_what_is_missing_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_package_is_reported_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(rivals.Missing, match="give its file no_such/rival.py with --rivals"):
         rivals.load_file("no_such.rival", None, {})
     with pytest.raises(rivals.Missing, match="has no no_such/rival.py"):
@@ -897,7 +897,7 @@ def turn(label: str, step_ms: list[float], **more: Any) -> dict[str, Any]:
     return {**record, "parity": parity, "torch_pinned_bytes": 0, **memory, **more}
 
 
-def test_medians_ratios_and_what_failed() -> None:
+def test_tables_have_medians_ratios_and_failures() -> None:
     records = [
         turn("none", [10.0, 12.0]),
         turn("none", [11.0]),

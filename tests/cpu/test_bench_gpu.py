@@ -1,4 +1,4 @@
-"""tools/bench_gpu.py: what can be known of it without a GPU."""
+"""tools/bench_gpu.py, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_sharing_is_for_one_node_and_asked_for(monkeypatch: pytest.MonkeyPatch) 
 
 
 def set_node(monkeypatch: pytest.MonkeyPatch, rank: int, num_processes: int, num_gpus: int) -> None:
-    """The environment that torchrun gives a process, on a machine with so many GPUs."""
+    """Set the environment that torchrun gives a process, on a machine with so many GPUs."""
     for name, value in {"LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}.items():
         monkeypatch.setenv(name, str(value))
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
@@ -415,7 +415,7 @@ def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     own = found["ours"]
     assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
     assert throughput.throughput_table(list(found.values())).row_count == 4
-    assert throughput.throughput(summaries, run_records()) == [], "whose shape nobody knows"
+    assert throughput.throughput(summaries, run_records()) == [], "its shape is unknown"
 
 
 def test_tables_show_every_contender_and_target() -> None:
@@ -486,7 +486,7 @@ OURS = settings.Entry("ours", ("qkv_linear", "core_attn"))
 
 
 def take_turns() -> dict[str, Any]:
-    """In a process with megatron-core's parallel state: ours and none, and once ours with a step that raises."""
+    """Run in a process with megatron-core's parallel state: ours and none, and once ours with a step that raises."""
     from tests.dist import tiny
 
     chunks = tiny.make_chunks(tiny.make_config())
@@ -508,7 +508,7 @@ def take_turns() -> dict[str, Any]:
 
 
 def recompute_turns(kind: str) -> dict[str, Any]:
-    """In a process with megatron-core's parallel state: none, recomputation, none; how often each ran a layer."""
+    """Run in a process with megatron-core's parallel state: none, recomputation, none; how often each ran a layer."""
     from tests.dist import tiny
 
     chunks = tiny.make_chunks(tiny.make_config(kind))
@@ -547,7 +547,7 @@ class CountedCopies:
 
 
 def copies_turns() -> dict[str, Any]:
-    """In a process with megatron-core's parallel state: copies before ours, ours three times, copies."""
+    """Run in a process with megatron-core's parallel state: copies before ours, ours three times, copies."""
     from tests.dist import tiny
 
     contenders.PlainCopies = CountedCopies
@@ -628,7 +628,7 @@ def test_turns_on_one_model_switch_ours_on_and_off() -> None:
 
 
 def switch_flags(kind: str) -> list[Any]:
-    """In a process with megatron-core's parallel state: the incumbent's flags, built with it and switched to it."""
+    """Run in a process with megatron-core's parallel state: the incumbent's flags, built with it and switched to it."""
     from tests.dist import tiny
 
     names = ["qkv_linear", "core_attn"]

@@ -116,7 +116,7 @@ def test_of_ours_each_storage_counts_as_a_copy() -> None:
 
 
 @pytest.mark.parametrize("moment", range(2 * NUM_GROUPS))
-def test_of_ours_it_is_what_has_left_at_that_very_moment(moment: int) -> None:
+def test_bytes_of_ours_are_those_away_at_that_moment(moment: int) -> None:
     """What leaves or returns just before or behind it does not count."""
     step = Step(moment)
     device = step.device

@@ -18,7 +18,7 @@ def labels(*arguments: str) -> list[str]:
     return [entry.label for entry in settings.parse(arguments).entries]
 
 
-def test_what_is_behind_a_plus_is_recomputed_beside_offload() -> None:
+def test_names_behind_a_plus_are_recomputed_beside_offload() -> None:
     sets = ("--modules", "core_attn", "--modules", "core_attn,experts+moe_act,layernorm")
     assert labels("--setup", "b", *sets, "--contenders", "none,ours,incumbent,recompute") == [
         "none",
@@ -40,7 +40,7 @@ def test_goals_are_for_those_that_recompute_nothing() -> None:
     ]
 
 
-def test_what_is_behind_an_at_sign_are_settings_of_ours_alone() -> None:
+def test_settings_behind_an_at_sign_apply_to_ours_alone() -> None:
     sets = ("--modules", "core_attn", "--modules", "core_attn+moe_act@resident_bytes=1024,dry_run=True")
     found = settings.parse(["--setup", "b", *sets, "--contenders", "none,ours,incumbent,copies"])
     assert [(entry.label, entry.engine) for entry in found.entries] == [
@@ -81,7 +81,7 @@ MODEL: dict[str, Any] = {"moe_grouped_gemm": True, "moe_shared_expert_intermedia
 
 
 def switch(name: str) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """In a process with megatron-core's parallel state: flags of a model built with recomputation, and switched."""
+    """Run in a process with megatron-core's parallel state: flags of a model built with recomputation, and switched."""
     from tests.dist import tiny
 
     fields = recomputation.selective([name])
@@ -118,13 +118,13 @@ def test_the_flags_are_those_of_a_model_built_with_it(name: str) -> None:
     assert off_again == off != on
 
 
-def test_what_a_model_has_not_is_an_error() -> None:
+def test_name_that_the_model_lacks_is_an_error() -> None:
     with pytest.raises(ValueError, match="no 'moe_act' to recompute"):
         recomputation.Recomputation([torch.nn.Linear(1, 1)], recomputation.selective(["moe_act"]))
 
 
 def incumbent_flags() -> list[list[Any]]:
-    """In a process with megatron-core's parallel state: before, in and behind a turn of the incumbent's."""
+    """Run in a process with megatron-core's parallel state: before, in and behind a turn of the incumbent's."""
     from tests.dist import tiny
 
     os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"
@@ -156,7 +156,7 @@ def test_a_trace_of_ours_may_be_beside_recomputation() -> None:
 
 
 def turns() -> dict[str, Any]:
-    """In a process with megatron-core's parallel state: none, ours beside recomputation, none."""
+    """Run in a process with megatron-core's parallel state: none, ours beside recomputation, none."""
     from tests.dist import tiny
 
     chunks = tiny.make_chunks(tiny.make_config("moe", moe_grouped_gemm=True))

@@ -147,7 +147,7 @@ def test_gradients_of_an_input_with_many_readers_are_summed_in_the_models_own_or
     assert engine.stats.num_offloaded_groups == 1
 
 
-def test_what_the_rest_of_a_chunk_saves_too_leaves_with_the_group() -> None:
+def test_storage_saved_outside_the_group_too_leaves_with_it() -> None:
     class Chunk(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

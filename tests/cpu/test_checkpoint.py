@@ -157,8 +157,8 @@ def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: st
     offload.close()
 
 
-def test_an_input_that_its_layer_saves_goes_with_what_that_saves() -> None:
-    """As without offload; it counts with what is recomputed, which nobody counts."""
+def test_input_that_its_layer_saves_leaves_with_the_layer() -> None:
+    """As without offload; it counts with the recomputation, which is not counted."""
     meter = ResidencyMeter()
     config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(1))
     offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none"), meter))

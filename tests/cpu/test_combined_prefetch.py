@@ -67,7 +67,7 @@ def test_the_chunk_of_the_next_backward_is_on_its_way_before_the_next_forward(is
             steps.read(microbatch)
     stats = steps.engine.end_iteration()
     assert stats.num_storages_left == 0
-    # Nobody says that the last forward is over; when the second backward behind it begins, it is.
+    # The end of the last forward is not reported; when the second backward behind it begins, it is.
     assert stats.prefetch_misses == (0 if is_combined else 1)
     assert steps.device.hazards == []
     steps.engine.close()

@@ -88,7 +88,7 @@ def compiled_model(region: Region, backend: str) -> list[torch.Tensor]:
 
 
 def compiled_part(region: Region, backend: str) -> list[torch.Tensor]:
-    """A compiled function between eager ones, called twice."""
+    """Run a compiled function between eager ones, called twice."""
     model = make_model()
     middle = torch.compile(lambda x: model[2](model[1](x)).sin(), backend=backend)
     return train(model, lambda x: model[3](middle(middle(model[0](x))).exp()), region)

@@ -1,4 +1,4 @@
-"""OffloadConfig: what it accepts, and what it says when it does not."""
+"""OffloadConfig: accepted values, and the errors for others."""
 
 from __future__ import annotations
 

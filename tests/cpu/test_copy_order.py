@@ -93,7 +93,7 @@ def test_rule_2_a_lease_lent_again_before_its_copy_out_ran(seed: int | None) -> 
         bench.finish()
 
 
-def test_rule_3_a_copy_out_that_nobody_waited_for(seed: int | None) -> None:
+def test_rule_3_copy_out_without_a_wait(seed: int | None) -> None:
     bench = Bench(seed, max_inflight_bytes=1 << 30)
     with bench.device.observe_compute():
         handle = bench.save(3.0)
@@ -101,7 +101,7 @@ def test_rule_3_a_copy_out_that_nobody_waited_for(seed: int | None) -> None:
         bench.finish()
 
 
-def test_rule_3_a_copy_in_that_nobody_used(bench: Bench) -> None:
+def test_rule_3_unused_copy_in(bench: Bench) -> None:
     handle = bench.save(3.0)
     bench.chunk.bulk_reload_group(0)
     del handle
@@ -158,7 +158,7 @@ def test_two_streams_save_and_read_in_turn(bench: Bench) -> None:
     bench.finish()
 
 
-def test_what_was_copied_in_does_not_move_again(bench: Bench) -> None:
+def test_copied_in_storage_does_not_move_again(bench: Bench) -> None:
     handle = bench.save(3.0)
     with bench.device.compute_stream("comm") as comm:
         assert bench.read(handle).eq(3.0).all()
@@ -175,7 +175,7 @@ def test_what_was_copied_in_does_not_move_again(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("is_recalled", [False, True])
-def test_what_is_read_once_may_be_read_again(seed: int | None, is_recalled: bool) -> None:
+def test_storage_read_once_can_be_read_again(seed: int | None, is_recalled: bool) -> None:
     """The second reader waits for a copy-in of its own (5), even where the first wrote to what it had been given."""
     bench = Bench(seed, max_inflight_bytes=1 << 30 if is_recalled else 0)
     with bench.device.observe_compute():
@@ -190,7 +190,7 @@ def test_what_is_read_once_may_be_read_again(seed: int | None, is_recalled: bool
         bench.finish()
 
 
-def test_what_is_read_once_keeps_its_lease(seed: int | None) -> None:
+def test_storage_read_once_keeps_its_lease(seed: int | None) -> None:
     bench = Bench(seed, max_inflight_bytes=0, host_limit_bytes=NBYTES)
     with bench.device.observe_compute():
         first = bench.save(3.0, is_read_once=True)
@@ -232,7 +232,7 @@ def test_rule_3_handed_over_before_its_copy_out_ran(seed: int | None) -> None:
         bench.finish()
 
 
-def test_what_is_not_on_host_is_not_handed_over(seed: int | None) -> None:
+def test_resident_storage_is_not_handed_over(seed: int | None) -> None:
     """The copy-out of what was recalled has failed: there would be nothing to read it from again."""
     bench = Bench(seed, max_inflight_bytes=1 << 30)
     bench.device.fail_next_copy("out")
@@ -246,7 +246,7 @@ def test_what_is_not_on_host_is_not_handed_over(seed: int | None) -> None:
     assert bench.device.hazards == [] and bench.device.host_bytes == 0
 
 
-def test_rule_6_what_another_stream_has_read_is_not_handed_over(bench: Bench) -> None:
+def test_rule_6_storage_read_by_another_stream_is_not_handed_over(bench: Bench) -> None:
     """Its one reader would drop it without a wait for the other stream."""
     handle = bench.save(3.0, is_read_once=True)
     with bench.device.compute_stream("comm"):
@@ -257,7 +257,7 @@ def test_rule_6_what_another_stream_has_read_is_not_handed_over(bench: Bench) ->
     bench.finish()
 
 
-def test_what_another_stream_reads_is_not_handed_over(seed: int | None) -> None:
+def test_storage_that_another_stream_reads_is_not_handed_over(seed: int | None) -> None:
     bench = Bench(seed, max_inflight_bytes=1 << 30)
     with bench.device.observe_compute():
         handle = bench.save(3.0, is_read_once=True)
@@ -272,7 +272,7 @@ def test_what_another_stream_reads_is_not_handed_over(seed: int | None) -> None:
         bench.finish()
 
 
-def test_rule_7_what_another_stream_made_is_not_handed_over(seed: int | None) -> None:
+def test_rule_7_storage_of_another_stream_is_not_handed_over(seed: int | None) -> None:
     """That stream, whose pool gets the bytes back, would not wait for the copy-out."""
     bench = Bench(seed, max_inflight_bytes=1 << 30)
     with bench.device.observe_compute():
@@ -291,7 +291,7 @@ def test_rule_7_what_another_stream_made_is_not_handed_over(seed: int | None) ->
         bench.finish()
 
 
-def test_what_others_hold_is_not_handed_over(bench: Bench) -> None:
+def test_storage_held_elsewhere_is_not_handed_over(bench: Bench) -> None:
     """It was emptied and restored in place: the bytes would stay all the same."""
     bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
@@ -305,7 +305,7 @@ def test_what_others_hold_is_not_handed_over(bench: Bench) -> None:
     bench.finish()
 
 
-def test_what_is_held_after_it_was_handed_over_is_checked_again(bench: Bench) -> None:
+def test_storage_held_after_its_hand_over_is_checked_again(bench: Bench) -> None:
     bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
     handle = bench.chunk.tensor_push(tensor)
@@ -320,7 +320,7 @@ def test_what_is_held_after_it_was_handed_over_is_checked_again(bench: Bench) ->
     bench.finish()
 
 
-def test_what_two_read_is_not_handed_over(bench: Bench) -> None:
+def test_storage_with_two_readers_is_not_handed_over(bench: Bench) -> None:
     bench.chunk.open_group("group", GroupTraits(read_once=True))
     tensor = torch.full((NUMEL,), 3.0)
     first, second = (bench.chunk.tensor_push(tensor) for _ in range(2))
@@ -353,7 +353,7 @@ def test_a_second_reader_that_comes_late_shares_the_buffer(bench: Bench) -> None
 
 @pytest.mark.parametrize("is_read_once", [False, True])
 @pytest.mark.parametrize("pending", ["copy-out", "copy-in"])
-def test_a_reset_waits_for_what_is_in_flight(seed: int | None, pending: str, is_read_once: bool) -> None:
+def test_reset_waits_for_copies_in_flight(seed: int | None, pending: str, is_read_once: bool) -> None:
     bench = Bench(seed, max_inflight_bytes=0 if pending == "copy-in" else 1 << 30)
     with bench.device.observe_compute():
         handle = bench.save(3.0, is_read_once)

@@ -139,7 +139,7 @@ class NoThreads:
         monkeypatch.setattr(threading.Thread, "start", start_or_fail)
 
 
-@pytest.mark.timeout(60)  # a copy that nobody works on is waited for in vain
+@pytest.mark.timeout(60)  # a copy without a worker would never complete
 def test_a_thread_that_cannot_be_started_fails_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     NoThreads(monkeypatch, num_failures=1)
     stream, slab = device.new_stream("copy"), GatedSlab()
@@ -598,7 +598,7 @@ def test_threads_start_with_the_first_copy(device: CpuDevice) -> None:
 
 
 def in_forked_child(body: Callable[[], object]) -> int:
-    """Exit status of a forked child that ran `body`: 0 if it returned, 1 if it raised, -14 if it hung."""
+    """Return the exit status of a forked child that ran `body`: 0 if it returned, 1 if it raised, -14 if it hung."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -697,7 +697,7 @@ def test_a_directory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.Mo
         CpuDevice(tmp_path)
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory in which nobody may make a file")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that no user may write to")
 def test_a_directory_of_the_kernel() -> None:
     with pytest.raises(OSError, match="is not writable"):
         CpuDevice("/proc/self")

@@ -25,7 +25,7 @@ def applied() -> Iterator[None]:
 
 
 def targets() -> dict[str, Any]:
-    """What each row's target is now."""
+    """Return what each row's target is now."""
     values = {}
     for row in cpu_rows():
         module, _, path = row.target.partition(":")

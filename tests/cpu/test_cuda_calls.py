@@ -144,7 +144,7 @@ def runtime_without_batch(runtime: ctypes.CDLL, folder: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def extension(folder: Path) -> Any:
-    """The extension module, built from the source of this checkout, whatever is installed."""
+    """Return the extension module, built from the source of this checkout, whatever is installed."""
     path = compile_library(SOURCE, folder / "_cuda_calls.so")
     loader = importlib.machinery.ExtensionFileLoader("_cuda_calls", str(path))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda_calls", loader))
@@ -283,7 +283,7 @@ def last_call(runtime: ctypes.CDLL) -> tuple[int, ...]:
 
 
 def last_batch(runtime: ctypes.CDLL) -> list[tuple[int, int, int]]:
-    """Target, source and size of each copy."""
+    """Return target, source and size of each copy."""
     values = iter((ctypes.c_uint64 * (3 * last_call(runtime)[1])).in_dll(runtime, "copies"))
     return list(zip(values, values, values, strict=True))
 
@@ -400,7 +400,7 @@ def test_events_are_reused_and_asked_until_they_are_done(runtime: ctypes.CDLL) -
     assert idle == [EVENT]
 
 
-def test_a_failed_event_is_not_complete_and_tells_whoever_waits(
+def test_failed_event_is_not_complete_and_raises_for_its_waiter(
     runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the CPU device: a question is answered, and a wait raises."""
@@ -416,7 +416,7 @@ def test_a_failed_event_is_not_complete_and_tells_whoever_waits(
                 wait()
 
 
-def test_whoever_waits_by_asking_gets_an_answer(runtime: ctypes.CDLL) -> None:
+def test_polling_an_event_answers_without_an_error(runtime: ctypes.CDLL) -> None:
     cuda, event = CudaRuntime(torch.device("cuda", 0), runtime), CudaEvent(EVENT, [])
     with having(runtime, "result", 600):
         assert not cuda.poll(event)

@@ -1,4 +1,4 @@
-"""Which device the engine of a front-end works on."""
+"""Selects the device of a front-end's engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = OffloadConfig(directory="none")
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU, as far as anybody asks."""
+    """Pretend to be a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -35,7 +35,7 @@ def test_without_weights_the_engine_chooses(cuda: None) -> None:
     assert device_for([nn.ReLU(), torch.ones(2, device="meta")], PLAIN) is None
 
 
-def test_what_waits_on_the_cpu_for_being_gathered_is_computed_elsewhere() -> None:
+def test_model_with_weights_sharded_on_the_cpu_computes_elsewhere() -> None:
     gpu = torch.device("cuda", 1)
     wrapped = nn.Sequential(nn.Linear(2, 2))
     wrapped[0].compute_device = gpu  # as FullyShardedDataParallel has it

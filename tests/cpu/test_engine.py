@@ -1,4 +1,4 @@
-"""What the engine promises about single tensors and single groups. Orders and races: test_random_pipelines.py."""
+"""Checks the engine's promises about single tensors and groups. Orders and races: test_random_pipelines.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def in_group(chunk: ChunkOffloadHandler, function: Callable[..., torch.Tensor], 
 
 
 def check_against_plain(engine: OffloadEngine, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
-    """Gradients through one offloaded group, and one more behind it, equal the plain ones bit for bit."""
+    """Check that gradients through one offloaded group, and one behind it, equal the plain ones bit for bit."""
     plain = torch.autograd.grad(function(*inputs).sin().sum(), inputs)
     with engine.iteration():
         chunk = engine.start_chunk()
@@ -192,7 +192,7 @@ def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
     engine.close()
 
 
-def test_what_was_handed_over_keeps_its_address() -> None:
+def test_handed_over_buffer_keeps_its_address() -> None:
     """Its one reader drops the buffer of the forward: another storage could be taken for it."""
     engine = OffloadEngine(
         OffloadConfig(directory="none", min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30))
@@ -242,7 +242,7 @@ def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
     check_nothing_left(engine)
 
 
-def test_what_only_outsiders_save_stays_and_does_not_count(engine: OffloadEngine) -> None:
+def test_tensor_saved_outside_groups_stays_and_is_not_counted(engine: OffloadEngine) -> None:
     x = leaf()
     plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]
     with engine.iteration():
@@ -293,8 +293,8 @@ def test_weights_inside_wrappers_stay(engine: OffloadEngine) -> None:
         chunk.close_group()
 
 
-def test_views_of_parameters_stay_whatever_their_storage_was(engine: OffloadEngine) -> None:
-    """FSDP gathers weights into storages that nobody knew when the iteration began."""
+def test_views_of_parameters_stay_for_any_storage(engine: OffloadEngine) -> None:
+    """FSDP gathers weights into storages that were unknown when the iteration began."""
     linear = torch.nn.Linear(16, 16)
     with engine.iteration(weights=linear.parameters()):
         chunk = engine.start_chunk()
@@ -305,7 +305,7 @@ def test_views_of_parameters_stay_whatever_their_storage_was(engine: OffloadEngi
     assert engine.stats.managed_bytes == 0
 
 
-def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
+def test_small_sparse_and_excluded_tensors_stay() -> None:
     engine = make_engine(min_tensor_bytes=1024)
     marked, excluded = torch.randn(NUMEL), torch.randn(NUMEL)
     marked._TE_do_not_offload = True  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ def test_what_is_marked_small_sparse_or_excluded_stays() -> None:
     engine.close()
 
 
-def test_what_was_excluded_is_forgotten_when_it_is_gone(engine: OffloadEngine) -> None:
+def test_exclusion_ends_with_its_tensor(engine: OffloadEngine) -> None:
     """Not with the iteration alone, which may have no end."""
     with engine.iteration():
         kept = torch.ones(NUMEL)
@@ -486,7 +486,7 @@ def test_an_unpack_without_prefetch_is_ordered_and_counted() -> None:
     engine.close()
 
 
-def test_the_horizon_bounds_what_is_issued_ahead() -> None:
+def test_horizon_bounds_copy_ins_ahead() -> None:
     engine = make_engine(horizon_bytes=4 * NUMEL, max_inflight_bytes=0)
     x, layers = leaf(), 8
     with engine.iteration():

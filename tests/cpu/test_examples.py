@@ -31,7 +31,7 @@ def skip_without(*packages: str) -> None:
 
 
 def losses(name: str, *options: str) -> list[str]:
-    """As the example prints them, in two steps."""
+    """Read the losses that the example prints, in two steps."""
     skip_without(*NEEDS[name])
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [*(launcher if name == "with_pipelining.py" else []), str(EXAMPLES / name), "--steps", "2", *options]

@@ -129,7 +129,7 @@ def test_smallest_that_fits():
     assert sorted(extent.nbytes for extent in extents) == [3, 4, 6]
 
 
-def test_bytes_that_wait_for_what_is_ahead_are_taken_last():
+def test_bytes_read_by_unawaited_copies_are_taken_last():
     near, far = FakeEvent(), FakeEvent()
     ahead = UnawaitedCopies()
     ahead.add(far)
@@ -142,7 +142,7 @@ def test_bytes_that_wait_for_what_is_ahead_are_taken_last():
     extents.put(2, 0, 6, [far])
     extents.put(3, 0, 20)
     far.done = True
-    assert extents.take(6).slab == 2, "what is over waits for nobody"
+    assert extents.take(6).slab == 2, "a completed copy needs no wait"
 
 
 def test_no_merge_across_slabs():
@@ -190,4 +190,4 @@ def test_remove():
     extents.remove(next(iter(extents)))
     assert [extent.slab for extent in extents] == [1]
     extents.put(0, 8, 8)
-    assert len(extents) == 2, "removed bytes are nobody's neighbour"
+    assert len(extents) == 2, "removed bytes have no neighbour"

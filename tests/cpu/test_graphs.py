@@ -1,4 +1,4 @@
-"""What CUDA graphs capture is refused with both settings named, and all else is offloaded."""
+"""Modules that CUDA graphs capture are refused with both settings named; all others are offloaded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_graphs_that_no_training_step_replays_are_let_be() -> None:
 
 
 def hooks_of_layers() -> list[Any]:
-    """In a process with megatron-core's parallel state: after a step with offload, before a capture."""
+    """Run in a process with megatron-core's parallel state: after a step with offload, before a capture."""
     from megatron.core.transformer.module import GraphableMegatronModule
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -64,7 +64,7 @@ class TwoHeads(Chunk):
 
 @contextmanager
 def attached(chunk: Chunk, actions: Sequence[Action] = tuple(no_pipelining(1))) -> Iterator[OffloadEngine]:
-    """In an iteration of an engine whose copies complete when somebody waits for them."""
+    """In an iteration of an engine whose copies complete when they are awaited."""
     device = AdversarialDevice(host_capacity=1 << 16)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), device)
     attachment = Attachment(engine, [chunk], ())
@@ -96,7 +96,7 @@ def test_nothing_is_in_flight_behind_the_head_however_it_is_used(kind: type[Chun
         loss.backward()
 
 
-def test_nobody_waits_for_copies_in_front_of_a_loss_whose_backward_comes_later() -> None:
+def test_no_wait_in_front_of_a_loss_whose_backward_comes_later() -> None:
     with attached(chunk := Chunk(), parse_actions("F0.0 F0.1 B0.0 B0.1")) as engine:
         losses = [forward(chunk).sum()]
         assert num_in_flight(engine) == 2

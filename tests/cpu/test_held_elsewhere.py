@@ -1,4 +1,4 @@
-"""Storages that somebody keeps beside autograd: emptied in place after their copy-out, full again before backward."""
+"""Storages held outside autograd: emptied in place after their copy-out, full again before backward."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_named_views_and_counted_copies_do_not_keep_it(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("case", ["never saved", "kept", "modified", "copied in", "too small"])
-def test_no_op_for_what_does_not_move(case: str) -> None:
+def test_held_elsewhere_ignores_tensors_that_stay(case: str) -> None:
     bench = Bench(max_inflight_bytes=0)
     x = make_input() * 1
     if case == "kept":
@@ -175,7 +175,7 @@ def test_told_twice(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("how", ["graph dropped", "reset"])
-def test_whoever_still_holds_it_reads_it_after_a_step_without_backward(bench: Bench, how: str) -> None:
+def test_remaining_holder_reads_its_bytes_after_a_step_without_backward(bench: Bench, how: str) -> None:
     x = make_input()
     out = bench.square(x)
     bench.engine.held_elsewhere(x)
@@ -192,18 +192,18 @@ def test_whoever_still_holds_it_reads_it_after_a_step_without_backward(bench: Be
         bench.finish()
 
 
-def test_a_reset_waits_for_what_it_restores(bench: Bench) -> None:
+def test_reset_waits_for_restored_storages(bench: Bench) -> None:
     x = make_input()
     out = bench.square(x)
     bench.engine.held_elsewhere(x)
     bench.release()
     bench.engine.reset_iteration()
-    assert bench.engine.trim_host_memory() > 0  # its slab is closed, and nobody reads it any more
+    assert bench.engine.trim_host_memory() > 0  # its slab is closed, and no longer read
     del out
     bench.engine.close()
 
 
-def test_nothing_is_restored_for_nobody(bench: Bench) -> None:
+def test_storage_without_a_holder_is_not_restored(bench: Bench) -> None:
     x = make_input() * 1  # a leaf would be held by the graph
     out = bench.square(x)
     bench.engine.held_elsewhere(x)
@@ -340,7 +340,7 @@ def test_rules_3_4_5_for_an_emptied_storage(seed: int | None) -> None:
     assert device.hazards == []
 
 
-def test_the_adversarial_device_sees_a_read_of_what_was_emptied() -> None:
+def test_adversarial_device_reports_a_read_of_an_emptied_storage() -> None:
     device = AdversarialDevice(host_capacity=1 << 16)
     bench = Bench(device, max_inflight_bytes=0)
     with device.observe_compute():

@@ -38,26 +38,26 @@ class Chain:
         self.saved: list[object] = []
 
     def forward(self, depth: int = DEPTH) -> None:
-        """Saves one tensor per group, and keeps no other reference to it."""
+        """Save one tensor per group, and keep no other reference to it."""
         for i in range(depth):
             group = self.chunk.open_group("link")
             self.saved.append(self.chunk.tensor_push(torch.full((NUMEL,), float(i))))
             assert group is self.chunk.close_group()
 
     def begin_backward(self, index: int) -> int:
-        """The backward of group `index` begins; returns the copy-ins issued so far."""
+        """Begin the backward of group `index`; return the copy-ins issued so far."""
         self.chunk.on_group_commit_backward(self.chunk.groups[index])
         assert self.chunk.tensor_pop(self.saved[index])[0] == index
         return self.device.num_copies["in"]
 
     def end_backward(self, index: int) -> None:
-        """It is over, and its graph is freed."""
+        """End the backward, and free its graph."""
         self.saved[index] = None
         self.chunk.on_group_start_backward()
 
     @property
     def resident_groups(self) -> int:
-        """Groups with bytes on the device."""
+        """List the groups with bytes on the device."""
         assert self.engine.meter is not None
         return self.engine.meter.current_bytes // GROUP_BYTES
 
@@ -66,7 +66,7 @@ class Chain:
 def test_groups_on_the_device(limit: int) -> None:
     chain = Chain(horizon_groups=limit)
     chain.forward()
-    # Bytes bound the copies in flight too, at twice the largest group: more than one copy at a time helps nobody.
+    # Bytes bound the copies in flight too, at twice the largest group: more than one copy at a time would not help.
     assert chain.engine.stats.peak_resident_bytes == min(limit, 3) * GROUP_BYTES
     for index in reversed(range(DEPTH)):
         chain.begin_backward(index)
@@ -76,7 +76,7 @@ def test_groups_on_the_device(limit: int) -> None:
     assert not chain.device.hazards
 
 
-def test_what_a_retained_graph_keeps_does_not_stop_the_prefetch() -> None:
+def test_groups_of_a_retained_graph_do_not_stop_the_prefetch() -> None:
     chain = Chain(horizon_groups=2)
     chain.forward()
     for index in reversed(range(DEPTH)):

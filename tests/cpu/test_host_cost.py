@@ -32,7 +32,7 @@ def run(engine: OffloadEngine, num_groups: int) -> None:
 
 
 def count_calls(engine: OffloadEngine, num_groups: int) -> tuple[Counter[str], Counter[str]]:
-    """Calls of functions of the engine, and of the device by the engine, by name."""
+    """Count calls of functions of the engine, and of the device by the engine, by name."""
     calls: Counter[str] = Counter()
     device_calls: Counter[str] = Counter()
 

@@ -1,4 +1,4 @@
-"""What happens to groups that find no room on the host, and how host memory goes back."""
+"""Groups that find no room on the host, and the return of host memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_by_default_a_group_without_room_stays() -> None:
     engine.close()
 
 
-def test_or_is_an_error_that_says_what_was_needed() -> None:
+def test_group_without_room_can_be_an_error_that_states_its_size() -> None:
     engine = make_engine(host_limit_bytes=2 * NBYTES, host_policy="error")
     told = (
         r"group 2 \(sine\) of chunk \(stage 0, microbatch 0\) needs 4,096 bytes of host memory, and at most 0 can be"

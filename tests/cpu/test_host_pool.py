@@ -71,7 +71,7 @@ def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: in
 
 
 @pytest.mark.parametrize("left_bytes", [0, 64])
-def test_what_others_take_meanwhile_is_not_there(left_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_bytes_taken_by_others_are_not_available(left_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two looks at what is free, another process pins most of it: then the host tier is full."""
     pool, device = make_pool()
     looks = iter([1024])
@@ -146,13 +146,13 @@ class CheckedPool:
 
     @staticmethod
     def _range(lease: HostLease) -> tuple[int, int, int]:
-        """Slab id, start and end of the aligned bytes."""
+        """Return the slab id, start and end of the aligned bytes."""
         start, nbytes = lease.region.offset, lease.region.nbytes
         return id(lease.region.slab), start, start + -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     @staticmethod
     def _outside(use: tuple[int, int, int, FakeEvent], start: int, end: int) -> list[tuple[int, int, int, FakeEvent]]:
-        """The parts of an overlapping use on both sides of bytes that have got a new user."""
+        """Return the parts of an overlapping use on both sides of bytes that have got a new user."""
         slab, a, b, event = use
         if b <= start or end <= a:
             return []
@@ -261,13 +261,13 @@ def test_idle_slabs_make_room_below_the_limit():
     assert device.open_bytes == 96
 
 
-def test_without_a_limit_it_takes_a_share_of_what_is_free():
+def test_pool_without_a_limit_takes_a_share_of_free_memory():
     pool, device = make_pool(slab_bytes=4)
     device.told_free_bytes = 1000
     leases = [pool.lend(100) for _ in range(10)]
     assert [lease is None for lease in leases] == [False] * 8 + [True] * 2
     assert device.open_bytes == pool.slab_bytes_total == 800 and pool.room_bytes == 0
-    device.told_free_bytes = 700  # somebody else has taken some: what is there stays
+    device.told_free_bytes = 700  # another process has taken some: the slabs stay
     assert pool.lend(4) is None and device.open_bytes == 800
     device.told_free_bytes = 2000  # a machine that has grown
     assert pool.room_bytes == 800 and pool.lend(800) is not None
@@ -316,7 +316,7 @@ def test_full_host_tier_reuses_idle_slabs():
     assert not kept.region.slab.closed
 
 
-def test_trim_leaves_what_is_in_use_or_being_read():
+def test_trim_keeps_slabs_in_use_or_being_read():
     pool, device = make_pool(slab_bytes=32)
     _, read, idle = [pool.lend(32) for _ in range(3)]
     reading = FakeEvent()

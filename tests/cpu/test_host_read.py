@@ -119,7 +119,7 @@ def test_a_transposed_source_and_one_with_a_gradient(reader: MappedReader) -> No
     [torch.arange(SLOT_BYTES), torch.empty(0), torch.tensor([1 + 2j], dtype=torch.complex128)],
     ids=["large", "empty", "wide"],
 )
-def test_what_has_no_slot_is_read_the_plain_way(reader: MappedReader, source: torch.Tensor) -> None:
+def test_tensor_without_a_slot_is_read_plainly(reader: MappedReader, source: torch.Tensor) -> None:
     read = reader.read(source)
     assert isinstance(read, PlainRead) and torch.equal(read.wait(), source)
 
@@ -183,7 +183,7 @@ def test_without_a_free_slot_it_is_read_the_plain_way(reader: MappedReader) -> N
 @pytest.mark.parametrize(
     "part", [lambda t: t[1:3], lambda t: t.numpy()[1:3], lambda t: t.detach(), lambda t: t.untyped_storage()]
 )
-def test_whatever_is_left_of_a_result_holds_its_slot(reader: MappedReader, part: Callable[[Any], Any]) -> None:
+def test_view_of_a_result_holds_its_slot(reader: MappedReader, part: Callable[[Any], Any]) -> None:
     result = reader.read(numbers(5)).wait()
     address, left = result.data_ptr(), part(result)
     expected = bytes(left)
@@ -195,7 +195,7 @@ def test_whatever_is_left_of_a_result_holds_its_slot(reader: MappedReader, part:
     assert reader.read(numbers(0)).wait().data_ptr() == address
 
 
-def test_what_autograd_saved_holds_its_slot(reader: MappedReader) -> None:
+def test_result_saved_by_autograd_holds_its_slot(reader: MappedReader) -> None:
     weight = torch.ones(4, requires_grad=True)
     product = weight * reader.read(torch.full((4,), 5.0)).wait()
     others = [reader.read(torch.full((4,), 1.0)).wait() for _ in range(NUM_SLOTS)]

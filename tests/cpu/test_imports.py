@@ -1,4 +1,4 @@
-"""Who may import whom. Read from the source by `ast`, so that nothing has to be importable here.
+"""Checks the layers of imports, read from the source by `ast`, so that nothing has to be importable here.
 
 tools, examples, tests -> megatron_patches -> offload_engine, and inside offload_engine only downward in `LAYERS`.
 """
@@ -121,7 +121,7 @@ class Import(NamedTuple):
 
 
 def _sources(package: str) -> dict[str, Path]:
-    """Dotted module name -> file."""
+    """Map dotted module names to files."""
     found = {}
     for path in sorted((ROOT / package).rglob("*.py*")):
         if path.suffix not in (".py", ".pyi"):  # of an extension module, what its stub says
@@ -171,12 +171,12 @@ def _top(name: str) -> str:
 
 
 def _layer(package: str, module: str) -> int | None:
-    """Row of `module` (dotted, without the package's name) in `LAYERS`."""
+    """Return the row of `module` (dotted, without the package's name) in `LAYERS`."""
     return next((row for row, names in enumerate(LAYERS[package]) if module in names), None)
 
 
 def _local(package: str, imported: str, modules: dict[str, Path]) -> str | None:
-    """The module of `package` that `imported` (a module, or a name in one) stands for."""
+    """Return the module of `package` that `imported` (a module, or a name in one) stands for."""
     while _top(imported) == package:
         if imported in modules:
             return imported.removeprefix(package).lstrip(".")
@@ -208,7 +208,7 @@ def test_megatron_patches_uses_public_names_only() -> None:
 
 
 @pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
-def test_packages_do_not_import_what_stands_around_them(package: str) -> None:
+def test_packages_import_no_tests_tools_or_examples(package: str) -> None:
     outside = {"tests", "tools", "examples"} | ({"megatron_patches"} if package == "offload_engine" else set())
     wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports(package) if _top(i.module) in outside]
     assert not wrong

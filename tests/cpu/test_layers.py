@@ -86,7 +86,7 @@ def data(seed: int = 0) -> torch.Tensor:
 
 
 def step(model: nn.Module, seed: int = 0, **kwargs: Any) -> list[torch.Tensor]:
-    """The loss and every gradient."""
+    """Return the loss and every gradient."""
     torch.manual_seed(seed)
     loss = model(data(seed), **kwargs)
     loss.backward()
@@ -101,7 +101,7 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def enable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LayerOffload]]:
-    """`enable_activation_offloading` on devices that delay every copy and check every order."""
+    """Call `enable_activation_offloading` on devices that delay every copy and check every order."""
     handles: list[LayerOffload] = []
     monkeypatch.setattr(offload_engine.frontends.layers, "device_for", lambda parts, config: AdversarialDevice())
 
@@ -269,7 +269,7 @@ def test_an_input_of_a_layer_goes_when_it_has_been_read(way: str, enable: Enable
     assert handle.stats.prefetch_misses == 0
 
 
-def test_all_pieces_of_what_goes_into_a_layer_are_read_once(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_inputs_of_a_layer_are_read_once(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a retained graph has them on the host, all but the last layer's."""
     monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES)
     handle = enable(model := Net(run=lambda layer, x: layer(x, mask=x.cos())), enable_ckpt=True)
@@ -279,7 +279,7 @@ def test_all_pieces_of_what_goes_into_a_layer_are_read_once(enable: Enable, monk
     loss.backward()
 
 
-def test_a_large_layer_leaves_in_pieces_and_what_fits_stays(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layer_leaves_in_groups_and_those_that_fit_stay(enable: Enable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_engine.frontends.layers, "GROUP_BYTES", BYTES)
     model = Net(8)
     plain = step(model)
@@ -338,7 +338,7 @@ def test_layers_that_run_several_times(num_layers: int, enable_ckpt: bool, enabl
     assert equal(step(model), plain)
 
 
-def test_what_two_layers_share_comes_on_top(enable: Enable) -> None:
+def test_tensor_shared_by_two_layers_is_additional(enable: Enable) -> None:
     """The output of a Tanh is also the input of the next layer: two layers need three such tensors."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
     handle = enable(model, layers=list(model))
@@ -373,7 +373,7 @@ def where(handle: LayerOffload) -> dict[int, set[str]]:
 
 
 def test_copies_overlap_the_next_layer_in_both_directions(enable: Enable) -> None:
-    """On a device where a copy completes when somebody waits for it, and no earlier."""
+    """Runs on a device where a copy completes when it is awaited, and no earlier."""
     handle = enable(model := Net(5))
     forward: list[dict[int, set[str]]] = []
     backward: list[dict[int, set[str]]] = []
@@ -390,7 +390,7 @@ def test_copies_overlap_the_next_layer_in_both_directions(enable: Enable) -> Non
         assert all(places[later] == {"on host"} for later in range(i - 1))
 
 
-def test_what_all_layers_get_stays(enable: Enable) -> None:
+def test_tensor_passed_to_all_layers_stays(enable: Enable) -> None:
     handle = enable(model := Net())
     step(model)
     without = handle.stats
@@ -400,7 +400,7 @@ def test_what_all_layers_get_stays(enable: Enable) -> None:
     assert handle.stats.copied_out_bytes > without.copied_out_bytes
 
 
-def test_outside_the_layers_nothing_moves_but_what_a_layer_saves_too(enable: Enable) -> None:
+def test_outside_the_layers_only_tensors_saved_by_a_layer_move(enable: Enable) -> None:
     handle = enable(model := Net(5, run=lambda layer, x: layer(x).exp() * x))
     plain = step(Net(5, run=lambda layer, x: layer(x).exp() * x))
     places: list[dict[int, set[str]]] = []
@@ -545,7 +545,7 @@ def test_after_a_forward_without_room_on_the_host_offload_goes_on() -> None:
 
 @pytest.mark.parametrize("is_handling", [False, True])
 @pytest.mark.parametrize("what", ["layers", "body"])
-def test_what_returns_nothing_has_not_raised(what: str, is_handling: bool, enable: Enable) -> None:
+def test_forward_that_returns_none_has_not_raised(what: str, is_handling: bool, enable: Enable) -> None:
     class InPlace(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()

@@ -45,7 +45,7 @@ class Recording(OffloadCallback):
 
 
 def make_module(package: str, calls_itself: bool = False, fail_at: int | None = None) -> Any:
-    """A LightningModule whose `training_step` calls its own `forward`, or, as most do, the modules inside it."""
+    """Make a LightningModule whose `training_step` calls its own `forward`, or, as most do, the modules inside it."""
     base: Any = importlib.import_module(package).LightningModule
 
     class Module(base):

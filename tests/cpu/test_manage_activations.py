@@ -197,7 +197,7 @@ def double_backward(region: Region) -> Results:
 
 
 def backward_inside_forward(region: Region) -> Results:
-    """An inner optimisation in the middle of a forward, as in meta-learning."""
+    """Run an inner optimisation in the middle of a forward, as in meta-learning."""
     model = make_model()
     with region():
         x = model[:3](batch())
@@ -309,7 +309,7 @@ def nested_sizes(region: Region) -> Results:
 
 
 def forward_over_reverse(region: Region) -> Results:
-    """A Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
+    """Compute a Hessian by a vector: tangents pass through the hooks, some of them zeros without bytes."""
     model = make_model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     x = batch().requires_grad_()
     with region(), forward_ad.dual_level():
@@ -319,7 +319,7 @@ def forward_over_reverse(region: Region) -> Results:
 
 
 def shared_weights(region: Region) -> Results:
-    """An embedding tied to the head, and a layer used twice."""
+    """Run an embedding tied to the head, and a layer used twice."""
     torch.manual_seed(7)
     embedding, layer = nn.Embedding(32, WIDTH), Block()
     with region():
@@ -478,7 +478,7 @@ def test_parity(
 
 
 def managed_tensors(activations: ManagedActivations, forward: Callable[[], torch.Tensor]) -> int:
-    """Bytes that `forward` saved and the engine took charge of, in tensors of `batch()`."""
+    """Return the bytes that `forward` saved and the engine took charge of, in tensors of `batch()`."""
     with activations:
         loss = forward()
     managed = activations.stats.managed_bytes
@@ -607,7 +607,7 @@ def test_prefetch_is_ahead_of_every_group() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{}, {"horizon_groups": 3}, {"prefetch_groups": 2}], ids=str)
-def test_graphs_that_nobody_uses_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
+def test_unused_graphs_make_no_later_step_late(device: AdversarialDevice, bounds: dict[str, int]) -> None:
     """As validation losses that are kept with their graphs: what was copied in for them is not ahead of anything."""
     model = make_model()
     engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=0, **bounds), device)
@@ -668,7 +668,7 @@ def test_entered_twice(activations: ManagedActivations) -> None:
     loss.backward()
 
 
-def test_the_innermost_of_two_takes_what_is_saved(activations: ManagedActivations) -> None:
+def test_innermost_of_two_engines_packs_the_tensors(activations: ManagedActivations) -> None:
     inner = manage_activations(engine=OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice()))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with activations:

@@ -33,7 +33,7 @@ class Chunk:
         self.log.append(group.name if group is not None else "no group")
 
     def run(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """An operation that notes its backward."""
+        """Apply an operation that notes its backward."""
         log = self.log
 
         class Noting(torch.autograd.Function):
@@ -52,7 +52,7 @@ class Chunk:
         return group_commit(tensor, self)  # type: ignore[arg-type]
 
 
-def test_what_the_group_computed_is_left_as_it_is() -> None:
+def test_nodes_of_the_group_are_left_alone() -> None:
     chunk, x = Chunk(), torch.ones(3, requires_grad=True)
     chunk.open_group("group")
     inside = chunk.run(chunk.run(x, "first"), "last")
@@ -78,7 +78,7 @@ def test_the_model_may_write_into_the_output(is_view: bool) -> None:
     assert chunk.log == ["reader", "group", "first"]
 
 
-def test_what_came_before_the_group_gets_an_identity() -> None:
+def test_nodes_before_the_group_get_an_identity() -> None:
     """The node that made it runs its backward behind the group's own: a hook there would come too late."""
     chunk, x = Chunk(), torch.ones(3, requires_grad=True)
     before = chunk.run(x, "before")
@@ -90,7 +90,7 @@ def test_what_came_before_the_group_gets_an_identity() -> None:
     assert chunk.log == ["reader", "group", "inside", "before"]
 
 
-def test_what_came_before_a_group_that_saves_nothing_is_left_as_it_is() -> None:
+def test_nodes_before_an_empty_group_are_left_alone() -> None:
     """An identity would add up the gradients of its readers before those of others: another last bit."""
     chunk, x = Chunk(), torch.ones(3, requires_grad=True)
     before = chunk.run(x, "before")

@@ -60,7 +60,7 @@ class _Layer(TransformerLayer):
 
 
 def _other(kind: type[torch.nn.Module], *paths: str) -> torch.nn.Module:
-    """A layer of another kind, made the same way."""
+    """Return a layer of another kind, made the same way."""
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     for path in paths:
@@ -247,7 +247,7 @@ def _unshared(layer: _Layer, names: list[str], settings: dict[str, bool] | None 
     return set(found)
 
 
-def test_who_shares_is_in_the_table() -> None:
+def test_modules_that_share_tensors_are_in_the_table() -> None:
     rows = {row.name: row for row in MODULES}
     for row in MODULES:
         for name in row.shares_with or ():
@@ -322,12 +322,12 @@ def test_last_group_of_each_name() -> None:
 
 
 @pytest.mark.parametrize(("num_behind", "expected"), [(0, {1}), (1, {1}), (2, set())])
-def test_what_stays_is_near_the_end_of_its_chunk(num_behind: int, expected: set[int]) -> None:
+def test_kept_sites_are_near_the_end_of_their_chunk(num_behind: int, expected: set[int]) -> None:
     chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*DENSE), *(_Layer(*MOE) for _ in range(num_behind)))
     assert last_of_each_name(chunk, find_sites(chunk, ("mlp_fc1",))) == expected
 
 
-def test_what_stays_of_a_model_that_predicts_more_tokens_is_of_the_layer_that_does() -> None:
+def test_kept_sites_of_a_model_with_mtp_are_in_the_mtp_layer() -> None:
     ahead = _other(MultiTokenPredictionLayer, "enorm", "hnorm", "eh_proj", "final_layernorm")
     ahead.transformer_layer = _Layer(*DENSE)
     chunk = torch.nn.Sequential(_Layer(*DENSE), _Layer(*MOE), ahead)

@@ -60,7 +60,7 @@ def test_a_running_step_reads_through_its_engine() -> None:
         applied.remove()
 
 
-def test_what_is_on_the_host_or_no_tensor_passes_unchanged() -> None:
+def test_host_tensors_and_other_objects_pass_unchanged() -> None:
     runner, splits = SimpleNamespace(running_engine=Engine()), torch.arange(4)
     applied = apply_patches(moe_rows(runner))
     try:
@@ -100,7 +100,7 @@ class Stream:
 
 
 def _dispatcher() -> Any:
-    """An alltoall dispatcher in front of its reads, which it starts and waits for at one point."""
+    """Return an alltoall dispatcher in front of its reads, which it starts and waits for at one point."""
     dispatcher = object.__new__(token_dispatcher.MoEAlltoAllTokenDispatcher)
     dispatcher.drop_and_pad, dispatcher.num_local_experts = False, 1
     dispatcher.cuda_dtoh_point = dispatcher.cuda_sync_point = "before_permutation_1"

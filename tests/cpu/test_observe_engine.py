@@ -16,7 +16,7 @@ from tests.adversarial import AdversarialDevice
 
 
 def train(engine: OffloadEngine, model: torch.nn.ModuleList) -> float:
-    """One step of a stack in which each linear layer is a group, and no norm is."""
+    """Run one step of a stack in which each linear layer is a group, and no norm is."""
     with engine.iteration(weights=model.parameters()):
         chunk = engine.start_chunk()
         x = torch.linspace(-1, 1, 64 * 256).view(64, 256)

@@ -15,6 +15,7 @@ import torch
 from offload_engine._devices.base import CopyError, HostRegion
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._devices.cuda_runtime import CudaRuntime
+from offload_engine.planning.clocks import Link
 from tests.adversarial import AdversarialDevice
 from tests.cpu.test_cuda_calls import (  # noqa: F401  (fixtures)
     COMPILER,
@@ -26,7 +27,7 @@ from tests.cpu.test_cuda_calls import (  # noqa: F401  (fixtures)
     number,
     runtime,
 )
-from tests.virtual_time import KIB, VirtualDevice
+from tests.engine_on_clocks import KIB, ClockDevice
 
 MIB = 1 << 20
 
@@ -106,11 +107,11 @@ def test_marks_on_the_adversarial_device_run_nothing_and_order_nothing() -> None
     device.close()
 
 
-def test_virtual_marks_are_those_of_the_clocks() -> None:
-    device = VirtualDevice(out_gbps=1.0)
+def test_marks_of_a_clock_device_are_those_of_its_clocks() -> None:
+    device = ClockDevice(Link(out_gbps=1.0))
     stream = device.new_stream("copy_out")
     begin = device.mark_time(stream)
-    device._copy(stream, 10 * KIB)
+    device.copy(stream, 10 * KIB)
     assert device.milliseconds_between(begin, device.mark_time(stream)) == pytest.approx(10 * 1.048576)
 
 

@@ -1,4 +1,4 @@
-"""Which steps are recorded, and what becomes of the records."""
+"""Selects the recorded steps, and writes, logs or keeps their records."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from offload_engine._observe.observer import Observer
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.report import report_table, summary_of_stats
 from tests.cpu.test_observe_recorder import Group, Storage
-from tests.virtual_time import VirtualDevice
+from tests.engine_on_clocks import ClockDevice
 
 STATS = IterationStats(num_groups=2, num_offloaded_groups=1, prefetch_misses=3)
 
 
 def run(observer: Observer, is_dry_run: bool = False) -> bool:
-    """One step of one saved tensor; returns whether it was recorded."""
-    device: Any = VirtualDevice()
+    """Run one step of one saved tensor; return whether it was recorded."""
+    device: Any = ClockDevice()
     recorder = observer.begin(device, is_dry_run)
     if recorder is not None:
         storage, group = Storage(Group()), Group()

@@ -20,9 +20,10 @@ from offload_engine._observe.record import Awaited, CounterRecord, StageRecord, 
 from offload_engine._observe.recorder import Recorder
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.storage import Residency
+from offload_engine.planning.clocks import Link
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, HELD, IN, ITERATION_END, LAUNCH, OUT
 from offload_engine.schedule import ChunkKey
-from tests.virtual_time import KIB, VirtualDevice
+from tests.engine_on_clocks import KIB, ClockDevice
 
 CHUNK = ChunkKey(0, 3)
 MS_OF_COPY = 10 * 1.048576  # 10 "MiB" at 1 GB/s
@@ -52,14 +53,14 @@ class Storage:
 
 
 class Step:
-    """An engine's calls, in virtual time."""
+    """Makes an engine's calls on a device of clocks."""
 
     def __init__(self, **options: Any) -> None:
-        self.device = VirtualDevice(out_gbps=1.0, in_gbps=1.0)
+        self.device = ClockDevice(Link(out_gbps=1.0, in_gbps=1.0))
         self.streams = {op: self.device.new_stream(name) for op, name in ((OUT, "copy_out"), (IN, "copy_in"))}
         self.recorder = Recorder(
             self.device,  # type: ignore[arg-type]
-            clock=lambda: round(self.device.host * 1e6),
+            clock=lambda: round(self.device.clocks.host * 1e6),
             **{"has_modules": False, **options},
         )
 
@@ -72,7 +73,7 @@ class Step:
         stream = self.streams[op]
         self.device.wait_event(stream, self.device.record_event("compute"))
         begin = self.recorder.mark(stream)
-        self.device._copy(stream, sum(s.nbytes for s in storages))
+        self.device.copy(stream, sum(s.nbytes for s in storages))
         nbytes = sum(s.nbytes for s in storages)
         self.recorder.note_copy(op, group, nbytes, begin, self.recorder.mark(stream))
         for storage in storages:
@@ -135,7 +136,7 @@ def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
     """Not from the issue of its copy, which stands behind others."""
     group = Group()
     storage = step.save(group)
-    step.device._copy(step.streams[OUT], 10 * KIB)
+    step.device.copy(step.streams[OUT], 10 * KIB)
     step.copy(OUT, group, storage)
     packed, leaving = step.recorder.finish().stages
     assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
@@ -175,7 +176,7 @@ def test_boundaries_without_a_group_count_those_committed(step: Step) -> None:
 def test_counters_are_noted_where_they_change(step: Step) -> None:
     for values in ((1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)):
         step.recorder.note_counters(*values)
-        step.device.host += 1.0
+        step.device.clocks.host += 1.0
     found = step.recorder.finish({"prefetch_misses": 2})
     assert found.counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
     assert found.counts == {"prefetch_misses": 2}
@@ -192,19 +193,19 @@ def fate_of(step: Step, group: Group, *residencies: Residency) -> Reason:
     return step.recorder.finish().saved[0].reason
 
 
-def test_what_was_released_has_moved(step: Step) -> None:
+def test_reason_of_a_released_group_is_moved(step: Step) -> None:
     assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.ON_HOST, Residency.RETIRED) is Reason.MOVED
 
 
-def test_what_was_copied_out_in_vain_was_recalled(step: Step) -> None:
+def test_reason_of_an_unreleased_copy_out_is_recalled(step: Step) -> None:
     assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.RESIDENT, Residency.RETIRED) is Reason.RECALLED
 
 
-def test_what_the_plan_keeps_is_kept(step: Step) -> None:
+def test_reason_of_a_group_that_the_plan_keeps_is_kept(step: Step) -> None:
     assert fate_of(step, Group(is_kept=True)) is Reason.KEPT
 
 
-def test_what_is_kept_no_longer_is_not(step: Step) -> None:
+def test_reason_of_a_group_kept_no_longer_is_not_kept(step: Step) -> None:
     """A group is told again when a move takes it."""
     group = Group(is_kept=True)
     step.save(group)
@@ -214,12 +215,12 @@ def test_what_is_kept_no_longer_is_not(step: Step) -> None:
     assert step.recorder.finish().saved[0].reason is Reason.FITS
 
 
-def test_what_no_group_saves_was_not_asked_for(step: Step) -> None:
+def test_reason_of_an_ungrouped_tensor_is_not_requested(step: Step) -> None:
     assert fate_of(step, Group(is_ungrouped=True)) is Reason.NOT_ASKED
 
 
 @pytest.mark.parametrize("fallback", [Reason.FITS, Reason.DRY_RUN])
-def test_what_no_move_took_out_stays_for_the_fallback(fallback: Reason) -> None:
+def test_reason_without_a_move_is_the_fallback(fallback: Reason) -> None:
     assert fate_of(Step(fallback=fallback), Group()) is fallback
 
 
@@ -280,14 +281,14 @@ def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
     assert tensor() is None and gone() is None
 
 
-def test_what_was_saved_before_the_recording_is_passed_over(step: Step) -> None:
+def test_tensors_saved_before_the_recording_are_skipped(step: Step) -> None:
     step.recorder.note_residency(Storage(Group()), Residency.COPYING_OUT)
     step.recorder.note_storage_stays(Storage(Group()), Reason.SHARED)
     record = step.recorder.finish()
     assert record.stages == () and record.saved == ()
 
 
-def test_what_outlives_the_step_lives_until_its_end(step: Step) -> None:
+def test_tensor_that_outlives_the_step_ends_with_it(step: Step) -> None:
     step.save(Group())
     step.device.compute(4.0)
     assert step.recorder.finish().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)
@@ -429,7 +430,7 @@ def test_the_origin_is_marked_on_a_device_that_has_caught_up() -> None:
     """Else the two clocks would differ by what the device has yet to do."""
     calls: list[str] = []
 
-    class Noting(VirtualDevice):
+    class Noting(ClockDevice):
         def mark_time(self, stream: str) -> Any:
             calls.append("mark")
             return super().mark_time(stream)

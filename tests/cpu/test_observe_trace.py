@@ -66,7 +66,7 @@ def a_step(rank: int = 0, **changes: Any) -> StepRecord:
 
 
 def check_schema(events: list[dict[str, Any]]) -> None:
-    """What Perfetto needs of them."""
+    """Check the fields that Perfetto needs."""
     named: dict[str, set[Any]] = {"process_name": set(), "thread_name": set()}
     for event in events:
         assert _PHASES[event["ph"]] <= event.keys() and isinstance(event["pid"], int)

@@ -41,7 +41,7 @@ def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.sum() for tensor in tensors]).sum()
 
 
-def test_what_is_saved_while_the_rest_hooks_pause_is_autograds_alone(engine: OffloadEngine) -> None:
+def test_tensors_saved_while_the_hooks_pause_are_left_to_autograd(engine: OffloadEngine) -> None:
     assert engine.meter is not None
     x = leaf()
     plain = torch.autograd.grad((x * 1).exp().sin().sum(), x)[0]

@@ -7,13 +7,12 @@ import torch
 
 from offload_engine import ChunkKey, OffloadConfig, OffloadEngine, Planned
 from offload_engine.planning.plan import format_plan, validate_plan
+from offload_engine.planning.simulate import PipelineJob
 from offload_engine.schedule import Action, no_pipelining, one_forward_one_backward, parse_actions
 from tests.adversarial import AdversarialDevice
-from tests.virtual_time import LAYER, Job, run
+from tests.dense_jobs import ALL, DEEP, MOST, ONE_RANK, dense_job, with_bounds
+from tests.engine_on_clocks import run_engine
 
-ALL = tuple(module.name for module in LAYER)
-MOST = ("qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_fc2")
-DEEP = Job(MOST, pipeline=4, virtual=1, num_microbatches=16, layers=16)
 GROUP_BYTES = 256
 
 
@@ -55,28 +54,46 @@ class Bench:
 PIPELINE = one_forward_one_backward(2, 0, 4)
 
 
+JOBS = {
+    "five names": dense_job(MOST),
+    "all names": dense_job(ALL),
+    "chunks of one layer": dense_job(ALL, virtual=4),
+    "four ranks": DEEP,
+    "one rank": ONE_RANK,
+}
+each_job = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+
+
 @pytest.mark.parametrize("bounds", [{}, {"max_inflight_bytes": 1300}, {"horizon_bytes": 2000}], ids=str)
-@pytest.mark.parametrize("job", [Job(MOST), Job(ALL, virtual=4), DEEP, Job(ALL, 1, 1, 4)], ids=str)
-def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: Job, bounds: dict[str, int]) -> None:
-    reactive, planned = run(job, **bounds), run(job, planned=True, **bounds)
+@each_job
+def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: PipelineJob, bounds: dict[str, int]) -> None:
+    job = with_bounds(job, **bounds)
+    reactive, planned = run_engine(job), run_engine(job, planned=True)
     assert planned.milliseconds == pytest.approx(reactive.milliseconds)
     assert planned.stalled == pytest.approx(reactive.stalled)
     for before, after in zip(reactive.stats, planned.stats, strict=True):
         assert after == before
 
 
+@pytest.mark.parametrize("bounds", [{}, {"max_inflight_bytes": 300}, {"horizon_bytes": 0}, {"resident_bytes": 3000}])
+def test_first_step_is_that_of_the_reactive_policy_with_the_same_bounds(bounds: dict[str, int]) -> None:
+    job = dense_job(MOST, **bounds)
+    assert run_engine(job, num_steps=1, planned=True) == run_engine(job, num_steps=1)
+
+
 @pytest.mark.parametrize("mib", [2000, 3000, 5000, 9000])
-@pytest.mark.parametrize("job", [Job(MOST), Job(ALL), Job(ALL, virtual=4), DEEP, Job(ALL, 1, 1, 4)], ids=str)
-def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: Job, mib: int) -> None:
-    reactive, planned = run(job, resident_bytes=mib), run(job, resident_bytes=mib, planned=True)
+@each_job
+def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: PipelineJob, mib: int) -> None:
+    job = with_bounds(job, resident_bytes=mib)
+    reactive, planned = run_engine(job), run_engine(job, planned=True)
     assert planned.milliseconds <= 1.0001 * reactive.milliseconds
     assert all(stats.peak_resident_bytes >> 10 <= mib for stats in planned.stats)
     assert sum(stats.prefetch_misses + stats.num_unplanned_groups for stats in planned.stats) == 0
 
 
 def test_a_planned_budget_is_shorter_where_another_chunk_comes_first() -> None:
-    reactive, planned = run(Job(ALL), resident_bytes=5000), run(Job(ALL), resident_bytes=5000, planned=True)
-    assert planned.milliseconds < 0.97 * reactive.milliseconds
+    job = dense_job(resident_bytes=5000)
+    assert run_engine(job, planned=True).milliseconds < 0.97 * run_engine(job).milliseconds
 
 
 def test_the_first_step_has_no_plan_and_the_second_has_a_valid_one() -> None:

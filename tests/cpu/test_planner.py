@@ -1,4 +1,4 @@
-"""What each pass of the planner does, and the plan of every schedule of the golden files.
+"""Each pass of the planner alone, and the plan of every schedule of the golden files.
 
 `python -m tests.cpu.test_planner` writes the golden plans again. Read the difference before you commit it.
 """
@@ -17,14 +17,13 @@ from offload_engine.planning.planner import PASSES, Planner, plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
 from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
-from tests.planned import chunk_shape
-from tests.virtual_time import MIB
+from tests.dense_jobs import MIB, chunk_shape
 
 DENSE = ("core_attn", "mlp_fc1")
 # A layer with experts in each of two layers, under the all-to-all overlap: no chunk is called, so no tail and no head.
 EXPERTS = ChunkShape(
     tuple(
-        GroupShape(name, layer, mib * MIB, may_delay=may_delay)
+        GroupShape(name, layer, mib * MIB, forward_ms=1.0, backward_ms=2.0, may_delay=may_delay)
         for layer in range(2)
         for name, mib, may_delay in (("core_attn", 100, True), ("expert_fc1", 400, False))
     ),
@@ -71,7 +70,7 @@ def test_no_golden_file_without_a_test() -> None:
 
 
 def layers(num_layers: int, *names: str, **fields: object) -> tuple[GroupShape, ...]:
-    """Groups of one byte each."""
+    """Return groups of one byte each."""
     return tuple(GroupShape(name, layer, 1, **fields) for layer in range(num_layers) for name in names)  # type: ignore[arg-type]
 
 
@@ -85,7 +84,7 @@ ALL_BUT_LEAVING = tuple(each.__name__ for each in PASSES[1:])
 
 
 def only(*names: str) -> tuple[str, ...]:
-    """What to skip so that besides `everything_leaves` only these passes run."""
+    """List the passes to skip so that besides `everything_leaves` only these run."""
     return tuple(name for name in ALL_BUT_LEAVING if name not in names)
 
 
@@ -105,7 +104,7 @@ def test_a_group_without_bytes_does_not_move_where_others_have_some() -> None:
     assert text_of("F0.0 B0.0", ChunkShape(groups), skip=ALL_BUT_LEAVING) == ["F0.0:1 OUT 0.0:1", "B0.0:1 IN 0.0:1"]
 
 
-def test_what_a_backward_at_once_needs_first_is_kept() -> None:
+def test_groups_that_a_backward_at_once_needs_first_are_kept() -> None:
     shape = ChunkShape(layers(3, "attention"))
     kept_last = ["F0.0:0 OUT 0.0:0", "F0.0:1 OUT 0.0:1", "B0.0:1 IN 0.0:1", "B0.0:0 IN 0.0:0"]
     assert text_of("F0.0 B0.0", shape, skip=only("keep_turn_around")) == kept_last
@@ -133,7 +132,7 @@ def test_copies_before_experts_wait_for_their_launch() -> None:
         ({"launch_counts": (1,)}, "F0.0:launch1 OUT 0.0:0"),
     ],
 )
-def test_what_is_delayed_leaves_at_the_next_mark(marks: dict, first_line: str) -> None:
+def test_delayed_copy_out_is_issued_at_the_next_mark(marks: dict, first_line: str) -> None:
     shape = ChunkShape((GroupShape("attention", 0, 1, may_delay=True),), **marks)
     assert text_of("F0.0 B0.0", shape, skip=only("delay_before_experts"))[0] == first_line
 
@@ -153,7 +152,7 @@ def drops(lines: list[str]) -> list[str]:
     return [line for line in lines if "DROP" in line]
 
 
-def test_behind_another_forward_what_left_before_the_tail_is_released() -> None:
+def test_copy_outs_before_the_tail_of_another_forward_are_released() -> None:
     shape = ChunkShape(layers(2, "attention", "mlp"), tail_index=3)
     bounds = Bounds(max_inflight_bytes=3)
     assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=DROPS)) == ["B0.0 DROP 0.1:2"]
@@ -174,7 +173,7 @@ def test_before_a_head_the_layer_before_is_released_and_then_the_rest() -> None:
     assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:2 DROP 0.0:0", "F0.0:head DROP 0.0:1"]
 
 
-def test_what_the_limit_in_flight_has_released_is_not_named() -> None:
+def test_groups_released_by_the_limit_in_flight_are_not_named() -> None:
     shape = ChunkShape(layers(5, "attention"))
     assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:4 DROP 0.0:2 0.0:3"]
     unknown = ChunkShape(tuple(GroupShape("attention", layer) for layer in range(5)))
@@ -251,7 +250,7 @@ def test_nothing_comes_back_over_another_forward_unless_that_runs_together_with_
     assert not any(line.startswith("B0.0:0 ") and "IN 0.1" in line for line in [*alone, *combined])
 
 
-def test_what_fits_a_budget_does_not_leave() -> None:
+def test_groups_that_fit_a_budget_stay() -> None:
     shape = ChunkShape(layers(4, "attention"))
     actions = "F0.0 F0.1 B0.0 B0.1"
     assert text_of(actions, shape, Bounds(resident_bytes=9)) == []
@@ -261,7 +260,7 @@ def test_what_fits_a_budget_does_not_leave() -> None:
     assert len(drops(skipped)) == 0 < len(copy_ins(skipped))
 
 
-def test_what_is_leaving_is_counted_on_to_stay_within_a_quarter_of_the_budget_only() -> None:
+def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:
     """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
     shape = ChunkShape(layers(4, "attention", "mlp"))
     tight = text_of("F0.0 F0.1 B0.0 B0.1", shape, Bounds(resident_bytes=10))
@@ -269,7 +268,7 @@ def test_what_is_leaving_is_counted_on_to_stay_within_a_quarter_of_the_budget_on
 
 
 def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
-    """Bytes on the device at most, between two boundaries."""
+    """Compute the peak of bytes on the device between two boundaries."""
     now = most = 0
     boundaries = step_boundaries(parse_actions(actions), (shape,))
     for boundary, following in zip(boundaries, boundaries[1:], strict=False):
@@ -290,12 +289,12 @@ def test_the_bytes_of_a_plan_stay_within_the_budget(budget: int) -> None:
     assert peak_bytes(plan, actions, shape) <= budget
 
 
-def test_a_pass_that_is_none() -> None:
+def test_unknown_pass_to_skip_is_refused() -> None:
     with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
         plan_step(parse_actions("F0.0 B0.0"), (ChunkShape(()),), skip=("keep",))
 
 
-def test_plans_are_remembered_by_what_they_were_made_of() -> None:
+def test_plans_are_memoised_by_their_inputs() -> None:
     planner = Planner(max_plans=2)
     shapes = (ChunkShape(layers(2, "attention")),)
     first = planner.plan_step(no_pipelining(1), shapes)

@@ -1,4 +1,4 @@
-"""What comes back before the backward of its chunk has begun: the groups of its last layer."""
+"""Before the backward of a chunk only the groups of its last layer are copied in."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Bench:
         return self.device.num_copies["in"]
 
     def finish(self) -> int:
-        """Returns how many storages were late."""
+        """Finish the step; return how many storages were late."""
         self.handles.clear()
         misses = self.engine.end_iteration().prefetch_misses
         self.engine.close()
@@ -139,14 +139,14 @@ def test_behind_a_loss_no_name_that_the_last_layer_lacks_is_late() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"horizon_bytes": 1 << 20}, {"prefetch_groups": 9}])
-def test_behind_a_loss_too_whoever_says_how_far_is_obeyed(settings: dict[str, int]) -> None:
+def test_explicit_horizon_is_obeyed_behind_a_loss(settings: dict[str, int]) -> None:
     bench = Bench("F0.0 B0.0", **settings)
     bench.forward(FIRST, "qkv attn qkv attn", num_in_tail=0).end_loss()
     assert bench.num_copied_in == 4
     bench.finish()
 
 
-def test_what_has_not_left_when_the_loss_ends_stays() -> None:
+def test_unreleased_groups_are_recalled_when_the_loss_ends() -> None:
     bench = Bench("F0.0 B0.0", max_inflight_bytes=1 << 20)
     chunk = bench.forward(FIRST, "large qkv qkv qkv", num_in_tail=0)
     chunk.end_loss()
@@ -156,7 +156,7 @@ def test_what_has_not_left_when_the_loss_ends_stays() -> None:
     bench.finish()
 
 
-def test_what_has_not_left_before_a_backward_leaves_but_for_its_last_layer() -> None:
+def test_unreleased_groups_leave_before_a_backward_except_its_last_layer() -> None:
     bench = Bench("F0.0 F0.1 B0.0 B0.1", max_inflight_bytes=1 << 20)
     first = bench.forward(FIRST, "large qkv qkv qkv")
     bench.forward(SECOND, "qkv")
@@ -175,7 +175,7 @@ def test_the_next_loss_holds_back_as_the_first_did() -> None:
     bench.finish()
 
 
-def test_whoever_says_how_far_to_look_ahead_is_obeyed() -> None:
+def test_explicit_horizon_is_obeyed() -> None:
     bench = Bench("F0.0 F0.1 B0.0 B0.1", horizon_bytes=3 * GROUP_BYTES)
     bench.forward(FIRST, "qkv qkv qkv qkv")
     bench.forward(SECOND, "qkv")
@@ -195,7 +195,7 @@ def test_the_last_forward_of_a_step_ends_too(ends: bool, misses: int) -> None:
 
 
 @pytest.mark.parametrize("is_used", [True, False])
-def test_copies_are_ahead_until_compute_waits_for_them_or_nobody_needs_them(is_used: bool) -> None:
+def test_copy_ins_are_ahead_until_awaited_or_unused(is_used: bool) -> None:
     """Till then host bytes that they read are lent last."""
     bench = Bench("F0.0 F0.1 B0.0 B0.1", horizon_bytes=3 * GROUP_BYTES)
     first = bench.forward(FIRST, "qkv qkv qkv qkv")

@@ -113,7 +113,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _run(engine: OffloadEngine, source: torch.Tensor, weight: torch.Tensor, make: Any) -> list[Any]:
-    """Gradient of `source`, twice through one retained graph; what backward saw goes in front of it."""
+    """Return the gradient of `source`, twice through one retained graph; what backward saw goes in front of it."""
     seen: list[Any] = []
     chunk = engine.start_chunk()
     activation = _Quantize.apply(source, make)

@@ -16,7 +16,7 @@ NUM_BATCHES = int(os.environ.get("RANDOM_PIPELINE_BATCHES", "22"))  # fewer wher
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads only stand in each other's way on tensors this small."""
+    """Use one thread: several only hinder each other on tensors this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

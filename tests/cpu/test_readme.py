@@ -69,31 +69,31 @@ def name_of(document: Path) -> str:
 
 
 def prose(document: Path) -> str:
-    """The text without its code blocks."""
+    """Return the text without its code blocks."""
     return FENCE.sub("", document.read_text())
 
 
 def blocks(document: Path, language: str) -> list[str]:
-    """The code blocks in `language`: "python" is run, "py" is code for other libraries and only parsed."""
+    """Return the code blocks in `language`: "python" is run, "py" is code for other libraries and only parsed."""
     return [code for found, code in FENCE.findall(document.read_text()) if found == language]
 
 
 def python_blocks() -> Iterator[str]:
-    """Whole programs."""
+    """Return whole programs."""
     for document in DOCUMENTS:
         if document != MIGRATION:
             yield from blocks(document, "python")
 
 
 def section(document: Path, heading: str) -> str:
-    """The text under a heading, up to the next one of any level."""
+    """Return the text under a heading, up to the next one of any level."""
     found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", prose(document), re.MULTILINE | re.DOTALL)
     assert found, f"{document.name} has no heading {heading!r}"
     return found[1]
 
 
 def table(text: str) -> list[list[str]]:
-    """Cells of the rows of the tables in `text`, without their heads."""
+    """Return the cells of the rows of the tables in `text`, without their heads."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     heads = {i - 1 for i, line in enumerate(lines) if line.startswith("|---")}
     rows = [line for i, line in enumerate(lines) if i not in heads and not line.startswith("|---")]
@@ -101,7 +101,7 @@ def table(text: str) -> list[list[str]]:
 
 
 def run_python(*arguments: str, cwd: Path) -> str:
-    """Runs Python in a process of its own, with the packages of this checkout; returns what it prints."""
+    """Run Python in a process of its own, with the packages of this checkout; return what it prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -191,7 +191,7 @@ def test_plain_pytorch_example(tmp_path: Path) -> None:
 
 
 def module_cells(row: ModuleRow) -> list[str]:
-    """The row of the README's table for a row of `MODULES`."""
+    """Return the row of the README's table for a row of `MODULES`."""
     conflicts = (*row.recomputed_by, *row.discarded_by)
     names, conflicts = (", ".join(f"`{name}`" for name in group) for group in ((row.name, *row.aliases), conflicts))
     return [names, row.saves, conflicts]
@@ -287,7 +287,7 @@ def headings(document: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_what_is_named_exists(document: Path) -> None:
+def test_names_in_the_documents_exist(document: Path) -> None:
     symbols, options = {*defined_symbols(), *known_names(), *settings(), *FOREIGN}, known_options()
     unknown = [span for span in SPAN.findall(prose(document)) if not is_known(span, symbols, options)]
     assert not unknown, f"{document.name} names what is not there: {unknown}"
@@ -298,7 +298,7 @@ def test_what_is_named_exists(document: Path) -> None:
 
 
 def is_known(span: str, symbols: set[str], options: set[str]) -> bool:
-    """Whether the words of a code span are names, flags or files of this repository, or known from elsewhere."""
+    """Tell whether the words of a code span are names, flags or files of this repository, or known from elsewhere."""
     words = span.split()
     if words[0] in ("python", "pip"):
         return words[0] == "pip" or all(is_file(word) for word in words if PATH.fullmatch(word))
@@ -318,7 +318,7 @@ def is_public(word: str) -> bool:
 
 
 def is_code(span: str, symbols: set[str]) -> bool:
-    """Whether it is Python of which every name is known, and every string is written somewhere in the packages."""
+    """Tell whether it is Python of which every name is known, and every string is written somewhere in the packages."""
     if span in modules():
         return True
     strings = re.findall(r'"[^"]*"', span)
@@ -329,7 +329,7 @@ def is_code(span: str, symbols: set[str]) -> bool:
 
 @functools.cache
 def members() -> frozenset[str]:
-    """Functions, classes, attributes and parameters that the packages define, by their bare names."""
+    """List functions, classes, attributes and parameters that the packages define, by their bare names."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(package_text())):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
@@ -343,14 +343,14 @@ def members() -> frozenset[str]:
 
 @functools.cache
 def modules() -> frozenset[str]:
-    """Dotted names of the packages' modules."""
+    """List dotted names of the packages' modules."""
     files = (path.relative_to(ROOT).with_suffix("") for path in python_files(*PACKAGES))
     return frozenset(".".join(path.parts) for path in files)
 
 
 @functools.cache
 def package_text() -> str:
-    """The source of both packages; one `__future__` import, which must come first, stands for all."""
+    """Return the source of both packages; one `__future__` import, which must come first, stands for all."""
     first = "from __future__ import annotations\n"
     return first + "".join(path.read_text().replace(first, "") for path in python_files(*PACKAGES))
 
@@ -364,7 +364,7 @@ def is_target(word: str) -> bool:
 
 
 def is_boundary(word: str) -> bool:
-    """Whether it is the text of a boundary; `test_boundaries` looks at the table of them."""
+    """Tell whether it is the text of a boundary; `test_boundaries` looks at the table of them."""
     try:
         return bool(parse_boundary(word))
     except ValueError:
@@ -372,14 +372,14 @@ def is_boundary(word: str) -> bool:
 
 
 def known_options() -> set[str]:
-    """Every flag of the packages, the tools and the examples; their own parsers are not needed for that."""
+    """List every flag of the packages, the tools and the examples; their own parsers are not needed for that."""
     sources = (path.read_text() for path in python_files(*PACKAGES, "tools", "examples"))
     options = {option for source in sources for option in re.findall(r"--[a-z][a-z-]+", source)}
     return options | {f"--{name.replace('_', '-')}" for name in settings()}
 
 
 def settings() -> set[str]:
-    """Fields of megatron-core's configuration that we add, and values of its `recompute_modules`."""
+    """List fields of megatron-core's configuration that we add, and values of its `recompute_modules`."""
     fields = {row.target.rpartition(".")[2] for row in config_rows() if row.is_new}
     recomputed = {name for row in MODULES for name in (*row.recomputed_by, *row.discarded_by)}
     return fields | recomputed | {"offload_modules"}

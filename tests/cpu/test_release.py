@@ -1,4 +1,4 @@
-"""When copied-out bytes are released, by the account of resident bytes, where a backward follows a forward."""
+"""Releases of copied-out bytes where a backward follows a forward, by the count of resident bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORDER = [Action(kind, key) for kind, key in (("F", FIRST), ("F", SECOND), ("B", 
 
 
 class Bench:
-    """Two chunks, and copies that complete when somebody waits for them or `device.synchronize_all()` is called."""
+    """Two chunks, and copies that complete when they are awaited or `device.synchronize_all()` is called."""
 
     def __init__(self, order: list[Action] = ORDER, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
@@ -80,7 +80,7 @@ def test_a_backward_that_begins_waits_for_no_copy_that_may_be_in_flight() -> Non
 
 
 @pytest.mark.parametrize("num_in_tail", [0, 1, 2])
-def test_what_was_copied_out_before_the_tail_is_released_where_the_next_backward_begins(num_in_tail: int) -> None:
+def test_copy_outs_before_the_tail_are_released_where_the_next_backward_begins(num_in_tail: int) -> None:
     """What the tail copied out itself is left: these copies have just been issued."""
     bench = Bench(horizon_bytes=0)
     first = bench.forward(FIRST)
@@ -122,7 +122,7 @@ def test_under_a_budget_nothing_is_released_for_a_tail() -> None:
     bench.finish()
 
 
-def test_where_somebody_has_set_the_limit_it_alone_decides() -> None:
+def test_explicit_limit_in_flight_alone_decides() -> None:
     bench = Bench(horizon_bytes=0, max_inflight_bytes=4 * GROUP_BYTES)
     first = bench.forward(FIRST)
     second = bench.forward(SECOND, num_in_tail=0)
@@ -148,7 +148,7 @@ def test_after_a_reset_there_is_no_tail() -> None:
     bench.finish()
 
 
-def test_what_is_not_released_for_the_next_backward_counts_as_ahead_of_it() -> None:
+def test_group_that_is_not_released_counts_as_ahead_of_the_next_backward() -> None:
     bench = Bench(horizon_bytes=2 * GROUP_BYTES)
     first = bench.forward(FIRST)
     bench.forward(SECOND)
@@ -161,7 +161,7 @@ def test_what_is_not_released_for_the_next_backward_counts_as_ahead_of_it() -> N
     bench.finish()
 
 
-def test_a_limit_that_is_not_reached_makes_nobody_wait() -> None:
+def test_limit_that_is_not_reached_causes_no_wait() -> None:
     bench = Bench(horizon_bytes=0)
     bench.engine._executor.leaving.largest_bytes = 2 * NUM_GROUPS * GROUP_BYTES
     first = bench.forward(FIRST)
@@ -184,7 +184,7 @@ def test_groups_of_the_chunk_itself_stay_for_its_backward() -> None:
     bench.finish()
 
 
-def test_what_is_complete_is_released_before_anything_is_allocated() -> None:
+def test_completed_copy_outs_are_released_before_an_allocation() -> None:
     bench = Bench(horizon_bytes=GROUP_BYTES)
     first = bench.forward(FIRST)
     bench.forward(SECOND)

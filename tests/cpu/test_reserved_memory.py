@@ -61,7 +61,7 @@ def test_a_growth_says_who_asked_and_what_was_free() -> None:
     assert (history.peak_reserved_bytes, history.peak_allocated_bytes) == (145 * MIB, 120 * MIB)
 
 
-def test_segments_side_by_side_are_no_piece_but_what_an_expandable_one_maps_is() -> None:
+def test_only_mappings_of_an_expandable_segment_join_to_one_piece() -> None:
     after = [event("segment_alloc", 300, 50), event("alloc", 300, 50)]
     segments = [segment(begin, (10, "inactive")) for begin in (0, 10)]
     (growth,) = growths.replay([*segments, segment(300, (50, "active_allocated"))], after).growths
@@ -73,7 +73,7 @@ def test_segments_side_by_side_are_no_piece_but_what_an_expandable_one_maps_is()
     assert (growth.nbytes, growth.request_bytes, growth.free_bytes) == (30 * MIB, 50 * MIB, [20 * MIB])
 
 
-def test_what_was_mapped_in_parts_is_one_piece_and_the_largest_piece_comes_first() -> None:
+def test_parts_of_a_mapping_are_one_piece_and_the_largest_comes_first() -> None:
     taken = [event("segment_map", begin, 10) for begin in (0, 10)] + [event("alloc", 0, 20)]
     grows = [event("free_completed", 0, 20), event("segment_map", 30, 50), event("alloc", 30, 50)]
     free = segment(-9, (3, "inactive"))
@@ -82,7 +82,7 @@ def test_what_was_mapped_in_parts_is_one_piece_and_the_largest_piece_comes_first
     assert (first.nbytes, first.free_bytes, last.free_bytes) == (20 * MIB, [3 * MIB], [20 * MIB, 3 * MIB])
 
 
-def test_what_another_stream_has_free_serves_nobody_else() -> None:
+def test_free_bytes_of_a_stream_serve_no_other_stream() -> None:
     segments = [segment(0, (90, "inactive")), segment(100, (40, "active_allocated"), stream=7)]
     more = [segment(200, (8, "inactive"), stream=7)]
     events = [event("segment_alloc", 100, 40, stream=7), event("alloc", 100, 40, stream=7)]
@@ -91,7 +91,7 @@ def test_what_another_stream_has_free_serves_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_what_is_left_of_a_large_block_is_not_free(is_old: bool) -> None:
+def test_rest_of_a_split_large_block_is_not_free(is_old: bool) -> None:
     """The allocator gives such a request 12 MiB, or all of its segment. Sizes of blocks are rounded up."""
     block = event("alloc", 0, 11.2001)
     events = [event("segment_alloc", 0, 12), block, event("segment_alloc", 50, 12), event("alloc", 50, 12)]

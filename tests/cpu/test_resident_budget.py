@@ -20,7 +20,7 @@ NUM_GROUPS = 8
 
 
 class Bench:
-    """One chunk of equal groups; nothing is copied before somebody waits for it."""
+    """One chunk of equal groups; nothing is copied before it is awaited."""
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
@@ -59,7 +59,7 @@ def test_the_budget_holds_in_forward_and_in_backward(num_groups: int) -> None:
     assert bench.meter.peak_bytes == num_groups * GROUP_BYTES
 
 
-def test_what_fits_when_the_backward_begins_need_not_come_back() -> None:
+def test_groups_that_fit_when_the_backward_begins_are_recalled() -> None:
     bench = Bench(resident_bytes=5 * GROUP_BYTES)
     bench.step()
     stats = bench.engine.stats
@@ -68,7 +68,7 @@ def test_what_fits_when_the_backward_begins_need_not_come_back() -> None:
     assert stats.prefetch_misses == 0
 
 
-def test_from_the_second_forward_on_what_fits_does_not_leave_either() -> None:
+def test_groups_that_fit_stay_from_the_second_forward_on() -> None:
     bench = Bench(resident_bytes=5 * GROUP_BYTES)
     bench.step()
     bench.step()

@@ -37,7 +37,7 @@ def is_on_host(request: pytest.FixtureRequest) -> bool:
 
 
 def save_and_restore(tensors: list[torch.Tensor], is_on_host: bool) -> list[torch.Tensor]:
-    """Saves views of one storage in one group, moves the group there and back, and unpacks each of them twice."""
+    """Save views of one storage in one group, move the group out and in, and unpack each of them twice."""
     device = AdversarialDevice()
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
     with engine.iteration():
@@ -83,7 +83,7 @@ def test_several_tensors_over_one_storage(first: str, is_on_host: bool) -> None:
 
 
 def test_held_in_another_form() -> None:
-    """Whoever holds the bytes may hold them as a view; what was saved is not that view."""
+    """The holder of the bytes may hold a view; the saved tensor is not that view."""
     device = AdversarialDevice()
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
     saved = torch.randn(4, 6)

@@ -270,7 +270,7 @@ class FakeCommunicator:
 
 @contextlib.contextmanager
 def steps_replaced(record: Record) -> Iterator[Any]:
-    """megatron-core's schedules module with its steps recorded, and no tensor made on a GPU."""
+    """Replace megatron-core's schedules module: its steps are recorded, and no tensor is made on a GPU."""
     schedules, combined = importlib.import_module(SCHEDULES), importlib.import_module(COMBINED)
     zeros = torch.zeros
     with contextlib.ExitStack() as stack:
@@ -311,7 +311,7 @@ def make_groups() -> Any:
 
 
 def record_megatron(shape: Shape, rank: int) -> list[Action]:
-    """What the installed megatron-core calls on this rank, in order."""
+    """Record what the installed megatron-core calls on this rank, in order."""
     config, record = make_config(shape), Record()
     models = [torch.nn.Module() for _ in range(shape.vpp or 1)]
     for model in models:

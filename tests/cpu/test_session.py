@@ -219,7 +219,7 @@ def test_a_storage_counts_once_for_the_size_of_a_group(session: Session, groups:
 
 
 @pytest.mark.parametrize("last", ["weight", "storage of the group", "view of it"])
-def test_a_full_group_stays_open_for_what_adds_nothing_to_a_next_one(
+def test_full_group_stays_open_for_tensors_of_its_storages(
     session: Session, groups: AutomaticGroups, last: str
 ) -> None:
     """Else the last group of the forward would have no bytes, and all that its backward needs would have left."""
@@ -253,7 +253,7 @@ def test_a_group_needs_bytes(session: Session, group_bytes: int) -> None:
         AutomaticGroups(session, group_bytes)
 
 
-def test_what_is_read_outside_a_backward_begins_none(session: Session, groups: AutomaticGroups) -> None:
+def test_unpack_outside_a_backward_begins_no_backward(session: Session, groups: AutomaticGroups) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with groups.hooks():
         y = (x * 1).exp()

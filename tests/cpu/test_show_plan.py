@@ -28,7 +28,7 @@ def show(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
 
 
 def words_of_rows(table: str) -> list[list[str]]:
-    """The cells of a printed table, row by row (a wrapped row has several lines)."""
+    """Return the cells of a printed table, row by row (a wrapped row has several lines)."""
     rows: list[list[str]] = [[]]
     for line in table.splitlines():
         if line.startswith(("├", "└")):

@@ -90,7 +90,7 @@ def test_the_horizon_is_checked_where_it_has_no_effect_too() -> None:
         OffloadConfig.from_smp({"sm_activation_offloading": False, "activation_loading_horizon": 0})
 
 
-def test_what_is_no_configuration(tmp_path: Path) -> None:
+def test_other_objects_are_refused_as_configuration(tmp_path: Path) -> None:
     for wrong in (3, None, [("activation_loading_horizon", 2)]):
         with pytest.raises(TypeError, match="a mapping or the path of a JSON file, got"):
             OffloadConfig.from_smp(wrong)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def forward(stack: torch.nn.ModuleList, x: torch.Tensor, handler: ChunkOffloadHa
 
 
 def gradients(stack: torch.nn.ModuleList, x: torch.Tensor, *handlers: ChunkOffloadHandler | None) -> list[torch.Tensor]:
-    """Gradients after all forwards, then all backwards in the order of the forwards, as 1F1B would."""
+    """Return gradients after all forwards, then all backwards in the order of the forwards, as 1F1B would."""
     stack.zero_grad()
     leaves = [x.clone().requires_grad_() for _ in handlers]
     losses = [forward(stack, leaf, handler) for leaf, handler in zip(leaves, handlers, strict=True)]

@@ -1,4 +1,4 @@
-"""What the programs in `tools` have in common."""
+"""Options and errors that all programs in `tools` share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private names of torch: each means what the packages take it to mean, and nobody else takes one."""
+"""The private names of torch: each means what the packages take it to mean, and no other file uses one."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_a_missing_attribute_is_the_same_error() -> None:
         torch_private.of_schedule(object(), "_stages")
 
 
-# ---- nobody else takes one ----
+# ---- no other file uses one ----
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -314,7 +314,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def private_names_of_torch(tree: ast.Module) -> set[str]:
-    """Dotted names below `torch` with a private part, as far as they are written; imports of such too."""
+    """List dotted names below `torch` with a private part, as far as they are written; imports of such too."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -338,7 +338,7 @@ def foreign_attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def own_names() -> set[str]:
-    """Private attributes that the packages themselves define, and those of named tuples."""
+    """List private attributes that the packages themselves define, and those of named tuples."""
     found = {"_replace", "_asdict", "_fields", "_make"}
     for _, tree in sources():
         for node in ast.walk(tree):

@@ -111,7 +111,7 @@ def test_a_wait_in_which_the_gpu_only_copies_is_the_copy_s_fault() -> None:
     assert one.caused_us == 700
 
 
-def test_pauses_between_kernels_are_nobody_s_fault() -> None:
+def test_pauses_between_kernels_are_not_blamed_on_copies() -> None:
     kernels = [kernel(begin, begin + 40) for begin in range(0, 1000, 50)]
     (one,) = judged(*kernels, copy_out(0, 2000), call("cudaStreamSynchronize", 100, 990))
     assert one.copying_us == 890 and one.caused_us == 0
@@ -186,7 +186,7 @@ def write_trace(file: Path, *events: dict[str, Any]) -> Path:
 
 
 def chain(begins: list[float], *more: dict[str, Any], issued: dict[int, float] | None = None) -> trace.Trace:
-    """Kernels a, b, c... of 50 microseconds, launched at 1, 2, 3... or at what `issued` says."""
+    """Make kernels a, b, c... of 50 microseconds, launched at 1, 2, 3... or at what `issued` says."""
     kernels, calls = [], []
     for number, begin in enumerate(begins):
         kernels.append(kernel(begin, begin + 50, name=chr(ord("a") + number), correlation=number + 1))
@@ -246,7 +246,7 @@ def test_a_long_pause_of_work_that_is_there_waits_for_another_stream() -> None:
     assert compared(chain([100, 152, 904, 956]), chain([100, 152, 804, 856]))[pauses.STREAM] == (1, 602.0, 702.0)
 
 
-def test_what_only_the_other_trace_launches_counts_for_the_pause_behind_it() -> None:
+def test_kernel_of_the_other_trace_alone_counts_for_the_pause_behind_it() -> None:
     extra = kernel(152, 155, name="read")
     assert compared(chain([100, 157, 209, 261], extra)) == {pauses.QUIET: (3, 6.0, 11.0)}
 
@@ -300,7 +300,7 @@ def test_a_trace_that_torch_wrote_is_read(tmp_path: Path) -> None:
     assert found.end > 0 and found.waits == [], "without a GPU nothing waits for one"
 
 
-def test_what_is_no_trace_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_file_without_a_trace_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("{}")
     with pytest.raises(ValueError, match="no chrome trace"):

@@ -146,5 +146,5 @@ def test_layers_that_are_given(tmp_path: Path) -> None:
 
 
 def hooks(model: torch.nn.Module) -> list[int]:
-    """How many hooks each module has, and whether its forward is its own."""
+    """Count the hooks of each module, and tell whether its forward is its own."""
     return [len(m._forward_pre_hooks) + len(m._forward_hooks) + 100 * ("forward" in vars(m)) for m in model.modules()]

@@ -1,4 +1,4 @@
-"""What a model cannot do is said with both settings named."""
+"""Unsupported models are refused, with both settings named."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_recomputed_modules_are_refused(name: str, module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "module"), [("self_attn", "core_attn"), ("core_attn", "layernorm"), ("mlp_norm", "mlp")]
 )
-def test_what_still_saves_is_accepted(name: str, module: str) -> None:
+def test_names_that_still_save_tensors_are_accepted(name: str, module: str) -> None:
     check_conflicts(config(recompute_granularity="selective", recompute_modules=[module]), [name], NORMS)
 
 
@@ -113,7 +113,7 @@ def test_of_a_norm_inside_the_linear_layer_nothing_is_discarded(name: str, norm:
     ("frequency", "is_refused"),
     [(1, False), (8, False), (9, True), ([1] * 7 + [0], False), ([1] * 8, True), (None, False)],
 )
-def test_what_gated_delta_nets_discard_is_refused_without_plain_attention(frequency: Any, is_refused: bool) -> None:
+def test_names_discarded_by_gated_delta_nets_need_plain_attention(frequency: Any, is_refused: bool) -> None:
     chosen = config(
         recompute_granularity="selective", recompute_modules=["gdn_norm_out"], linear_attention_freq=frequency
     )

@@ -1,4 +1,4 @@
-"""Copies out that wait until the host has launched what the device is about to wait for."""
+"""Copy-outs that are delayed until the host has launched the kernels that the device waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DELAYED = GroupTraits(may_delay=True)
 
 
 class Bench:
-    """A chunk on a device whose copies complete when somebody waits for them."""
+    """A chunk on a device whose copies complete when they are awaited."""
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
@@ -42,7 +42,7 @@ class Bench:
 
     @property
     def leaving(self) -> list[int]:
-        """Groups with a copy-out that is not released."""
+        """List the groups with a copy-out that is not released."""
         return [group.index for group in self.engine.snapshot().leaving]
 
     @property
@@ -59,9 +59,9 @@ def test_they_wait_until_the_device_has_work_again() -> None:
     bench.commit()  # the limit on what is in flight is learned from it
     bench.commit(may_delay=True)
     assert bench.num_copied == 1
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.num_copied == 2
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.num_copied == 2
     bench.backward()
 
@@ -75,13 +75,13 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
         compute = bench.device.current_stream()
         committed = compute.clock[compute.index]
         torch.ones(1)
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     waited_for = bench.engine._store._context.copy_out_stream.clock[compute.index]
     assert waited_for <= committed < compute.clock[compute.index]
     bench.backward()
 
 
-def test_what_a_sibling_was_given_after_their_commit_is_another_save() -> None:
+def test_write_to_a_sibling_after_the_commit_is_a_new_save() -> None:
     """The copy does not stand behind that write, so it may or may not have it."""
     bench = Bench(max_inflight_bytes=1 << 20)
     first, second = torch.zeros(2 * GROUP_BYTES, dtype=torch.uint8).unsafe_chunk(2)
@@ -98,7 +98,7 @@ def test_what_a_sibling_was_given_after_their_commit_is_another_save() -> None:
     bench.backward()
 
 
-def test_they_are_issued_in_the_order_of_commits_and_before_what_may_not_wait() -> None:
+def test_delayed_copies_are_issued_in_order_and_before_an_undelayed_one() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     bench.commit(may_delay=True)
     bench.commit(may_delay=True)
@@ -110,11 +110,11 @@ def test_they_are_issued_in_the_order_of_commits_and_before_what_may_not_wait() 
     bench.backward()
 
 
-def test_what_is_complete_by_then_is_released() -> None:
+def test_copies_completed_by_the_launch_are_released() -> None:
     bench = Bench()
     bench.commit()
     bench.device.synchronize_all()
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.engine.snapshot().inflight_bytes == 0
     bench.backward()
 
@@ -166,7 +166,7 @@ def test_they_wait_no_longer_than_the_iteration() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 2 * GROUP_BYTES, 6 * GROUP_BYTES])
-def test_no_more_wait_than_half_of_what_may_be_in_flight(limit: int) -> None:
+def test_at_most_half_of_the_limit_in_flight_is_delayed(limit: int) -> None:
     """One more, and all are issued; they fit, so compute need not wait for copies that have just begun."""
     bench = Bench(max_inflight_bytes=limit)
     most = limit // GROUP_BYTES // 2
@@ -186,7 +186,7 @@ def test_nothing_waits_where_the_link_is_behind() -> None:
     bench.commit(may_delay=True)
     assert bench.num_copied == 3
     bench.device.synchronize_all()
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     bench.commit(may_delay=True)
     assert bench.num_copied == 3
     bench.backward()
@@ -201,7 +201,7 @@ def test_nothing_waits_where_groups_on_the_device_are_counted() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"host_limit_bytes": 2 * GROUP_BYTES}, {"min_tensor_bytes": 2 * GROUP_BYTES}])
-def test_the_tail_does_not_count_what_was_not_copied_after_all(settings: dict[str, int]) -> None:
+def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, int]) -> None:
     """The host tier is full, or nothing in the group is large enough to move."""
     bench = Bench(**settings)
     bench.engine._executor.leaving.largest_bytes = 1 << 19  # so that nothing is released before the backward
@@ -209,7 +209,7 @@ def test_the_tail_does_not_count_what_was_not_copied_after_all(settings: dict[st
         bench.commit(may_delay=True)
     bench.chunk.begin_tail()
     num_before = len(bench.leaving)
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     bench.commit()
     num_in_tail = len(bench.leaving) - num_before
     bench.engine.start_chunk(ChunkKey(0, 1)).begin_backward()
@@ -234,7 +234,7 @@ def test_a_reset_forgets_them() -> None:
     bench.handles.clear()
     bench.engine.begin_iteration(no_pipelining(1))
     bench.chunk = bench.engine.start_chunk(ChunkKey(0, 0))
-    bench.chunk.pass_host_wait()
+    bench.chunk.note_launch()
     assert bench.num_copied == 0
     bench.commit()
     bench.backward()

@@ -51,7 +51,7 @@ needs_transformers = pytest.mark.skipif(
 
 @pytest.fixture
 def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
-    """Wraps a model with an engine on the adversarial device."""
+    """Wrap a model with an engine on the adversarial device."""
     handles: list[WrapperHandle] = []
 
     def wrap(model: nn.Module, horizon: int = 2, **settings: Any) -> Any:
@@ -66,7 +66,7 @@ def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
 
 
 def step(model: nn.Module, seed: int = 0) -> list[torch.Tensor]:
-    """One step of a `Stack`: its loss and its gradients."""
+    """Run one step of a `Stack`: its loss and its gradients."""
     torch.manual_seed(seed)
     x = torch.randn(2, LENGTH, HIDDEN)
     model.zero_grad()
@@ -176,7 +176,7 @@ def test_at_most_the_horizon_is_on_the_device(wrap: Callable[..., Any], way: str
 
 
 @pytest.mark.parametrize("num_inputs", [2, 3, DEPTH])
-def test_with_a_budget_what_fits_does_not_leave(wrap: Callable[..., Any], num_inputs: int) -> None:
+def test_inputs_that_fit_a_budget_stay(wrap: Callable[..., Any], num_inputs: int) -> None:
     model, plain = wrap(make_stack(), horizon_groups=None, resident_bytes=num_inputs * INPUT_BYTES), make_stack()
     for _ in range(2):
         assert all_equal(step(model), step(plain))
@@ -224,7 +224,7 @@ def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str)
 
 
 def test_inputs_come_back_ahead_of_time(wrap: Callable[..., Any], device: AdversarialDevice) -> None:
-    """While a block is recomputed, the input of the one in front of it is on its way; nobody waits for a late one."""
+    """While a block is recomputed, the input of the one in front of it is on its way; no copy is late."""
     model = wrap(make_stack())
     issued: list[int] = []
 
@@ -262,7 +262,7 @@ def test_an_input_passed_by_keyword_leaves_too(wrap: Callable[..., Any], way: st
 
 
 @pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
-def test_what_all_layers_share_is_copied_once(wrap: Callable[..., Any], way: str) -> None:
+def test_tensor_shared_by_all_layers_is_copied_once(wrap: Callable[..., Any], way: str) -> None:
     mask = (torch.rand(2, LENGTH, HIDDEN) > 0.5).float()
 
     def make() -> Stack:

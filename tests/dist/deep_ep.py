@@ -17,7 +17,7 @@ from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 
 @contextmanager
 def deep_ep_over_gloo() -> Iterator[None]:
-    """Megatron-core finds the stand-in where it looks for DeepEP."""
+    """Put the stand-in where megatron-core looks for DeepEP."""
     found = {"fused_dispatch": _applied(fused_a2a.FusedDispatch), "fused_combine": _applied(fused_a2a.FusedCombine)}
     events = {"EventHandle": _Event, "EventOverlap": _Event}
     with (

@@ -15,7 +15,7 @@ Pending = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def delay_weight_gradients(chunk: torch.nn.Module) -> None:
-    """Makes every linear layer of the transformer layers such a one; for tensor-parallel size 1, without biases."""
+    """Make every linear layer of the transformer layers such a one; for tensor-parallel size 1, without biases."""
     for layer in chunk.modules():
         if isinstance(layer, TransformerLayer):
             for module in layer.modules():

@@ -31,7 +31,7 @@ class Pipeline(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """The fewest that it takes; experts may be spread over the ranks of one context."""
+        """Return the fewest that it takes; experts may be spread over the ranks of one context."""
         return self.size * self.tensor * max(self.expert, self.context)
 
 
@@ -50,7 +50,7 @@ def run_ranks(
     pipeline: Pipeline | PlainGroup | None = Pipeline(),  # noqa: B008  # immutable
     timeout_s: float = 120.0,
 ) -> list[Any]:
-    """Runs `fn(*args)` on every rank of a new process group and returns the results in the order of ranks.
+    """Run `fn(*args)` on every rank of a new process group and return the results in the order of ranks.
 
     Args:
         fn: a function at module level (it is pickled), run with megatron-core's parallel state and CPU support set up.
@@ -99,7 +99,7 @@ class Outcome(NamedTuple):
 
 
 def collect(readers: Sequence[Connection], timeout_s: float) -> list[Any]:
-    """The results of all ranks in their order.
+    """Return the results of all ranks in their order.
 
     Waits no longer than a moment once one has failed: the others may wait for it for ever.
 

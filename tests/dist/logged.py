@@ -1,4 +1,4 @@
-"""What `megatron_patches` logs in a rank, where pytest sees nothing."""
+"""Captures what `megatron_patches` logs in a rank, where pytest sees nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 def messages() -> list[str]:
-    """Gets every message from now on, until the process ends."""
+    """Get every message from now on, until the process ends."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

@@ -143,7 +143,7 @@ class Mixer(torch.nn.Module):
 
 
 def make_model(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:
-    """The model chunk of virtual stage `stage`."""
+    """Return the model chunk of virtual stage `stage`."""
     if config.moe_grouped_gemm:
         with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", _grouped_experts):
             return _gpt(config, stage, **common)

@@ -1,4 +1,4 @@
-"""Which names of the table a test asks for."""
+"""Selects the module names of a test."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ class References:
         self._models: dict[tuple[Any, ...], dict[int, dict[str, str]]] = {}
 
     def has(self, case: Case) -> bool:
-        """Whether any step of this model has been run."""
+        """Tell whether any step of this model has been run."""
         return _model_of(case) in self._models
 
     def of(self, case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]:
-        """The fingerprint of a step at each of these numbers of microbatches."""
+        """Return the fingerprint of a step at each of these numbers of microbatches."""
         steps = self._models.setdefault(_model_of(case), {})
         missing = [n for n in microbatches if n not in steps]
         if missing:

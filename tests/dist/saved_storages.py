@@ -1,4 +1,4 @@
-"""What autograd saves in groups, and what passes the engine by."""
+"""Lists the storages that autograd saves in groups, and those that bypass the engine."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MODULES = (
 
 @contextmanager
 def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
-    """New engines use the device, and see all that runs; the schedule's streams and events are the device's."""
+    """Make new engines use the device, which sees all that runs; the schedule's streams and events are the device's."""
     device = AdversarialDevice(seed)
     cuda = _Cuda(device)
     rows = [
@@ -46,7 +46,7 @@ def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
         Patch(
             target="megatron.core.pipeline_parallel.p2p_communication:_p2p_ops",
             wrapper=functools.partial(_ordering_requests, device),
-            why="whoever waits for a send or a receive comes after what its issuer had done",
+            why="a wait for a send or a receive orders behind the work of its issuer",
         )
     )
     with apply_patches(rows), device.observe_compute():

@@ -106,7 +106,7 @@ def _check_refusals() -> None:
 
 
 def _check_split_model() -> None:
-    """Experts in the upper half of the layers only: the lower stage has no router."""
+    """Check a model with experts in the upper half of the layers only: the lower stage has no router."""
     with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
         settings = {"moe_layer_freq": [0, 0, 1, 1], "offload_activation": True, "offload_modules": ["router_fc1"]}
         chunks = make_chunks(make_config("moe", **settings))
@@ -278,6 +278,6 @@ def _fail_in_backward(chunks: list[torch.nn.Module]) -> None:
 
 
 def _hooks_are_gone() -> bool:
-    """Whether nothing that autograd saves now goes through a hook."""
+    """Tell whether nothing that autograd saves now goes through a hook."""
     x = torch.ones(2, requires_grad=True)
     return (x * x).grad_fn._saved_self is x

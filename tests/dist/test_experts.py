@@ -174,7 +174,7 @@ def _find_linears() -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "other dtype", "autocast", "weights of another kind", "no tensor"])
-def test_what_casts_may_save_more(case: str) -> None:
+def test_linear_layer_that_casts_may_save_more(case: str) -> None:
     linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
     tokens: Any = torch.ones(4, 4)
     if case == "other dtype":
@@ -204,7 +204,7 @@ def test_where_it_cannot_be_asked_all_goes_through_hooks() -> None:
 
 
 @pytest.mark.parametrize("is_debugged", [False, True])
-def test_what_is_debugged_goes_through_hooks(is_debugged: bool) -> None:
+def test_debugged_linear_layer_goes_through_hooks(is_debugged: bool) -> None:
     """It looks at the input in its backward once more."""
     linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
     fp8 = mock.Mock(FP8GlobalStateManager=mock.Mock(is_fp8_enabled=lambda: False))

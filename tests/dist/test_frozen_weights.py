@@ -61,7 +61,7 @@ def routers(chunk: torch.nn.Module) -> None:
 
 
 def last_layers(chunk: Any) -> None:
-    """What enters the first of them needs no gradient."""
+    """Train the last layers only: the input of the first of them needs no gradient."""
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
         layer.requires_grad_(layer.layer_number > layer.config.num_layers // 2)

@@ -58,7 +58,7 @@ def _check_flags() -> None:
 
 
 def test_gradients_reduced_during_the_backward() -> None:
-    """Data parallelism wants a gradient of every parameter then, though nobody reads it."""
+    """Give every parameter a gradient, which data parallelism wants although it is not read."""
     run_ranks(_check_reduced, world_size=2)
 
 
@@ -83,7 +83,7 @@ def kernels() -> Iterator[mock.Mock]:
     """In the place of apex's module; what it gives counts the calls."""
     kernel = mock.Mock(side_effect=_add)
     names = {"fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=kernel)}
-    # TransformerEngine would make the gradient that nobody reads, on the GPU.
+    # TransformerEngine would make the unread gradient on the GPU.
     with mock.patch.multiple(layers, create=True, **names, _grad_accum_fusion_available=True, HAVE_TE=False):
         yield kernel
 

@@ -1,4 +1,4 @@
-"""What megatron-core keeps beside autograd has no bytes between its copy-out and its backward."""
+"""Storages that megatron-core holds outside autograd have no bytes between copy-out and backward."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _as_known(hook: Any) -> Any:
     return hook
 
 
-def test_after_an_exception_what_is_still_held_can_be_read() -> None:
+def test_held_storage_is_readable_after_an_exception() -> None:
     run_ranks(_check_exception)
 
 
@@ -137,13 +137,13 @@ def _check_exception() -> None:
         assert _stats(handle).num_emptied_storages == 2
 
 
-def test_what_is_recomputed_from() -> None:
+def test_inputs_of_recomputation_are_emptied() -> None:
     """`CheckpointWithoutOutput` saves detached leaves, which the graph keeps; the numbers are those without offload."""
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     run_ranks(_check_recomputed_from, Case("dense", ["self_attn"], settings={**LATENT, **recompute}))
 
 
-def test_what_is_recomputed_from_by_a_layer_that_predicts_a_token_more() -> None:
+def test_inputs_of_a_recomputed_mtp_layer_are_emptied() -> None:
     """The layer inside it is a layer like any other: as many storages are emptied for it. (Those of the last stay.)"""
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     counts = [
@@ -154,7 +154,7 @@ def test_what_is_recomputed_from_by_a_layer_that_predicts_a_token_more() -> None
     assert ahead == plain + 2 * plain // (NUM_LAYERS - 1)
 
 
-def test_what_is_recomputed_from_a_detached_part() -> None:
+def test_detached_inputs_of_recomputation_are_emptied() -> None:
     """The part has no bytes, and no writes, of its own: it is no other save than that of the whole."""
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     run_ranks(_check_recomputed_from, Case("dense", ["qk_norm"], settings={**LATENT, **recompute}))

@@ -113,7 +113,7 @@ READERS = (
 
 
 @pytest.mark.parametrize("prepare", READERS, ids=lambda reader: reader.__name__.strip("_"))
-def test_what_other_code_keeps_of_a_layers_input_can_be_read_later(prepare: Prepare) -> None:
+def test_layer_input_kept_by_other_code_stays_readable(prepare: Prepare) -> None:
     run_ranks(_check_reader, prepare)
 
 
@@ -194,7 +194,7 @@ def _checkpoint_each_mlp(chunk: Any) -> None:
         layer.mlp.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
 
 
-def test_what_torchs_checkpoint_recomputes_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_recomputation_of_torchs_checkpoint_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Of equal shapes, so that nothing but the numbers would tell if it took one tensor for another."""
     (warnings,) = run_ranks(_check_checkpoint)
     assert warnings == ["offload of 'mlp_fc1': the model has its submodules, but this step did not call them"]

@@ -61,7 +61,7 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
 
 
 def _check_delay() -> None:
-    """The linear layers of the test do delay, and compute what the ones of megatron-core do."""
+    """Check that the linear layers of the test delay, and compute what those of megatron-core do."""
     cases = [_case("mixed", [], delay_wgrad_compute=is_delayed) for is_delayed in (True, False)]
     delayed, usual = (run_without(case, [4]) for case in cases)
     assert delayed == usual
@@ -92,7 +92,7 @@ def _check_backward_nodes() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_the_schedule_holds_is_emptied(shape: Pipeline) -> None:
+def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
     """Inputs of nodes: of attention, of dense MLPs, and of the residual connection around experts."""
     run_ranks(_check_emptied, MICROBATCHES[4], pipeline=shape)
 
@@ -102,12 +102,12 @@ def _check_emptied(microbatches: list[int]) -> None:
         case = _case(kind, [name])
         for stats in run_with(case, microbatches, run_without(case, microbatches)):
             assert stats.num_viewed_storages == 0, (case, stats)
-            # The residual of a step's last layer with experts is told to nobody: no plan follows.
+            # The residual of a step's last layer with experts is not declared: no plan follows.
             num_told = stats.num_offloaded_groups - (name == "mlp_norm")
             assert num_told <= stats.num_emptied_storages <= stats.num_offloaded_groups, (case, stats)
 
 
-def test_what_attention_is_recomputed_from_is_emptied() -> None:
+def test_inputs_of_recomputed_attention_are_emptied() -> None:
     """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
     latent = {**LATENT, "num_layers": 2, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     run_ranks(_check_recomputed_from, _case("moe", ["self_attn"], **latent), pipeline=SHAPES[0])
@@ -165,7 +165,7 @@ def _check_none_is_viewed(case: Case, microbatches: list[int]) -> None:
     reason="0.16.1 frees the input of an only local expert that its backward needs, with or without offload: "
     "runs with 0.19.2",
 )
-def test_the_only_expert_of_a_rank_saves_what_the_dispatcher_has_received() -> None:
+def test_only_expert_of_a_rank_saves_the_received_tokens() -> None:
     run_ranks(check_all, [_case("moe", ["router_fc1"], num_moe_experts=2)], [3, 1], pipeline=SHAPES[0])
 
 

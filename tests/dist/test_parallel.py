@@ -99,7 +99,7 @@ def _recomputing(module: str) -> dict[str, Any]:
 def _train(
     kind: str, num_microbatches: int, settings: dict[str, Any], mean_losses: list[float] | None = None
 ) -> list[dict[str, str]]:
-    """Three steps; what each leaves in the gradients' buffers, and its losses."""
+    """Run three steps; return what each leaves in the gradients' buffers, and its losses."""
 
     def step(chunks: list[Any]) -> dict[str, str]:
         losses = run(chunks, num_microbatches)

@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 def _make(name: str, num_microbatches: int) -> Any:
-    """The schedule on this rank, with its stages; the same weights at each call."""
+    """Return the schedule on this rank, with its stages; the same weights at each call."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     second = rank + num_ranks if name in LOOPED else 2 * num_ranks - 1 - rank
     indices = [rank] if name in SINGLE else [rank, second]
@@ -105,7 +105,7 @@ def _batch(step: int, num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _call(schedule: Any, run: Callable[..., Any], step: int) -> list[torch.Tensor]:
-    """One step, or evaluation; returns the losses, on the ranks that have them."""
+    """Run one step, or evaluation; return the losses, on the ranks that have them."""
     samples, target = _batch(step, schedule._n_microbatches)
     stages = stages_of(schedule)
     losses: list[torch.Tensor] = []
@@ -242,7 +242,7 @@ def _managed_bytes() -> int:
 
 
 def _record(stage: Any, ran: list[Action]) -> None:
-    """Notes when a chunk saves, and when it first reads, what it saved."""
+    """Note when a chunk saves, and when it first reads, what it saved."""
     forward = stage.forward_one_chunk
 
     def run(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

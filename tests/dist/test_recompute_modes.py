@@ -61,7 +61,7 @@ def test_all_selective_modes_at_once(shape: Pipeline) -> None:
     _run(shape, [Case("moe", _left_to_move("moe", settings), settings=settings)])
 
 
-def test_what_is_discarded_is_never_copied() -> None:
+def test_discarded_tensors_are_never_copied() -> None:
     """The bits do not tell: what was copied of it is not what its backward reads."""
     run_ranks(_check_discarded)
 
@@ -148,7 +148,7 @@ def _run(shape: Pipeline, cases: list[Case]) -> None:
 
 
 def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
-    """Names that such a model has and that do not conflict with its recomputation."""
+    """List names that such a model has and that do not conflict with its recomputation."""
     defaults = {
         "multi_latent_attention": False,
         "mtp_num_layers": None,

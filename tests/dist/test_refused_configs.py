@@ -29,7 +29,7 @@ CUT_INPUTS = {
 FUSED_EXPERTS = {"moe_grouped_gemm": True, "use_transformer_engine_op_fuser": True}
 
 
-def test_what_only_one_stage_cannot_do_is_refused_on_all() -> None:
+def test_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
     for messages in run_ranks(_refusals_of_two_stages, pipeline=Pipeline(2), timeout_s=60):
         for name, message in zip(("mlp_fc1", "mlp_act"), messages, strict=False):
             assert f"'{name}'" in message and "use_transformer_engine_op_fuser=True" in message

@@ -42,7 +42,7 @@ def _check_parity(kind: str, names: list[str], reshard: bool) -> None:
     assert all(torch.equal(gradient, expected[1][name]) for name, gradient in gradients.items())
 
 
-def test_what_shares_no_tensor_passes_the_engine_by_here_too() -> None:
+def test_modules_that_share_no_tensor_bypass_the_engine() -> None:
     run_ranks(_check_unshared, world_size=2)
 
 
@@ -53,7 +53,7 @@ def _check_unshared() -> None:
     assert len(unshared_modules(chunk, ["core_attn"])) == num_passing > 0
 
 
-def test_what_megatron_core_keeps_beside_autograd_is_emptied() -> None:
+def test_storages_kept_by_megatron_core_are_emptied() -> None:
     """Torch derives a class from that of each layer, and hooks on it: both read nothing later."""
     run_ranks(_check_emptied, world_size=2)
 

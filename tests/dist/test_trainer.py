@@ -25,7 +25,7 @@ OVERLAP = "--bf16 --overlap-moe-expert-parallel-comm"
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .bin/.idx pair of the first help topics."""
+    """Return a .bin/.idx pair of the first help topics."""
     directory = tmp_path_factory.mktemp("text")
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "prepare_text.py"), "--output-prefix", "text"]
     subprocess.run(command, cwd=directory, check=True, env=_environment(), capture_output=True)
@@ -34,21 +34,21 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(text: Path, tmp_path: Path) -> Path:
-    """A directory for one test, with the text in it."""
+    """Return a directory for one test, with the text in it."""
     for path in text.glob("text.*"):
         (tmp_path / path.name).symlink_to(path)
     return tmp_path
 
 
 def run(directory: Path, flags: str = "", *, num_ranks: int = 1) -> Run:
-    """A run that must succeed."""
+    """Run the trainer; the run must succeed."""
     result = train(directory, *MODEL, *flags.split(), num_ranks=num_ranks)
     assert result.status == 0, result.output
     return result
 
 
 def fail(directory: Path, flags: str, *, num_ranks: int = 1) -> str:
-    """A run that must end with one line of explanation, before its first step."""
+    """Run a trainer that must end with one line of explanation, before its first step."""
     result = train(directory, *MODEL, *flags.split(), num_ranks=num_ranks)
     assert result.status != 0
     assert result.steps == []

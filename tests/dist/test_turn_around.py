@@ -1,4 +1,4 @@
-"""Where a backward begins behind the forward of another chunk: what that forward copied out has left by then."""
+"""A backward behind the forward of another chunk finds that forward's copy-outs released."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BEFORE_THE_LAST_MLP = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 
 @pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
-def test_only_what_the_last_mlp_has_copied_out_is_left(shape: Pipeline) -> None:
+def test_only_copy_outs_of_the_last_mlp_are_unreleased(shape: Pipeline) -> None:
     settings = {"num_layers": 2 * shape.size * (shape.virtual or 1)}
     cases = [
         (Case("dense", BEFORE_THE_LAST_MLP, settings=settings), 0),

@@ -1,4 +1,4 @@
-"""What shares no tensor with a group passes the engine by."""
+"""Modules that share no tensor with a group bypass the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WATCHED = ("linear_qkv", "core_attention", "router", "experts", "linear_fc1", "l
         ("mlp_norm", {"router", "experts", "final_layernorm"}),
     ],
 )
-def test_where_hooks_pack_what_is_saved(name: str, packed: set[str], settings: dict[str, Any]) -> None:
+def test_modules_in_which_hooks_pack(name: str, packed: set[str], settings: dict[str, Any]) -> None:
     pipeline = Pipeline(expert=2) if settings else Pipeline()
     for seen in run_ranks(_see_hooks, name, settings, pipeline=pipeline):
         assert seen == {what: {what in packed} for what in WATCHED}, seen
@@ -82,15 +82,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     [*((model, {}) for model in MODELS), ("shared experts", OVERLAP), ("latent attention", OVERLAP)],
     ids=lambda value: value if isinstance(value, str) else "as nodes of a plan" if value else "called",
 )
-def test_what_passes_by_is_saved_by_no_group(model: str, settings: dict[str, Any]) -> None:
-    """Each name alone: were it otherwise, the group would free nothing, or what somebody reads."""
+def test_tensors_that_bypass_the_engine_are_in_no_group(model: str, settings: dict[str, Any]) -> None:
+    """Each name alone: were it otherwise, the group would free nothing, or bytes that are still read."""
     pipeline = Pipeline(expert=2) if settings else Pipeline()
     counts = run_ranks(_check_disjoint, model, settings, pipeline=pipeline)
     assert all(num_passed > 0 for num_passed in counts), counts
 
 
 def _check_disjoint(model: str, settings: dict[str, Any]) -> int:
-    """How many storages passed the engine by."""
+    """Count the storages that bypassed the engine."""
     kind, own = MODELS[model]
     more = {**own, **settings}
     return num_passing(lambda offload: run(make_chunks(make_config(kind, torch.bfloat16, **more, **offload)), 2))

@@ -41,13 +41,13 @@ def test_copies_begin_behind_the_experts(settings: dict[str, Any]) -> None:
         assert layer.before == layer.at_its_mlp < layer.behind_its_mlp, layers
 
 
-def test_what_ends_where_the_experts_begin_waits_for_them() -> None:
+def test_groups_in_front_of_the_experts_delay_their_copies() -> None:
     (copied,) = run_ranks(_copied_at_the_experts)
     assert copied[0] == 0 < copied[1]
 
 
 @pytest.mark.parametrize("limits", [{"host_limit_bytes": 20_000}, {"min_tensor_bytes": 9_000}], ids=str)
-def test_what_waited_and_was_not_copied_after_all_is_missed_by_nobody(limits: dict[str, int]) -> None:
+def test_delayed_group_that_is_not_copied_out_is_no_miss(limits: dict[str, int]) -> None:
     """In a pipeline, where what was copied before a forward's tail is counted."""
     run_ranks(_check_with_limits, limits, pipeline=Pipeline(2))
 
@@ -83,7 +83,7 @@ def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
 
 
 def _copied_at_the_experts() -> list[int]:
-    """Bytes issued when the first layer's experts begin, and when its MLP is over."""
+    """Return the bytes issued when the first layer's experts begin, and when its MLP is over."""
     copied: list[int] = []
     with apply(GENEROUS, modules=["core_attn", "dispatched_tokens"]) as handle:
         model = make_chunks(make_config("moe"))[0]

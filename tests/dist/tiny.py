@@ -26,7 +26,7 @@ MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
 
 
 def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overrides: Any) -> TransformerConfig:
-    """A configuration for the parallel state of this process; `kind` is a key of `MOE_FREQ`."""
+    """Make a configuration for the parallel state of this process; `kind` is a key of `MOE_FREQ`."""
     virtual = ps.get_virtual_pipeline_model_parallel_world_size()
     settings: dict[str, Any] = dict(
         num_layers=NUM_LAYERS,
@@ -66,7 +66,7 @@ def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overr
 def make_chunks(
     config: TransformerConfig, *, wrap: bool = False, change: Callable[[torch.nn.Module], None] | None = None
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks, with the same weights every time."""
+    """Return this rank's model chunks, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     num_stages = ps.get_virtual_pipeline_model_parallel_world_size()
     chunks = [make_chunk(config, stage if num_stages else None) for stage in range(num_stages or 1)]
@@ -101,7 +101,7 @@ def make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
 def run(
     chunks: list[torch.nn.Module], num_microbatches: int, *, forward_only: bool = False, **more: Any
 ) -> list[float]:
-    """One step of the schedule that the parallel state asks for; returns this rank's losses."""
+    """Run one step of the schedule that the parallel state asks for; return this rank's losses."""
     has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
     batches = [_batches(num_microbatches) for _ in chunks]
     for chunk in chunks:
@@ -122,7 +122,7 @@ def run(
 
 
 def fingerprint(chunks: list[torch.nn.Module], losses: list[float]) -> dict[str, str]:
-    """Digest of the losses and of every gradient, to the last bit."""
+    """Return a digest of the losses and of every gradient, to the last bit."""
     named = {f"{stage}.{name}": p for stage, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
     digests = {name: _digest(getattr(p, "main_grad", p.grad)) for name, p in named.items()}
     return {**digests, "losses": repr([loss.hex() for loss in losses])}

@@ -30,12 +30,12 @@ class Run:
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """Loss and gradient norm of each step."""
+        """Return loss and gradient norm of each step."""
         return [(step["loss"], step["grad_norm"]) for step in self.steps]
 
 
 def train(directory: Path, *flags: str, num_ranks: int = 1, timeout_s: float = 120.0) -> Run:
-    """Trains on `directory/text` with as many ranks; writes the metrics below `directory`, too.
+    """Train on `directory/text` with as many ranks; write the metrics below `directory`, too.
 
     Raises:
         AssertionError: if a rank dies or does not finish.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def train(config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[Any]], T]) -> list[T]:
-    """Three steps of a model in bf16.
+    """Run three steps of a model in bf16.
 
     Args:
         config: of the model.

@@ -1,4 +1,4 @@
-"""What all tests on a GPU share."""
+"""Fixtures of the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """For every test that compares bits."""
+    """Make kernels deterministic, for every test that compares bits."""
     with deterministic_algorithms():
         yield
 

@@ -42,7 +42,7 @@ class GpuRanks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None  # where they meet
 
     def run(self, fn: Callable[..., Any], *args: Any, shape: Pipeline = Pipeline()) -> list[Any]:  # noqa: B008
-        """Runs `fn(*args)` on every rank; returns the results in their order.
+        """Run `fn(*args)` on every rank; return the results in their order.
 
         Args:
             fn: a function at module level (it is pickled).
@@ -63,7 +63,7 @@ class GpuRanks:
             raise
 
     def close(self) -> None:
-        """Ends the processes. Idempotent."""
+        """End the processes. Idempotent."""
         for process, connection in self._ranks:
             process.kill()
             process.join()
@@ -85,7 +85,7 @@ class GpuRanks:
 
 
 def require_libraries() -> None:
-    """Skips the test where one is missing."""
+    """Skip the test where one is missing."""
     for package, name in (("megatron", "megatron-core"), ("transformer_engine", "TransformerEngine")):
         if find_spec(package) is None:
             pytest.skip(f"needs {name}, which is not installed")

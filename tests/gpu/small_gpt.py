@@ -21,7 +21,7 @@ DEVICE = "cuda"
 
 
 def make_config(**overrides: Any) -> TransformerConfig:
-    """A configuration for the parallel state of this process; `num_moe_experts` experts in every layer, or none.
+    """Make a configuration for the parallel state of this process; `num_moe_experts` experts in every layer, or none.
 
     Args:
         overrides: of the settings below.
@@ -67,7 +67,7 @@ def make_config(**overrides: Any) -> TransformerConfig:
 
 
 def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
-    """This rank's model chunks, one for each virtual stage, with the same weights every time."""
+    """Return this rank's model chunks, one for each virtual stage, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(1)
     num_stages = config.virtual_pipeline_model_parallel_size
@@ -115,7 +115,7 @@ def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Modul
 
 
 def run(chunks: list[torch.nn.Module], num_microbatches: int) -> list[float]:
-    """One forward and backward of all microbatches; returns this rank's losses."""
+    """Run one forward and backward of all microbatches; return this rank's losses."""
     for chunk in chunks:
         getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
     has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None

@@ -1,4 +1,4 @@
-"""What a test makes late on a stream, and whose memory it got."""
+"""Delays work on a stream, and finds whose memory it got."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def delay(stream: int) -> None:
 
 
 def pool_of(tensor: torch.Tensor) -> int:
-    """Handle of the stream whose pool of the allocator the tensor's memory is from."""
+    """Return the handle of the stream from whose allocator pool the tensor's memory is."""
     address = tensor.data_ptr()
     [segment] = [s for s in torch.cuda.memory_snapshot() if 0 <= address - s["address"] < s["total_size"]]
     return int(segment["stream"])

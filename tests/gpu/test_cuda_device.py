@@ -124,7 +124,7 @@ def test_without_the_wait_the_delay_is_seen(device: CudaDevice) -> None:
     torch.cuda.synchronize()
 
 
-def test_nobody_else_gets_its_streams(device: CudaDevice) -> None:
+def test_device_streams_are_not_handed_out_by_torch(device: CudaDevice) -> None:
     """torch hands out the same 32 again and again, also to NCCL: a copy there would wait for work of others."""
     streams = {device.new_stream("out"), device.new_stream("in")}
     assert len(streams) == 2
@@ -162,7 +162,7 @@ def test_a_dropped_source_is_reusable_at_once(device: CudaDevice) -> None:
     torch.cuda.synchronize()
 
 
-def test_an_event_is_reused_only_when_nobody_holds_it(device: CudaDevice) -> None:
+def test_event_is_reused_only_when_unreferenced(device: CudaDevice) -> None:
     stream = device.new_stream("out")
     first = device.record_event(stream)
     handle = first.handle

@@ -24,7 +24,9 @@ NUM_MICROBATCHES = 3
     ("scope", "names"),
     [("moe_router", ["qkv_linear", "core_attn", "attn_proj", "experts"]), ("attn", ["mlp_norm", "router", "experts"])],
 )
-def test_what_is_not_captured_is_offloaded(scope: str, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
+def test_modules_outside_the_capture_are_offloaded(
+    scope: str, names: list[str], ranks_of: Callable[[int], GpuRanks]
+) -> None:
     ranks_of(1).run(_check, scope, names)
 
 

@@ -81,7 +81,7 @@ def _step(layers: torch.nn.ModuleList, recipe: Any, engine: OffloadEngine | None
                 hidden = _call(layer, hidden, microbatch == 0, chunk)
         hidden.float().square().mean().backward()
     grads = [tensor.grad for tensor in inputs]
-    for parameter in layers.parameters():  # beside a fused gradient, `grad` is memory that nobody has written
+    for parameter in layers.parameters():  # beside a fused gradient, `grad` is uninitialized memory
         grads.append(getattr(parameter, "main_grad", parameter.grad))
     return [grad.clone() for grad in grads if grad is not None]  # a later step adds to them in place
 

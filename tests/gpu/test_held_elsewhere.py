@@ -1,4 +1,4 @@
-"""Storages that somebody keeps, on a real GPU: the process gets their memory back, and the holder the bytes."""
+"""Storages held outside autograd, on a real GPU: the process gets their memory back, and the holder the bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_memory_falls_although_it_is_held_and_bytes_come_back(engine: OffloadEng
     assert torch.equal(x.detach().cpu(), expected) and torch.equal(x.grad.cpu(), 2 * expected)
 
 
-def test_a_late_copy_out_is_not_overtaken_by_what_takes_the_bytes(engine: OffloadEngine) -> None:
+def test_late_copy_out_is_not_overtaken_by_the_next_owner_of_its_bytes(engine: OffloadEngine) -> None:
     x = torch.ones(MIB, device="cuda", requires_grad=True)
     address = x.data_ptr()
     with engine.iteration():

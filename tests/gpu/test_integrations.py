@@ -24,7 +24,7 @@ TIMEOUT_S = 200
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    """A process for all examples of one GPU: it imports their libraries once."""
+    """Start one process for all examples of one GPU: it imports their libraries once."""
     directory = tmp_path_factory.mktemp("examples")  # Trainers make folders where they run
     with ProcessPoolExecutor(1, get_context("spawn"), see_one_gpu, (directory,)) as worker:
         yield worker

@@ -45,7 +45,7 @@ def test_autocast() -> None:
 
 
 def peak_of_step(model: torch.nn.Module, tokens: torch.Tensor) -> int:
-    """The most bytes allocated in a step, above what is there before it: all gradients, which stay allocated."""
+    """Return the most bytes allocated in a step, above what is there before it: all gradients, which stay allocated."""
     for _ in range(2):
         model.zero_grad(set_to_none=False)
         torch.cuda.reset_peak_memory_stats()

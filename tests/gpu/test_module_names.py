@@ -118,7 +118,7 @@ def _names_of_all(models: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def _names(settings: dict[str, Any]) -> list[str]:
-    """Names that such a model has and that do not conflict with its recomputation."""
+    """List names that such a model has and that do not conflict with its recomputation."""
     from megatron_patches._model.sites import own_norms, survey
     from tests.dist.names import is_refused
 

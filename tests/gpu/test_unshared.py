@@ -1,4 +1,4 @@
-"""What passes the engine by, with the kernels that TransformerEngine has on a GPU: no group saves a tensor of it."""
+"""Modules that bypass the engine, with TransformerEngine's kernels on a GPU: no group saves a tensor of theirs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tests.gpu.ranks import GpuRanks
 @pytest.mark.parametrize(
     "settings", [{}, {"num_moe_experts": 4}, {"qk_layernorm": True}], ids=["dense", "experts", "norms of query and key"]
 )
-def test_what_passes_by_is_saved_by_no_group(settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]) -> None:
+def test_tensors_that_bypass_the_engine_are_in_no_group(
+    settings: dict[str, Any], ranks_of: Callable[[int], GpuRanks]
+) -> None:
     (num_passed,) = ranks_of(1).run(_count_passing, settings)
     assert num_passed > 0
 

@@ -29,7 +29,7 @@ def make(family: str, way: str | None) -> Any:
 
 
 def train(model: Any, num_steps: int = 3) -> list[torch.Tensor]:
-    """Losses and all gradients; the GPU is far behind the host all the time."""
+    """Return losses and all gradients; the GPU is far behind the host all the time."""
     seen: list[torch.Tensor] = []
     for step in range(num_steps):
         tokens = torch.randint(VOCABULARY, (1, LENGTH), generator=torch.Generator().manual_seed(step)).cuda()
@@ -41,7 +41,7 @@ def train(model: Any, num_steps: int = 3) -> list[torch.Tensor]:
 
 
 def peak_of_step(model: Any) -> int:
-    """The most bytes allocated in a step, above what is there before it: all gradients, from the step before."""
+    """Return the most bytes allocated in a step, above what is there before it: all gradients, from the step before."""
     tokens = torch.ones(1, LENGTH, dtype=torch.int64, device="cuda")
     for _ in range(2):
         torch.cuda.synchronize()
@@ -75,7 +75,7 @@ def test_the_inputs_are_off_the_device(way: str) -> None:
 
 
 def allocated_in_backward(model: Any) -> list[int]:
-    """Bytes allocated in the backward of each layer, the first one first, when its recomputation is over."""
+    """Return the bytes allocated in the backward of each layer, the first one first, when its recomputation is over."""
     allocated: list[int] = []
 
     def watch(module: Any, args: Any, output: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ class Ours:
 
     @property
     def checkpoint_config(self) -> OffloadConfig:
-        """The same, with the horizon for inputs of checkpoints unless there is another."""
+        """Return the same with the horizon for inputs of checkpoints, unless another one is set."""
         if self.horizon is None or self.config.policy is not None:
             return self.config
         return self.config.replace(policy=GroupWindow(self.horizon))
@@ -60,7 +60,7 @@ class Ours:
 def make_contenders(
     names: tuple[str, ...], device: str, ours: Ours, folder: Path | None
 ) -> tuple[dict[str, Attach], dict[str, str]]:
-    """What can take part, and why the others cannot. Imports the packages of the rivals: seconds.
+    """Make the contenders, and say why others cannot take part. Imports the packages of the rivals: seconds.
 
     Args:
         names: of `settings.CONTENDERS`.
@@ -92,7 +92,7 @@ def _make(name: str, ours: Ours, folder: Path | None) -> Attach:
 
 @contextmanager
 def no_offload(workload: Workload) -> Iterator[Attached]:
-    """The model as it was built."""
+    """Leave the model as it was built."""
     yield Attached()
 
 
@@ -129,7 +129,7 @@ def _parts_offload_wrapper(workload: Workload) -> Iterator[Attached]:
 
 
 def _unpinned(layer: torch.nn.Module) -> torch.nn.Module:
-    """PyTorch's wrapper pins always, which needs a GPU; this is the same without."""
+    """Wrap as PyTorch's wrapper does, without the pinning that needs a GPU."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 
     class Unpinned(OffloadWrapper):
@@ -204,7 +204,7 @@ def _any_model(workload: Workload, ours: Ours, **changes: Any) -> Iterator[Attac
 
 @contextmanager
 def _any_model_of_two_layers(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    """With as many bytes on the device as `enable_activation_offloading` allows itself."""
+    """Allow as many bytes on the device as `enable_activation_offloading` allows itself."""
     two_layers = 2 * saved_bytes_per_token(workload.shape) * workload.num_tokens
     with _any_model(workload, ours, policy=ResidentBudget(two_layers)) as attached:
         yield attached
@@ -218,7 +218,7 @@ def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 @contextmanager
 def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    """Checkpoints around norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
+    """Checkpoint norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     with _wrapped_parts(workload, checkpoint_wrapper), _offloaded_inputs(workload, ours) as attached:
@@ -227,7 +227,7 @@ def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 @contextmanager
 def _offloaded_inputs(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    """`offload_wrapper` on whatever of the model is checkpointed."""
+    """Put `offload_wrapper` on each checkpointed part of the model."""
     handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
     try:
         yield Attached(stats=lambda: handle.stats)

@@ -78,7 +78,7 @@ class HostUse:
         self._at_start = self._count()
 
     def taken(self) -> int:
-        """Bytes; what was given back since does not count."""
+        """Return the bytes taken; what was returned since does not count."""
         return max(0, *(now - then for now, then in zip(self._count(), self._at_start, strict=True)))
 
     def _count(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class HostUse:
 
 
 def resident_set() -> int:
-    """Bytes of the process's memory that are in RAM."""
+    """Return the bytes of the process's memory that are in RAM."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)

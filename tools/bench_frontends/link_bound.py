@@ -26,14 +26,14 @@ class LinkBound:
 
     @property
     def is_bound_by_link(self) -> bool:
-        """Whether the copies of either way take longer than the computation beside them."""
+        """Tell whether the copies of either way take longer than the computation beside them."""
         return self.step_ms > self.compute_ms
 
 
 def link_bound(
     saved_bytes: int, kept_bytes: int, forward_ms: float, backward_ms: float, out_gbps: float, in_gbps: float
 ) -> LinkBound:
-    """The least time of a step.
+    """Compute the least time of a step.
 
     Args:
         saved_bytes: what the forward saves, weights not counted.
@@ -55,7 +55,7 @@ def link_bound(
 
 
 def saved_bytes_per_token(shape: Shape) -> int:
-    """What one layer of transformers' Qwen2 saves for one token in bf16, each storage once, without checkpointing.
+    """Return the bytes per token that a layer of Qwen2 saves in bf16 without checkpointing, each storage once.
 
     - two RMS norms: the input in fp32, its reciprocal root in fp32, the normalised input and the output in bf16;
     - attention: query, key and value after rotation, the output, and the logarithms of the kernel in fp32;
@@ -68,19 +68,19 @@ def saved_bytes_per_token(shape: Shape) -> int:
 
 
 def layer_input_bytes_per_token(shape: Shape) -> int:
-    """What a checkpointed layer keeps for one token in bf16: its input."""
+    """Return what a checkpointed layer keeps for one token in bf16: its input."""
     return shape.hidden * BF16_BYTES
 
 
 def layer_flops(shape: Shape, seq: int) -> float:
-    """Floating-point operations of one layer's forward for one causal sequence; a backward has twice as many."""
+    """Count the operations of one layer's forward for one causal sequence; a backward has twice as many."""
     key_value = 2 * shape.hidden // shape.heads * shape.kv_heads
     weights = shape.hidden * (2 * shape.hidden + key_value + 3 * shape.ffn)
     return 2.0 * seq * weights + 2.0 * seq * seq * shape.hidden
 
 
 def longest_possible(shape: Shape, device_bytes: int, host_bytes: int, is_checkpointed: bool) -> int:
-    """A length that nothing can exceed: one layer's MLP must fit on the device, and what is saved somewhere."""
+    """Return an upper bound of the length: one layer's MLP must fit on the device, and the saved bytes somewhere."""
     one_mlp = 4 * shape.ffn * BF16_BYTES
     per_layer = layer_input_bytes_per_token(shape) if is_checkpointed else saved_bytes_per_token(shape)
     everywhere = per_layer * shape.layers

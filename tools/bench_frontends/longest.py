@@ -28,7 +28,7 @@ class Trial:
 
 
 def known_trials(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Trial]]:
-    """What earlier runs found out, by contender: the trials among their records that say something of a length."""
+    """Find the trials of earlier runs, by contender: those among their records that say something of a length."""
     names = [field.name for field in fields(Trial)]
     found: dict[str, list[Trial]] = {}
     for record in records:
@@ -89,7 +89,7 @@ class Search:
         return self._guess * self._unit
 
     def note(self, trial: Trial) -> None:
-        """What became of `next_seq`. A trial that is not final leaves everything as it was."""
+        """Note the result of `next_seq`. A trial that is not final leaves everything as it was."""
         self._take(trial)
         self._has_stepped |= trial.trains
         if trial.is_final and not self.is_final:
@@ -136,7 +136,7 @@ class Line:
     per_token: float
 
     def reaches(self, amount: float, otherwise: int) -> int:
-        """The length at which it is `amount`; `otherwise` where it does not grow."""
+        """Return the length at which the line is at `amount`; `otherwise` where it does not grow."""
         return otherwise if self.per_token <= 0 else max(0, int((amount - self.at_zero) / self.per_token))
 
 
@@ -159,7 +159,7 @@ class Limits:
 
 
 def predict(one: Trial, other: Trial, limits: Limits) -> int:
-    """The longest that two short trials let expect, by the memory of the device and by that of the host.
+    """Predict the longest sequence from two short trials, by the memory of the device and by that of the host.
 
     By what was allocated: what the allocator's cache holds beside it, it gives up when memory is short. That is a
     little too long rather than too short, and a length that fails takes a fraction of the time of one that trains.
@@ -177,7 +177,7 @@ def predict(one: Trial, other: Trial, limits: Limits) -> int:
 
 
 def predict_seconds(one: Trial, other: Trial, seq: int, flops: Callable[[int], float]) -> float:
-    """What a trial of `seq` takes, rather too much than too little.
+    """Predict the time of a trial of `seq`, rather too much than too little.
 
     Two short trials tell the seconds of a token: those of their line, or of the longer one alone where the first had
     more to set up. How many more a token takes in a long sequence is arithmetic: in such short ones attention is too

@@ -107,7 +107,7 @@ class LongestBench:
         contender_seconds: float,
         known: Mapping[str, Sequence[Trial]] | None = None,
     ) -> list[dict[str, Any]]:
-        """All contenders; a record for each.
+        """Run all contenders; return a record for each.
 
         First each has two short trials. Then each searches, in this order. Who has not found it, because its own time
         was over or the next trial would have ended too late, goes on with what time is left, the shortest trial first.
@@ -166,7 +166,7 @@ class LongestBench:
         return found or self._try(entry, length, max(_LEAST_S, self._left()))
 
     def _go_on(self, entry: _Contender) -> None:
-        """The next trial of one. It may take its time, but not that of all others."""
+        """Run the next trial of one contender. It may take its own time, but not that of all others."""
         assert entry.search is not None
         seconds = max(_LEAST_S, _PATIENCE * entry.expected_seconds())
         if entry.guess is None:
@@ -210,7 +210,7 @@ class LongestBench:
         return trial
 
     def _take(self, entry: _Contender, seq: int, seconds: float) -> _Seen:
-        """The step itself. On its own, so that nothing of the contender outlives it: that would seem left behind."""
+        """Run the step itself. In a function of its own, so that nothing of the contender outlives it."""
         seen = _Seen()
         try:
             self._bench.workload.set_length(seq)

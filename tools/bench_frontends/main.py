@@ -165,7 +165,7 @@ class Run:
         self._write([record])
 
     def _measure_saved(self) -> dict[str, int]:
-        """Bytes that a forward saves, each storage once and weights not counted: plain, and with checkpointing."""
+        """Measure the bytes that a forward saves, each storage once, without weights: plain, and with checkpointing."""
         from offload_engine import ResidencyMeter, SavedTensorTracker
 
         from .workload import Attached
@@ -181,7 +181,7 @@ class Run:
         return found
 
     def _measure_link(self) -> dict[str, float]:
-        """GB/s of plain pinned copies each way; without a GPU there is no link."""
+        """Measure GB/s of plain pinned copies each way; without a GPU there is no link."""
         if self._settings.device == "cpu":
             return {}
         from bench_gpu.link import measure_link
@@ -308,7 +308,7 @@ class Run:
 
 
 def describe_run(settings: Settings) -> dict[str, Any]:
-    """The first record of a run."""
+    """Make the first record of a run."""
     plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
     return {
         "kind": "run",
@@ -331,7 +331,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def _difference(earlier: list[dict[str, Any]], description: dict[str, Any]) -> str | None:
-    """In what earlier runs were another experiment than the one described; None: in nothing."""
+    """Find in what earlier runs were another experiment than the one described; None: they were not."""
     runs = [record for record in earlier if record["kind"] == "run"]
     for record in runs:
         for name in _SAME:

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 def summarize(records: Sequence[Record]) -> list[Record]:
-    """One record a contender: medians over all turns, the largest peaks, what it is against no offload."""
+    """Make one record per contender: medians over all turns, the largest peaks, ratios over no offload."""
     turns = [record for record in records if record["kind"] == "turn"]
     labels = list(dict.fromkeys(turn["label"] for turn in turns))
     base = _steps(turn for turn in turns if turn["label"] == "none")
@@ -82,7 +82,7 @@ def _pinned(turn: Record) -> int:
 
 
 def tables(title: str, records: Sequence[Record]) -> list[Rows]:
-    """Everything that there is to see of these records; tables without rows are left out."""
+    """Make all tables of these records; tables without rows are left out."""
     summaries = [record for record in records if record["kind"] == "summary"]
     found = [
         _main_table(title, summaries),
@@ -179,7 +179,7 @@ def _longest_name(found: Record) -> str:
 
 
 def _tokens(found: Record) -> str:
-    """A length is proven where the next one, by one unit, was seen to fail."""
+    """Format a length; it is proven where the next one, by one unit, was seen to fail."""
     if found["is_final"] and found["trained"]:
         return f"{found['trained']:,}, proven" if found["failed"] else f"{found['trained']:,}, no longer one was tried"
     if found["is_final"]:
@@ -201,7 +201,7 @@ def _mib(nbytes: float | None) -> str:
 
 
 def plot_trade(records: Sequence[Record], file: Path) -> None:
-    """Step time over peak reserved memory, a point for each contender that was measured: lower left is better."""
+    """Plot step time over peak reserved memory, a point for each measured contender: lower left is better."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,7 +231,7 @@ def plot_trade(records: Sequence[Record], file: Path) -> None:
 
 
 def plot_longest(records: Sequence[Record], file: Path) -> None:
-    """A bar for each contender that trained any length, the longest on top."""
+    """Plot a bar for each contender that trained any length, the longest on top."""
     import matplotlib
 
     matplotlib.use("Agg")

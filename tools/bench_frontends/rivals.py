@@ -30,7 +30,7 @@ class Missing(Exception):
 
 
 def load(name: str, folder: Path | None) -> Attach:
-    """The contender of this name, of another package than torch.
+    """Load the contender of this name, of another package than torch.
 
     Raises:
         Missing: if neither its package nor its file is there, or it is of a version that we do not know.
@@ -42,7 +42,7 @@ def load(name: str, folder: Path | None) -> Attach:
 
 
 def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[str, Any]]) -> Any:
-    """`module` from its file below `folder` where that is given, else by import.
+    """Load `module` from its file below `folder` where that is given, else by import.
 
     Args:
         module: dotted name; its file is looked for under its whole path and as a file of its last name.

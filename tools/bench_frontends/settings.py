@@ -104,7 +104,7 @@ class Settings:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """Reads the command line; ends the process with a message, as argparse does, where it makes no sense."""
+    """Read the command line; on a mistake end the process with a message, as argparse does."""
     parser = _parser()
     args = parser.parse_args(arguments)
     counts = (1, 2, 2) if args.quick else (2, 3, 2)
@@ -173,7 +173,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def default_layers(seq: int) -> int:
-    """Layers that save about 30 GB at this length, 4 to 12: host memory and time bound what can be compared."""
+    """Choose layers that save about 30 GB at this length, 4 to 12: host memory and time bound what can be compared."""
     return max(4, min(12, 4 * 32768 // seq))
 
 

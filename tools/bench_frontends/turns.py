@@ -72,7 +72,7 @@ class Bench:
         self._host_use = HostUse(workload.is_cuda)
 
     def turn(self, name: str, attach: Attach, number: int, seconds: float, with_timeline: bool) -> dict[str, Any]:
-        """One turn, of `seconds` at most. Never raises for what the contender does: the record has its `failure`."""
+        """Run one turn, of `seconds` at most. A failure of the contender is not raised but recorded as `failure`."""
         begin = time.perf_counter()
         done = _Progress()
         record: dict[str, Any] = {"kind": "turn", "label": name, "round": number}
@@ -85,7 +85,7 @@ class Bench:
         return record
 
     def _take(self, name: str, attach: Attach, done: _Progress, seconds: float, with_timeline: bool) -> dict[str, Any]:
-        """What was counted. On its own, so that nothing of the contender outlives it: that would seem left behind."""
+        """Run and count. In a function of its own, so that nothing of the contender outlives it."""
         counted: dict[str, Any] = {}
         try:
             with attach(self.workload) as attached:
@@ -102,7 +102,7 @@ class Bench:
 
     @contextmanager
     def clean(self) -> Iterator[dict[str, int]]:
-        """Around a contender: free memory before it, and nothing of it left after it.
+        """Free memory before a contender, and leave nothing of it behind.
 
         Gives a dictionary that says, when the block is over, what the contender left behind in spite of that.
         """
@@ -120,7 +120,7 @@ class Bench:
             remains.update(leftovers(self._held_first, before, self._gauge.held()))
 
     def watch(self, seconds: float) -> Watch:
-        """Bounds of what runs inside it."""
+        """Bound the time and host memory of the block."""
         left_by_others = self._host_use.taken()
         use = HostUse(self.workload.is_cuda)
         return Watch(seconds, self._host_bytes, use.taken, left_by_others if left_by_others >= _CROWD_BYTES else 0)
@@ -193,13 +193,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def drop_saved_tensor_hooks() -> None:
-    """Pops the hooks that a contender left behind after an exception: the next one would save through them."""
+    """Pop the hooks that a contender left behind after an exception: the next one would save through them."""
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 def cut_graphs() -> None:
-    """Lets go of graphs that a contender left behind after an exception.
+    """Free the graphs that a contender left behind after an exception.
 
     What it keeps of a graph's tensors holds the graph, and the graph holds the contender through its hooks. The
     collector cannot find that cycle, as graphs are not Python's. No graph is needed between two contenders.
@@ -220,7 +220,7 @@ def cut_graphs() -> None:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels whose result does not depend on the order of atomic additions: only these can be compared bitwise."""
+    """Use kernels whose result does not depend on the order of atomic additions, to be compared bitwise."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -84,7 +84,7 @@ class Watch:
 
 
 def host_memory_limit() -> int:
-    """Bytes of host memory that this process may have: the machine's, or its container's."""
+    """Return the bytes of host memory that this process may have: the machine's, or its container's."""
     import psutil
 
     limits = [psutil.virtual_memory().total]

@@ -36,7 +36,7 @@ class Workload:
     """One model and one sequence; every contender works on these."""
 
     def __init__(self, shape: Shape, device: str, has_head: bool = False, documents: int | None = None) -> None:
-        """Builds the model with random weights: bf16 on a GPU, fp32 on the CPU.
+        """Build the model with random weights: bf16 on a GPU, fp32 on the CPU.
 
         Args:
             shape: of the model and its sequence.
@@ -73,7 +73,7 @@ class Workload:
 
     @property
     def layers(self) -> Any:
-        """The ModuleList of transformer layers."""
+        """Return the ModuleList of transformer layers."""
         return self.model.get_decoder().layers if self.has_head else self.model.layers
 
     @property
@@ -90,7 +90,7 @@ class Workload:
         self._weights = [torch.randn(n, generator=generator, device=self.device, dtype=dtype).div_(n) for n in sizes]
 
     def step(self, attached: Attached, on_forward: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Forward and backward. Returns the loss.
+        """Run forward and backward; return the loss.
 
         Gradients stay allocated, as they do where several microbatches add to them: else the memory of a step would
         have its peak where they are all there, at the end of the backward, when no activations are left.
@@ -121,7 +121,7 @@ class Workload:
         return {name.replace("_checkpoint_wrapped_module.", ""): parameter.grad for name, parameter in parameters}
 
     def make_gradients(self) -> None:
-        """Zeros where there are none, as a step finds those of the one before it."""
+        """Fill in zeros where there are no gradients, as a step finds those of the one before it."""
         for parameter in self.model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -142,7 +142,7 @@ class Workload:
 
 
 def _register_attention(length: int) -> str:
-    """The name by which transformers finds attention within documents of `length` tokens.
+    """Register attention within documents of `length` tokens; return the name by which transformers finds it.
 
     What is saved for the backward is what attention to the whole sequence saves: queries, keys, values, the output and
     a number for each query and head. What it computes grows with the sequence, not with its square.

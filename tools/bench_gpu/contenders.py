@@ -62,19 +62,19 @@ class Contender(Protocol):
     entry: Entry
 
     def attach(self) -> None:
-        """Puts it on the model. Between `detach()` and this, the model is as it was built."""
+        """Put it on the model. Between `detach()` and this, the model is as it was built."""
 
     def detach(self) -> None:
-        """Takes it off and frees what it holds. Idempotent; also after an exception in a step."""
+        """Take it off and free its memory. Idempotent; also after an exception in a step."""
 
     def counting(self, counter: CopyCounter) -> AbstractContextManager[None]:
-        """Counts the copies of the steps inside; after the first step only."""
+        """Count the copies of the steps inside; after the first step only."""
 
     def moved(self, counter: CopyCounter) -> Moved:
-        """What the step under `counting` moved; wait for the device first."""
+        """Return the bytes that the step under `counting` moved; wait for the device first."""
 
     def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
-        """Pinned host memory it holds.
+        """Return the bytes of pinned host memory it holds.
 
         Args:
             torch_pinned_bytes: what torch's own allocator of pinned memory holds.
@@ -260,7 +260,7 @@ class Copies(NoOffload):
         self._hooks: list[Any] = []
 
     def follow(self, turn: Mapping[str, Any], num_microbatches: int) -> None:
-        """If it is a turn of `ours` with the same modules and no settings: from now on move as much in a step."""
+        """Take over the bytes per step of a turn of `ours` that has the same modules and no settings."""
         if turn["label"] == Entry("ours", self.entry.modules).label:
             self._copy_bytes = turn["copied_out_bytes"] // (len(self._layers) * num_microbatches)
 
@@ -304,7 +304,7 @@ def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[.
 
 
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
-    """The contender of an entry of the command line; `engine`: settings of ours, behind which come its own."""
+    """Make the contender of an entry of the command line; its own settings override `engine`."""
     if entry.kind == "ours":
         return Ours(entry, chunks, {**engine, **dict(entry.engine)})
     if entry.kind == "copies":
@@ -315,7 +315,7 @@ def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapp
 
 
 def switch_incumbent(chunks: Sequence[torch.nn.Module], modules: Sequence[str]) -> Counter[str]:
-    """Sets megatron-core's own offload to exactly these modules; none: off.
+    """Set megatron-core's own offload to exactly these modules; none: off.
 
     Returns:
         In how many places of these chunks each module is now offloaded; a name without any is missing.

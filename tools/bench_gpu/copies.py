@@ -43,7 +43,7 @@ class HostAtPeak:
         self._take_peak = take_peak or (lambda: 0)
 
     def mark(self, host_bytes: int) -> None:
-        """Ends a stretch: call it in front of whatever takes bytes off the device or back, and at the end of the step.
+        """End a stretch: call it before bytes are copied out or in, and at the end of the step.
 
         Args:
             host_bytes: on the host only, in the stretch that ends.
@@ -111,11 +111,11 @@ class PlainCopies:
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
 
     def copy_out(self) -> None:
-        """Behind what the current stream has been given so far."""
+        """Copy out behind the work that the current stream has been given so far."""
         self._copy(0, self._host, self._device)
 
     def copy_in(self) -> None:
-        """Behind what the current stream has been given so far."""
+        """Copy in behind the work that the current stream has been given so far."""
         self._copy(1, self._device, self._host)
 
     def _copy(self, way: int, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class HostCopies:
         self._sources: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add(self, copy: torch.Tensor, source: torch.Tensor) -> None:
-        """`copy` holds what `source` held on the device. It must live until `remove`."""
+        """Note that `copy` holds what `source` held on the device. It must live until `remove`."""
         self._sources[id(copy)] = StorageWeakRef(source.untyped_storage()), copy.nbytes
 
     def remove(self, copy: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class HostCopies:
 
     @property
     def only_bytes(self) -> int:
-        """Bytes whose storage on the device is gone, or has been emptied."""
+        """Return the bytes whose storage on the device is gone, or has been emptied."""
         return sum(nbytes for source, nbytes in self._sources.values() if _is_gone(source))
 
 

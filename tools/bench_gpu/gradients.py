@@ -69,7 +69,7 @@ def _relative(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def _sums(grad: torch.Tensor) -> torch.Tensor:
-    """A plain and a position-weighted sum of the bits, both modulo 2**64 and thus independent of any order."""
+    """Return a plain and a position-weighted sum of the bits, both modulo 2**64 and thus independent of any order."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()]
     bits = grad.contiguous().view(width).flatten()
     total = torch.zeros(2, dtype=torch.int64, device=grad.device)

@@ -23,7 +23,7 @@ _BESIDE = ("idle", "out", "in")
 
 
 def measure_host(ranks: Ranks) -> dict[str, Any]:
-    """Milliseconds of two kinds of Python, without a copy and beside one in each direction, in turns.
+    """Time two kinds of Python in ms, without a copy and beside one in each direction, in turns.
 
     One walks through objects whose memory is hardly in the caches, as most of a training step does; one stays in them.
     """

@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
 
 def leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:
-    """Fields of a turn's record.
+    """Return the fields of a turn's record that say what it left behind.
 
     Args:
         first: held before the first turn of the run.
@@ -40,7 +40,7 @@ def leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:
 
 
 def notice(record: Mapping[str, Any]) -> str:
-    """For a person: what this turn left behind, and what earlier ones had; empty if that is nothing to speak of."""
+    """Say in words what this turn and earlier ones left behind; empty if that is not worth a word."""
     left = _amounts(record, "left")
     found = _amounts(record, "found")
     parts = [f"left {left} behind"] if left else []

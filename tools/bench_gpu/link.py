@@ -23,7 +23,7 @@ _SLAB_BYTES = 1 << 30
 
 
 def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
-    """Bandwidth of plain pinned copies of each size, on all ranks at once: out, in, and each way together."""
+    """Measure plain pinned copies of each size, on all ranks at once: GB/s out, in, and each way together."""
     streams = {"out": torch.cuda.Stream(), "in": torch.cuda.Stream()}
     found = []
     for size in sizes:
@@ -81,7 +81,7 @@ def _timer() -> Any:
 
 
 def measure_reads(ranks: Ranks, repeats: int = 50) -> dict[str, Any]:
-    """Milliseconds that a host read of 512 bytes takes, idle and under a full copy-out queue."""
+    """Time a host read of 512 bytes in ms, idle and under a full copy-out queue."""
     record: dict[str, Any] = {"kind": "host_read", "rank": ranks.rank, "queue_bytes": _QUEUE_BYTES}
     record.update(_read_times(repeats))
     torch.cuda.empty_cache()
@@ -124,7 +124,7 @@ def _median_ms(read: Callable[[], Any], repeats: int, prepare: Callable[[], None
 
 
 def measure_pinning() -> dict[str, Any]:
-    """GB/s at which 1 GiB of host memory gets pinned: by cudaHostAlloc, and by the engine's device."""
+    """Measure GB/s at which 1 GiB of host memory gets pinned: by cudaHostAlloc, and by the engine's device."""
     engine = OffloadEngine(OffloadConfig())
 
     def host_alloc() -> Callable[[], None]:
@@ -159,7 +159,7 @@ def _drop(blocks: list[torch.Tensor]) -> None:
 
 
 def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
-    """Host microseconds of one group of three tensors, forward and backward, best of many repeats."""
+    """Measure host microseconds of one group of three tensors, forward and backward, best of many repeats."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
     try:
         costs = {True: float("inf"), False: float("inf")}

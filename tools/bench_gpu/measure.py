@@ -37,13 +37,13 @@ class Gauge(Protocol):
     def read(self) -> dict[str, int]: ...
 
     def take_peak(self) -> int:
-        """The most bytes allocated since `start()`, or since the last call. `read()` has the peaks since `start()`."""
+        """Return the peak of bytes allocated since the last call, or `start()`; `read()` has that since `start()`."""
 
     def release(self) -> None:
         """Free all memory that a contender left behind, pinned memory too."""
 
     def current(self) -> tuple[int, int]:
-        """Bytes allocated and reserved now; cheap."""
+        """Return the bytes allocated and reserved now; cheap."""
 
     def held(self) -> Held:
         """Return the bytes that live tensors hold now; zero if no allocator counts them."""
@@ -159,7 +159,7 @@ class Bench:
         self._held_first: Held | None = None
 
     def turn(self, contender: Contender, round_number: int, extras: Callable[[], None] | None = None) -> dict[str, Any]:
-        """One turn; `extras` runs at its end, with the contender still on. Returns this rank's record."""
+        """Run one turn, and `extras` at its end with the contender still on. Returns this rank's record."""
         label = contender.entry.label
         self._gauge.release()
         held_before = self._gauge.held()
@@ -205,7 +205,7 @@ class Bench:
         }
 
     def parity(self) -> list[dict[str, Any]]:
-        """Every turn so far against the first without offload (else the first of all): this rank's records.
+        """Compare every turn so far with the first without offload (else the first of all): this rank's records.
 
         The other turns without offload show the spread of the model itself.
         """
@@ -266,7 +266,7 @@ class MemoryTimeline(NamedTuple):
 
 
 def record_memory(label: str, gauge: Gauge, step: Callable[[], Any]) -> MemoryTimeline:
-    """Runs one step while a thread reads the allocator's counters every millisecond."""
+    """Run one step while a thread reads the allocator's counters every millisecond."""
     samples: list[tuple[float, int, int]] = []
     is_done = threading.Event()
 
@@ -298,7 +298,7 @@ def _switching_threads_often() -> Iterator[None]:
 
 
 def profile_step(step: Callable[[], Any], file: Path | None) -> None:
-    """Runs one step under torch's profiler, where a file is given, and writes its chrome trace."""
+    """Run one step under torch's profiler, where a file is given, and write its chrome trace."""
     if file is None:
         step()
         return
@@ -310,7 +310,7 @@ def profile_step(step: Callable[[], Any], file: Path | None) -> None:
 
 
 def record_history(gauge: Gauge, step: Callable[[], Any], file: Path | None) -> None:
-    """Runs one step from empty caches; where a file is given, under the allocator's history, which goes there."""
+    """Run one step from empty caches; where a file is given, write the allocator's history to it."""
     gauge.start()
     if file is None:
         step()

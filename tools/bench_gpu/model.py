@@ -25,7 +25,7 @@ class Ranks(NamedTuple):
     records: Any
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, on every rank."""
+        """Gather the value of every rank, on every rank."""
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self.records)
         return found
@@ -35,7 +35,7 @@ class Ranks(NamedTuple):
 
 
 def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
-    """Joins the processes of torchrun (or stands alone) and sets up megatron-core's parallel state.
+    """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state.
 
     Args:
         shape: of the model, for its parallelism.
@@ -82,7 +82,7 @@ def _shared_gpu() -> torch.device:
 
 
 def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:
-    """The TransformerConfig, with every kind of offload and of recomputation off.
+    """Make the TransformerConfig, with every kind of offload and of recomputation off.
 
     Args:
         shape: of the model.
@@ -179,7 +179,7 @@ class Training:
         self._positions = torch.arange(shape.seq, device=device)[None].expand(shape.mbs, -1)
 
     def step(self) -> list[torch.Tensor]:
-        """Fresh gradients; returns the losses of the microbatches (of the last stage, elsewhere none)."""
+        """Run a step with fresh gradients; return the losses of the microbatches (only on the last stage)."""
         # Looked up at each step: a contender may have replaced it.
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -199,7 +199,7 @@ class Training:
         return [result["loss"] for result in results or ()]
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The gradients of the last step by name."""
+        """Return the gradients of the last step by name."""
         return {
             f"{stage}.{name}": self._delayed.of(parameter)
             for stage, chunk in enumerate(self._chunks)
@@ -227,7 +227,7 @@ class DelayedGradients:
                 module.register_wgrad_accumulation_and_reduce_hooks(partial(self._add, module))
 
     def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The gradient of a step, delayed or not."""
+        """Return the gradient of a step, delayed or not."""
         return self._sums.get(parameter, parameter.grad)
 
     def clear(self) -> None:

@@ -18,7 +18,7 @@ _VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:
-    """What a record of a run says besides its settings; `packages` are those whose versions matter."""
+    """Return the fields of a record besides its settings; `packages` are those whose versions matter."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,

@@ -47,7 +47,7 @@ _CACHED: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 
 
 def selective(modules: Sequence[str]) -> dict[str, Any]:
-    """The fields of the configuration with which these modules are recomputed; of none, no fields."""
+    """Return the fields of the configuration with which these modules are recomputed; of none, no fields."""
     return {"recompute_granularity": "selective", "recompute_modules": list(modules)} if modules else {}
 
 
@@ -77,7 +77,7 @@ class Recomputation:
         _set(self._changes)
 
     def off(self) -> None:
-        """Idempotent."""
+        """Turn recomputation off. Idempotent."""
         _set(self._before)
 
 

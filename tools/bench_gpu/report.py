@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 
 def slowest_of_ranks(turns: Iterable[Record], field: str = "step_ms") -> list[list[float]]:
-    """Per round, the time of each step: that of the rank on which it took longest."""
+    """Return, per round, the time of each step: that of the rank on which it took longest."""
     rounds: dict[int, list[list[float]]] = {}
     for turn in turns:
         rounds.setdefault(turn["round"], []).append(turn[field])
@@ -50,7 +50,7 @@ def slowest_of_ranks(turns: Iterable[Record], field: str = "step_ms") -> list[li
 
 
 def summarize(records: Sequence[Record]) -> list[Record]:
-    """One record a contender and rank: medians, falls and ratios against no offload on the same rank."""
+    """Make one record per contender and rank: medians, falls and ratios against no offload on the same rank."""
     turns = [record for record in records if record["kind"] == "turn"]
     labels = list(dict.fromkeys(turn["label"] for turn in turns))
     base = slowest_of_ranks(turn for turn in turns if turn["contender"] == "none")
@@ -94,7 +94,7 @@ def _summary(own: Sequence[Record], rank: int, times: Record, records: Sequence[
 
 
 def _falls(summary: Record, mine: Sequence[Record], base: Sequence[Record]) -> Record:
-    """How far the peaks fell: in bytes, over the most that was on the host, and over what was there at the peak.
+    """Compute how far the peaks fell: in bytes, over the most on the host, and over the bytes at the peak.
 
     What was allocated at the peak is that of the counted step, in the turn with the least fall: the peak of another
     step may lie where more, or less, has left the device.
@@ -121,7 +121,7 @@ def _highest(turns: Sequence[Record], name: str) -> int:
 
 
 def _against_link(summary: Record, links: Sequence[Record]) -> Record:
-    """What the step's bytes take on the link at the least, and how near the copies came to plain ones."""
+    """Compute the least time of the step's bytes on the link, and how near the copies came to plain ones."""
     if not links or not summary["copied_out_bytes"]:
         return {}
     best = {way: max(link[f"{way}_gbps"] for link in links) for way in ("out", "in", "both_out", "both_in")}
@@ -140,7 +140,7 @@ def _against_link(summary: Record, links: Sequence[Record]) -> Record:
 
 
 def _against_bound(summary: Record, *, is_pipeline: bool) -> Record:
-    """The step against the least that compute and link allow.
+    """Compare the step with the least that compute and link allow.
 
     In a pipeline copies go both ways at once. Without one, a microbatch's bytes go out in its forward and come back in
     its backward, which take turns.
@@ -172,7 +172,7 @@ def _parity(label: str, rank: int, mine: Sequence[Record], records: Sequence[Rec
 
 
 def targets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Target]:
-    """What each of our contenders ought to reach, on its worst rank, and what the machine figures ought to be."""
+    """Compare each of our contenders, on its worst rank, and the machine's figures with their targets."""
     found: list[Target] = []
     for label in dict.fromkeys(s["label"] for s in summaries if s["contender"] == "ours"):
         found += _targets_of([s for s in summaries if s["label"] == label], summaries)
@@ -376,7 +376,7 @@ def _words(value: Any) -> str:
 
 
 def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
-    """Device memory over one step of each contender: allocated as a line, reserved dashed."""
+    """Plot device memory over one step of each contender: allocated as a line, reserved dashed."""
     import matplotlib
 
     matplotlib.use("Agg")

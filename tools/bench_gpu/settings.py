@@ -47,11 +47,11 @@ class Shape:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one [sequence, batch, hidden] activation in bf16."""
+        """Return the bytes of one [sequence, batch, hidden] activation in bf16."""
         return self.seq * self.mbs * self.hidden * BF16_BYTES
 
     def check(self, world_size: int) -> None:
-        """Rejects what megatron-core would reject later and less clearly.
+        """Reject what megatron-core would reject later and less clearly.
 
         Raises:
             ValueError: for a shape that does not fit itself or the number of processes.
@@ -111,7 +111,7 @@ class Entry:
 
     @property
     def contender(self) -> str:
-        """What records call it: goals are for a kind that recomputes nothing."""
+        """Return its name in records: targets are for a kind that recomputes nothing."""
         return f"{self.kind}+recompute" if self.recomputed else self.kind
 
     @property
@@ -148,7 +148,7 @@ class Settings:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """Reads the command line; ends the process with a message, as argparse does, where it makes no sense."""
+    """Read the command line; on a mistake end the process with a message, as argparse does."""
     parser = _parser()
     args = parser.parse_args(arguments)
     preset = SETUPS[args.setup]
@@ -189,7 +189,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entry, ...]:
-    """The contenders of one round, in order: each kind that offloads once for every set of modules.
+    """List the contenders of one round, in order: each kind that offloads once for every set of modules.
 
     A set with what is recomputed behind a plus is for ours and the incumbent, one with settings of the engine behind an
     @ for ours alone.
@@ -258,7 +258,7 @@ def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]
 
 
 def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
-    """The names that megatron-core's own offload has for these, without those it cannot offload.
+    """Return the names that megatron-core's own offload has for these, without those it cannot offload.
 
     Raises:
         ValueError: if none is left, or "attn_proj" comes without "core_attn".
@@ -384,7 +384,7 @@ def _output_file(text: str) -> Path:
 
 
 def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
-    """Where the trace or history of a contender goes: into `file`, beside it with its name where there are several."""
+    """Choose the file for a contender's trace or history: `file`, or with several beside it, with the name."""
     if is_only:
         return file
     stem, dot, suffixes = file.name.partition(".")
@@ -392,12 +392,12 @@ def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a list on the command line, separated by commas or spaces."""
+    """Split a list on the command line into words, separated by commas or spaces."""
     return tuple(word for word in text.replace(",", " ").split())
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """A field of `OffloadConfig` as the command line gives it.
+    """Parse a field of `OffloadConfig` as the command line gives it.
 
     Raises:
         ValueError: if it is not NAME=VALUE.

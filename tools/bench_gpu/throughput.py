@@ -32,7 +32,7 @@ _INCHES_OF_A_LINE = 0.155
 
 
 def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
-    """One record a contender: tokens a second of all ranks, the peak reserved of the worst rank, and both over full
+    """Make one record per contender: tokens/s of all ranks, the peak reserved of the worst rank, and both over full
     recomputation's where that took part."""
     run = next((record for record in records if record["kind"] == "run"), None)
     if run is None:
@@ -47,7 +47,7 @@ def throughput(summaries: Sequence[Record], records: Sequence[Record]) -> list[R
 
 
 def in_words(label: str) -> str:
-    """An entry's label as a picture has it, for readers who have not seen the command line."""
+    """Label an entry as in a picture, for readers who have not seen the command line."""
     kind, _, what = label.partition(" ")
     name = _IN_WORDS.get(kind, kind)
     shown = what.replace(" @", "; ").replace("+", "; recomputing ").replace(",", ", ")
@@ -71,7 +71,7 @@ def _of(own: Sequence[Record], tokens: int) -> Record:
 
 
 def throughput_table(found: Sequence[Record]) -> Table:
-    """At equal memory is what has a second ratio of 1 or less."""
+    """Make the table. A second ratio of 1 or less means equal memory, or less."""
     table = Table(title="throughput, all ranks; memory of the worst rank", title_justify="left")
     columns = ("tokens/s", "reserved MiB", "tokens/s over recompute", "reserved over recompute")
     table.add_column("contender")
@@ -85,7 +85,7 @@ def throughput_table(found: Sequence[Record]) -> Table:
 
 
 def plot_trade(found: Sequence[Record], file: Path) -> None:
-    """Tokens a second over reserved memory, a point for each contender: the further up and to the left, the better."""
+    """Plot tokens/s over reserved memory, a point for each contender: further up and to the left is better."""
     import matplotlib
 
     matplotlib.use("Agg")

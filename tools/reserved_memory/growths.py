@@ -79,7 +79,7 @@ class _Memory:
         self.allocated_bytes -= self.blocks.pop(begin)
 
     def free_stretches(self, stream: int) -> list[int]:
-        """Largest first."""
+        """Return the free stretches, largest first."""
         found, blocks = [], iter(sorted(self.blocks.items()))
         block = next(blocks, None)
         for begin, end, owner in self.stretches:
@@ -92,7 +92,7 @@ class _Memory:
 
 
 def read_history(file: Path) -> History:
-    """The history of the device that has the longest one in a snapshot of torch's.
+    """Read the history of the device that has the longest one in a snapshot of torch's.
 
     Unpickles it: read only what you have written yourself.
 
@@ -114,7 +114,7 @@ def read_history(file: Path) -> History:
 
 
 def replay(segments: Iterable[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> History:
-    """From what a snapshot holds: `segments` are those at the end, so the events are undone first.
+    """Undo the events of a snapshot, whose `segments` are those at the end, and run them again.
 
     Raises:
         ValueError: if the events do not lead to the segments.

@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 2 where a file holds no history."""
+    """Run the command line; return 2 where a file holds no history."""
     args = _parse(arguments)
     from tqdm import tqdm
 

@@ -24,7 +24,7 @@ class Judged(NamedTuple):
 
 
 def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
-    """All waits of a trace.
+    """Judge all waits of a trace.
 
     Args:
         trace: of a step.
@@ -47,7 +47,7 @@ def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
 
 
 def _queues(copies: Sequence[Copy]) -> list[Span]:
-    """Copies of one way that followed each other without a pause: what is queued behind one waits for all."""
+    """Find copies of one way that followed each other without a pause: what is queued behind one waits for all."""
     padded = union(Span(copy.span.begin, copy.span.end + _NEXT_IN_QUEUE_US) for copy in copies)
     return [Span(span.begin, span.end - _NEXT_IN_QUEUE_US) for span in padded]
 
@@ -62,7 +62,7 @@ def _queued(copy: Copy, wait: Span, queues: Sequence[Span]) -> float:
 
 
 def summarize(label: str, judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """One record for each kind of wait of a trace, the longest first, and one for all of them."""
+    """Make one record for each kind of wait of a trace, the longest first, and one for all of them."""
     names = dict.fromkeys(one.wait.what for one in judged)
     rows = [_row(label, name, [one for one in judged if one.wait.what == name]) for name in names]
     return [*sorted(rows, key=lambda row: -row["longest_us"]), _row(label, "all", judged)]

@@ -32,7 +32,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 where --limit-ms is given and the last trace has a longer wait that a copy caused."""
+    """Run the command line; return 1 if the last trace has a longer wait than --limit-ms that a copy caused."""
     args = _parse(arguments)
     from tqdm import tqdm
 

@@ -29,7 +29,7 @@ class Pause(NamedTuple):
 
 
 def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[str, Any]]:
-    """What the pauses of `other` are longer by than those of `reference`, by what they have to do with.
+    """Compute by how much the pauses of `other` are longer than those of `reference`, by cause.
 
     And what its kernels are longer by, which slower memory or a slower clock of the GPU does to them.
 

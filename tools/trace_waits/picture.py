@@ -22,7 +22,7 @@ def draw(
     span_us: float,
     noticed_us: float,
 ) -> None:
-    """One panel for each trace.
+    """Draw one panel for each trace.
 
     Args:
         traces: by label, with their waits.
@@ -54,7 +54,7 @@ def draw(
 
 
 def window(trace: Trace, judged: Sequence[Judged], span_us: float) -> Span:
-    """The time that is drawn: around the end of the longest wait that a copy caused, else of the longest of all."""
+    """Choose the time to draw: around the end of the longest wait that a copy caused, else of the longest of all."""
     worst = max(judged, key=lambda one: (one.caused_us, one.wait.span.length), default=None)
     middle = worst.wait.span.end if worst else (trace.begin + trace.end) / 2
     begin = max(trace.begin, min(middle - span_us / 2, trace.end - span_us))

@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The time in which at least one of them is."""
+    """Return the time in which at least one of the spans is."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.begin <= found[-1].end:
@@ -37,7 +37,7 @@ def within(spans: Sequence[Span], bound: Span) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """The time of `spans` in which none of `others` is; both sorted and without overlaps."""
+    """Return the time of `spans` in which none of `others` is; both sorted and without overlaps."""
     found: list[Span] = []
     for span in spans:
         begin = span.begin
@@ -51,5 +51,5 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def total(spans: Iterable[Span]) -> float:
-    """Microseconds of spans that do not overlap."""
+    """Return the microseconds of spans that do not overlap."""
     return sum(span.length for span in spans)

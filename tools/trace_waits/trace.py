@@ -60,12 +60,12 @@ class Trace:
 
     @property
     def compute_stream(self) -> int | None:
-        """The one on which kernels ran longest."""
+        """Return the stream on which kernels ran longest."""
         return max(self.kernels, key=lambda s: sum(kernel.span.length for kernel in self.kernels[s]), default=None)
 
 
 def read_trace(file: Path) -> Trace:
-    """Of a file that `torch.profiler` wrote, compressed or not.
+    """Read a file that `torch.profiler` wrote, compressed or not.
 
     Raises:
         ValueError: if it is no chrome trace.
@@ -133,7 +133,7 @@ def _name_of(call: Event, reads: Sequence[Event]) -> str:
 
 
 def _spins(queries: Sequence[Event], start: float) -> list[HostWait]:
-    """Queries that follow each other closely, of which the engine's small host reads are made."""
+    """Find queries that follow each other closely, of which the engine's small host reads are made."""
     threads: dict[Any, list[Span]] = defaultdict(list)
     for query in queries:
         threads[query.get("tid")].append(_span(query, start))

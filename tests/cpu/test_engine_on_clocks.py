@@ -1,0 +1,90 @@
+"""The engine on the simulator's clocks: it does what the simulator says, and what policies without a plan cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload_engine.planning.simulate import PipelineJob
+from tests.dense_jobs import ALL, ATTENTION, DEEP, MOST, ONE_RANK, dense_job, simulate_planned, with_bounds
+from tests.engine_on_clocks import run_engine
+
+EQUAL = [
+    dense_job(ATTENTION),
+    dense_job(MOST),
+    dense_job(ALL),
+    dense_job(ALL, virtual=4),
+    dense_job(ATTENTION, max_inflight_bytes=1300),
+    dense_job(MOST, max_inflight_bytes=1300),
+    dense_job(MOST, horizon_bytes=2000),
+    dense_job(ALL, max_inflight_bytes=2000, horizon_bytes=1300),
+    DEEP,
+    ONE_RANK,
+    dense_job(("core_attn",), pipeline=4, virtual=2, layers=16),
+    # Budgets for which the reactive policy happens to guess what the plan knows.
+    dense_job(MOST, resident_bytes=2000),
+    dense_job(ALL, resident_bytes=2000),
+    with_bounds(ONE_RANK, resident_bytes=3072),
+]
+
+
+def over_dry_run(job: PipelineJob) -> float:
+    return run_engine(job).milliseconds / run_engine(job, dry_run=True).milliseconds
+
+
+@pytest.mark.parametrize("job", EQUAL)
+def test_engine_runs_the_step_that_the_simulator_predicts(job: PipelineJob) -> None:
+    """Equal to the byte, and to a nanosecond."""
+    engine, planned = run_engine(job), simulate_planned(job)
+    counters = [rank.counters for rank in planned.ranks]
+    assert planned.milliseconds == pytest.approx(engine.milliseconds, abs=1e-6)
+    assert [rank.stalled_ms for rank in planned.ranks] == pytest.approx(engine.stalled, abs=1e-6)
+    for name in ("peak_host_bytes", "peak_resident_bytes", "copied_out_bytes", "copied_in_bytes"):
+        assert [getattr(c, name) >> 20 for c in counters] == [getattr(stats, name) >> 10 for stats in engine.stats]
+    assert sum(c.num_misses for c in counters) == sum(stats.prefetch_misses for stats in engine.stats) == 0
+
+
+@pytest.mark.parametrize("names", [ATTENTION, MOST, ALL])
+def test_pool_pins_at_most_a_tenth_more_than_the_peak_on_host(names: tuple[str, ...]) -> None:
+    for stats in run_engine(dense_job(names)).stats:
+        assert stats.host_bytes <= 1.1 * stats.peak_host_bytes
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        dense_job(MOST, resident_bytes=3000),
+        dense_job(ALL, resident_bytes=3000),
+        dense_job(ALL, resident_bytes=5000),
+        dense_job(ALL, resident_bytes=9000),
+        with_bounds(DEEP, resident_bytes=3000),
+    ],
+)
+def test_planned_budget_costs_no_more_than_a_guessed_one(job: PipelineJob) -> None:
+    engine, planned = run_engine(job), simulate_planned(job)
+    assert planned.milliseconds <= engine.milliseconds + 1e-6
+    for rank, job_of_rank, stats in zip(planned.ranks, job.ranks, engine.stats, strict=True):
+        assert rank.counters.copied_out_bytes >> 20 <= stats.copied_out_bytes >> 10
+        assert rank.counters.peak_resident_bytes <= (job_of_rank.bounds.resident_bytes or 0)
+
+
+@pytest.mark.parametrize(
+    ("names", "mib", "gpus", "clocks"),
+    [(MOST, 3000, 1.0041, 1.0), (ALL, 3000, 1.1423, 1.1556), (ALL, 5000, 1.1040, 1.0613)],
+)
+def test_guessed_budget_is_near_the_step_time_of_gpus(
+    names: tuple[str, ...], mib: int, gpus: float, clocks: float
+) -> None:
+    """Step time over no offload. GPUs ran `ResidentBudget`, which guesses; the simulator takes plans, which do not."""
+    ratio = over_dry_run(dense_job(names, resident_bytes=mib))
+    assert ratio == pytest.approx(clocks, abs=1e-4)
+    assert ratio == pytest.approx(gpus, abs=0.05)
+
+
+def test_guessed_budget_costs_little_in_a_deep_pipeline() -> None:
+    assert over_dry_run(with_bounds(DEEP, resident_bytes=3000)) < 1.02
+
+
+def test_nothing_leaves_that_fits_a_guessed_budget() -> None:
+    assert [stats.copied_out_bytes for stats in run_engine(dense_job(resident_bytes=13000)).stats] == [0, 0]
+    first, last = run_engine(dense_job(resident_bytes=9000)).stats
+    assert first.copied_out_bytes > 0 == last.copied_out_bytes

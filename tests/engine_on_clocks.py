@@ -1,0 +1,260 @@
+"""Runs the real engine on the clocks of the simulator, where kernels and copies only move clocks.
+
+This is the cross-check of the simulator: the same jobs and clocks, but the engine decides, copies nothing, and may
+follow any policy. A byte of the engine stands for a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, IterationStats, OffloadConfig, OffloadEngine
+from offload_engine._devices.regions import new_buffer
+from offload_engine.planning.clocks import Clocks, Link
+from offload_engine.planning.shapes import ChunkShape
+from offload_engine.planning.simulate import PipelineJob, RankJob
+from offload_engine.schedule import Action, backward_at_once
+
+SCALE = 1 << 10
+"""How many bytes of a job one byte of the engine stands for."""
+KIB = 1 << 10  # stands for a MiB
+
+
+class Event:
+    """The time at which it completes; no two are equal."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+
+class Slab:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def close(self) -> None: ...
+
+
+class ClockDevice:
+    """A device whose streams are `Clocks`: "compute", "copy_out" and "copy_in"."""
+
+    torch_device = torch.device("cpu")
+    host_alignment = 64
+
+    def __init__(self, link: Link | None = None) -> None:
+        self._link = link or Link()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Set every clock to zero."""
+        self.clocks = Clocks(self._link)
+        self._copied = {"copy_out": 0.0, "copy_in": 0.0}  # until when each stream copies or waits
+
+    @property
+    def stalled(self) -> float:
+        """Return how long compute has waited for copies, in ms."""
+        return sum(self.clocks.stalled.values())
+
+    def compute(self, milliseconds: float) -> None:
+        """Launch kernels."""
+        self.clocks.run(milliseconds, "")
+
+    def new_stream(self, name: str) -> str:
+        return name
+
+    def current_stream(self) -> str:
+        return "compute"
+
+    def record_event(self, stream: str) -> Event:
+        return Event(self.clocks.compute if stream == "compute" else self._copied[stream])
+
+    def wait_event(self, stream: str, event: Event) -> None:
+        if stream == "compute":
+            self.clocks.wait(event.at, "")
+        else:
+            self._copied[stream] = max(self._copied[stream], event.at)
+
+    def is_copy_thread(self) -> bool:
+        return False
+
+    def is_complete(self, event: Event) -> bool:
+        return self.clocks.is_over(event.at)
+
+    def synchronize(self, event: Event) -> None:
+        self.clocks.host = max(self.clocks.host, event.at)
+
+    def mark_time(self, stream: str) -> Event:
+        return self.record_event(stream)
+
+    def milliseconds_between(self, first: Event, last: Event) -> float:
+        return last.at - first.at
+
+    def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
+        return new_buffer(nbytes, spec, self.torch_device)
+
+    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        self.copy(stream, sum(region.nbytes for _, region in copies))
+
+    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        self.copy(stream, sum(region.nbytes for region, _ in copies))
+
+    def copy(self, stream: str, nbytes: int) -> None:
+        """Issue a copy of `nbytes` of the engine."""
+        if stream == "copy_out":
+            self._copied[stream] = self.clocks.copy_out(nbytes * SCALE, self._copied[stream], "")
+        else:
+            self._copied[stream] = self.clocks.copy_in(nbytes * SCALE, "")
+
+    def free_host_bytes(self) -> int:
+        return 1 << 40
+
+    def new_slab(self, nbytes: int) -> Slab:
+        return Slab(nbytes)
+
+    def close(self) -> None: ...
+
+
+Saved = tuple[Any, list[Any]]
+"""A group of the engine, and the handles of what it saved."""
+
+
+class EngineRank:
+    """Runs the steps of one rank in an engine.
+
+    Args:
+        job: of the rank.
+        link: of its device.
+        is_combined: each forward runs together with the next backward.
+        flags: of `OffloadConfig.from_flags`, besides the bounds of `job`.
+    """
+
+    def __init__(self, job: RankJob, link: Link, is_combined: bool = False, **flags: bool) -> None:
+        limits = {name: getattr(job.bounds, name) for name in ("horizon_bytes", "max_inflight_bytes", "resident_bytes")}
+        scaled = {name: limit // SCALE for name, limit in limits.items() if limit is not None}
+        self.job = job
+        self.device = ClockDevice(link)
+        self.engine = OffloadEngine(OffloadConfig.from_flags(min_tensor_bytes=1, **scaled, **flags), self.device)  # type: ignore[arg-type]
+        self.engine.pool._slab_bytes //= SCALE
+        self._is_combined = is_combined
+        self._at_once = backward_at_once(job.actions, is_combined)
+        self._chunks: dict[ChunkKey, tuple[ChunkOffloadHandler, list[Saved]]] = {}
+        self._running: dict[ChunkKey, ChunkOffloadHandler] = {}  # forwards that a backward runs together with
+
+    def begin_step(self) -> None:
+        self.device.begin_step()
+        self.engine.pool.take_all_back()  # of the step before, whose clocks have been set back
+        self.engine.begin_iteration(self.job.actions, is_combined=self._is_combined)
+
+    def run(self, action: Action) -> None:
+        """Run the forward or the backward of a chunk."""
+        kind, key = action
+        for running in [key] if kind == "B" else list(self._running):
+            if running in self._running:
+                self._running.pop(running).end_forward()
+        if kind == "B":
+            self._backward(key, *self._chunks.pop(key))
+            return
+        self._chunks[key] = self._forward(key)
+        self._running[key] = self._chunks[key][0]
+        if not self._is_combined:
+            self._running.pop(key).end_forward()
+
+    def _forward(self, key: ChunkKey) -> tuple[ChunkOffloadHandler, list[Saved]]:
+        shape, is_at_once = self.job.shapes[key.stage], key in self._at_once
+        kept = shape.kept_at_once() if is_at_once else frozenset()
+        chunk = self.engine.start_chunk(key, has_head=shape.has_head and is_at_once)
+        self._mark(chunk, shape, 0)
+        saved: list[Saved] = []
+        for index, group in enumerate(shape.groups):
+            self.device.compute(group.lead_ms)
+            traits = GroupTraits(keep=index in kept, layer=group.layer, may_delay=group.may_delay)
+            opened = chunk.open_group(group.name, traits)
+            nbytes = group.nbytes // SCALE
+            handles = [chunk.tensor_push(torch.empty(nbytes, dtype=torch.uint8))] if nbytes else []
+            self.device.compute(group.forward_ms)
+            chunk.close_group()
+            saved.append((opened, handles))
+            self._mark(chunk, shape, index + 1)
+        self.device.compute(shape.rest_ms)
+        if shape.has_head:
+            chunk.begin_head()
+            self.device.compute(shape.head_ms)
+        return chunk, saved
+
+    @staticmethod
+    def _mark(chunk: ChunkOffloadHandler, shape: ChunkShape, num_committed: int) -> None:
+        if num_committed in shape.launch_counts:
+            chunk.note_launch()
+        if num_committed == shape.tail_index:
+            chunk.begin_tail()
+
+    def _backward(self, key: ChunkKey, chunk: ChunkOffloadHandler, saved: list[Saved]) -> None:
+        shape = self.job.shapes[key.stage]
+        if not self._is_combined:
+            chunk.begin_backward()
+        if shape.has_head:
+            self.device.compute(shape.head_backward_ms)
+            chunk.end_loss()
+        self.device.compute(shape.rest_backward_ms)
+        for group_shape in reversed(shape.groups):
+            group, handles = saved.pop()
+            chunk.on_group_commit_backward(group)
+            tensors = self.unpack(chunk, group, handles)
+            self.device.compute(group_shape.backward_ms)
+            del tensors, handles
+            self.device.compute(group_shape.lead_backward_ms)
+
+    def unpack(self, chunk: ChunkOffloadHandler, group: Any, handles: list[Any]) -> list[torch.Tensor]:
+        """Unpack what a group saved, when its backward begins."""
+        return [chunk.tensor_pop(handle) for handle in handles]
+
+
+class Outcome(NamedTuple):
+    """A step of the engine."""
+
+    milliseconds: float
+    stalled: list[float]
+    """Of each rank: how long its compute waited for copies."""
+    stats: list[IterationStats]
+
+
+def run_engine(job: PipelineJob, num_steps: int = 2, **flags: bool) -> Outcome:
+    """Run steps of all ranks, of which the last counts; `flags` as for `EngineRank`."""
+    ranks = [EngineRank(rank, job.link, **flags) for rank in job.ranks]
+    for _ in range(num_steps):
+        stats = _run_step(ranks)
+    outcome = Outcome(max(rank.device.clocks.compute for rank in ranks), [r.device.stalled for r in ranks], stats)
+    for rank in ranks:
+        rank.engine.close()
+    return outcome
+
+
+_Over = dict[tuple[str, int, int], float]
+"""When the forward or backward of a stage for a microbatch was over, on any rank."""
+
+
+def _run_step(ranks: Sequence[EngineRank]) -> list[IterationStats]:
+    over: _Over = {}
+    last_stage = sum(len(rank.job.shapes) for rank in ranks) - 1
+    running, num_over = [_run_rank(rank, index, len(ranks), last_stage, over) for index, rank in enumerate(ranks)], -1
+    while running:
+        assert len(over) > num_over, "the ranks wait for each other"
+        num_over = len(over)
+        running = [actions for actions in running if next(actions, None) is not None]
+    return [rank.engine.end_iteration() for rank in ranks]
+
+
+def _run_rank(rank: EngineRank, index: int, num_ranks: int, last_stage: int, over: _Over) -> Iterator[bool]:
+    """Run all actions of a rank; yields while another one has to go on first."""
+    rank.begin_step()
+    for action in rank.job.actions:
+        stage, microbatch = action.chunk.stage * num_ranks + index, action.chunk.microbatch
+        before = (action.kind, stage - 1 if action.kind == "F" else stage + 1, microbatch)
+        if 0 <= before[1] <= last_stage:
+            while before not in over:
+                yield True
+            rank.device.clocks.receive(over[before])
+        rank.run(action)
+        over[action.kind, stage, microbatch] = rank.device.clocks.compute
