@@ -20,7 +20,13 @@ from offload_engine import (
 )
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine.frontends.integrations._training import TrainingOffload
-from tests.checkpointed import DEPTH, HIDDEN, Stack, make_stack
+from tests.checkpointed import (
+    DEPTH,
+    HIDDEN,
+    Stack,
+    first_recomputation,  # noqa: F401 (a fixture)
+    make_stack,
+)
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 FrontEnd = tuple[torch.nn.Module, Any, AbstractContextManager[Any]]

@@ -146,6 +146,7 @@ def test_each_model_has_its_own() -> None:
         assert [("core_attn" in text, "mlp_fc1" in text) for text in logged] == (
             [(True, False), (False, True)] if rank == 0 else []
         )
+        assert not any("other ranks" in text for text in logged), "each waits for its own"
 
 
 def _train_two_models() -> list[str]:
