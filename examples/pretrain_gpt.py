@@ -24,6 +24,7 @@ from gpt_trainer.arguments import UsageError, parse_arguments
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("megatron_patches").setLevel(logging.INFO)  # the tables of the second step
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # announces its successor
     warnings.filterwarnings("ignore", module="megatron")  # what it warns of on import concerns fused kernels
     try:

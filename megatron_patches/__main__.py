@@ -90,7 +90,7 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
-        apply(config, modules=names)
+        apply(config, modules=names, trace=args.offload_trace, has_report=args.offload_report)
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")
             apply_cpu_support()

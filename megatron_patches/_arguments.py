@@ -36,10 +36,12 @@ class _Setting(NamedTuple):
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        name = self.name.replace("_", "-")
+        return f"--no-{name}" if self.default is True else f"--{name}"
 
     def argparse_kwargs(self) -> dict[str, Any]:
-        how: dict[str, Any] = {"action": "store_true"} if self.parse is None else {"type": self.parse}
+        switch = "store_false" if self.default is True else "store_true"
+        how: dict[str, Any] = {"action": switch} if self.parse is None else {"type": self.parse}
         if self.choices is not None:
             how["choices"] = self.choices
         return {"dest": self.name, "default": self.default, "help": self.help, **how}
@@ -128,6 +130,12 @@ _SETTINGS = (
         "`python -m offload_engine.report`. {rank} and {step} in the name are replaced. Default: none.",
         str,
     ),
+    _Setting(
+        "offload_report",
+        bool,
+        True,
+        "Log no table of the second training step, and do not record that step for it.",
+    ),
     _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
 )
 _BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each selects a policy, see `policy_for`
@@ -142,6 +150,9 @@ class Settings(NamedTuple):
     modules: tuple[str, ...]
     trace: str | None = None
     """File for the recording of the second step."""
+
+    has_report: bool = True
+    """Whether rank 0 logs the tables of the second step."""
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -187,7 +198,12 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     modules = canonical_names(own or defaults.modules or DEFAULT_MODULES)
     _check_no_paged_stash(config, modules)
     trace = getattr(config, "offload_trace", None) or defaults.trace
-    return Settings(_engine_config(config, defaults.engine), modules, trace)
+    return Settings(_engine_config(config, defaults.engine), modules, trace, has_report(config, defaults))
+
+
+def has_report(config: Any, defaults: Settings) -> bool:
+    """Return whether rank 0 logs tables for a model of this configuration."""
+    return defaults.has_report and getattr(config, "offload_report", True)
 
 
 def config_rows() -> list[Patch]:

@@ -69,7 +69,12 @@ class Handle:
 
 
 def apply(
-    config: OffloadConfig | None = None, *, modules: Sequence[str] = (), meter: ResidencyMeter | None = None
+    config: OffloadConfig | None = None,
+    *,
+    modules: Sequence[str] = (),
+    meter: ResidencyMeter | None = None,
+    trace: str | None = None,
+    has_report: bool = True,
 ) -> Handle:
     """Patch megatron-core to offload activations, until `Handle.remove()`.
 
@@ -83,6 +88,10 @@ def apply(
         config: settings of the engines where the model's configuration sets none.
         modules: names to offload in models whose configuration does not ask for offload; empty: none.
         meter: where resident bytes are counted; None: each engine has its own.
+        trace: file for the recording of the second step where the model's configuration sets none.
+        has_report: log the tables of the second step of all ranks, once and on rank 0, unless the model's configuration
+            says no. Every rank that offloads then records that step. No rank waits for another one, except rank 0, and
+            that for seconds only.
 
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
@@ -90,7 +99,7 @@ def apply(
         ValueError: if a module name is unknown.
     """
     check_supported()
-    runtime = ModelRuntime(Settings(config or OffloadConfig(), canonical_names(modules)), meter)
+    runtime = ModelRuntime(Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report), meter)
     return Handle(runtime, apply_patches(patch_rows(runtime)))
 
 

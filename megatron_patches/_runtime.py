@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._arguments import Settings, resolve
+from megatron_patches._arguments import Settings, has_report, resolve
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
-from megatron_patches._model.graphs import check_cuda_graphs
+from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.sites import overlaps_expert_comm, own_norms
 from megatron_patches._model.validate import (
@@ -28,7 +28,9 @@ from megatron_patches._model.validate import (
     why_nothing_moved,
 )
 from megatron_patches._rows.runtime import Step
+from megatron_patches._second_step import SecondStep
 from offload_engine import OffloadEngine, ResidencyMeter
+from offload_engine.rank_reports import RankReports
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class _Attached(NamedTuple):
 
     closer: weakref.finalize[..., Any]
     """Closes the attachment when its model is freed, and keeps it alive until then."""
+
+    second_step: SecondStep
 
     def close(self) -> None:
         self.attachment.close()
@@ -61,7 +65,9 @@ class ModelRuntime:
         self._meter: ResidencyMeter | None = meter
         # Keyed by the first chunk of a model, weakly: an attachment is freed with its model.
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
-        self._known_as_off: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # first chunk, models without offload
+        self._known_as_off: weakref.WeakKeyDictionary[torch.nn.Module, SecondStep] = weakref.WeakKeyDictionary()
+        """By first chunk: models without offload that have trained."""
+        self._num_models: int = 0
         self._running: Attachment | None = None
         self._latest: weakref.ref[Attachment] | None = None
 
@@ -119,21 +125,21 @@ class ModelRuntime:
         """
         settings = resolve(step.config, self._defaults)
         if settings is None:
-            return self._first_step_without(step)
+            return self._step_without(step)
         attached = self._attachments.get(step.chunks[0])
         if attached is not None and attached.settings != settings:  # the configuration has changed
             self._detach(step)
             attached = None
         is_first = attached is None
-        attachment = attached.attachment if attached is not None else self._attach(step, settings)
-        self._latest = weakref.ref(attachment)
-        return self._running_step(attachment, step, settings if is_first else None)
+        attached = attached or self._attach(step, settings)
+        self._latest = weakref.ref(attached.attachment)
+        return self._running_step(attached, step, settings if is_first else None)
 
     # -- private ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _running_step(self, attachment: Attachment, step: Step, to_check: Settings | None) -> Iterator[None]:
-        actions = step.order(step.config)
+    def _running_step(self, attached: _Attached, step: Step, to_check: Settings | None) -> Iterator[None]:
+        attachment, actions = attached.attachment, step.order(step.config)
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
         outer, self._running = self._running, attachment  # a step of one model in a forward of another
@@ -148,26 +154,42 @@ class ModelRuntime:
             attachment.note_weights(step.chunks)
         if to_check is not None:
             self._check_first_step(attachment, step, to_check)
-            if to_check.trace is not None:
-                attachment.engine.record(to_check.trace)
         attachment.warn_of_unused_names()
+        attached.second_step.after_step(attachment.engine)
 
-    def _first_step_without(self, step: Step) -> AbstractContextManager[object] | None:
-        """Take part in the collective checks of ranks of the pipeline that do offload; they wait for this rank."""
-        if step.chunks[0] in self._known_as_off:
-            return None
+    def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
+        """In the first step, take part in the collective checks of ranks of the pipeline that do offload.
+
+        They wait for this rank. In the second one it may have to log what they have recorded.
+        """
+        known = self._known_as_off.get(step.chunks[0])
+        if known is not None:
+            return None if known.is_over else self._followed_by(known)
         is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
-        self._known_as_off.add(step.chunks[0])
-        return self._checked_with_others(step) if is_on else None
+        self._known_as_off[step.chunks[0]] = second_step = self._make_second_step(step, None)
+        return self._checked_with_others(step, second_step) if is_on else self._followed_by(second_step)
 
     @contextmanager
-    def _checked_with_others(self, step: Step) -> Iterator[None]:
+    def _followed_by(self, second_step: SecondStep) -> Iterator[None]:
+        yield
+        second_step.after_step(None)
+
+    @contextmanager
+    def _checked_with_others(self, step: Step, second_step: SecondStep) -> Iterator[None]:
         yield
         try:
             check_host_room(None, None, step.pipeline)
         except ValueError:
-            self._known_as_off.discard(step.chunks[0])  # the other ranks, too, repeat their first step
+            del self._known_as_off[step.chunks[0]]  # the other ranks, too, repeat their first step
             raise
+        second_step.after_step(None)
+
+    def _make_second_step(self, step: Step, settings: Settings | None) -> SecondStep:
+        """Make it for a model that is about to train. All ranks train their models in the same order."""
+        self._num_models += 1
+        reports = RankReports(f"model{self._num_models}") if has_report(step.config, self._defaults) else None
+        trace = None if settings is None else settings.trace
+        return SecondStep(reports, trace, may_be_recorded(step.wrapped, step.config))
 
     def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
         stats = attachment.engine.stats
@@ -179,7 +201,7 @@ class ModelRuntime:
         if not has_moved and (reason := why_nothing_moved(stats, settings.engine)):
             logger.warning("offload_activation moved nothing in the first step: %s", reason)
 
-    def _attach(self, step: Step, settings: Settings) -> Attachment:
+    def _attach(self, step: Step, settings: Settings) -> _Attached:
         """Check a model and attach the hooks. Collective: every rank of its pipeline calls it, even with an error."""
         engine, problem = None, None
         try:
@@ -196,8 +218,9 @@ class ModelRuntime:
         assert engine is not None
         attachment = self._put_hooks(engine, step, settings)
         closer = weakref.finalize(step.chunks[0], attachment.close)
-        self._attachments[step.chunks[0]] = _Attached(attachment, settings, closer)
-        return attachment
+        attached = _Attached(attachment, settings, closer, self._make_second_step(step, settings))
+        self._attachments[step.chunks[0]] = attached
+        return attached
 
     def _detach(self, step: Step) -> None:
         self._attachments.pop(step.chunks[0]).close()
@@ -210,7 +233,8 @@ class ModelRuntime:
         check_weights_stay_whole(step.config)
         check_inputs_stay_whole(step.config)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
-        return OffloadEngine(settings.engine, meter=self._meter)
+        place = (0, 1) if step.pipeline is None else (step.pipeline.rank(), step.pipeline.size())
+        return OffloadEngine(settings.engine, meter=self._meter, pipeline=place, logs_first_step=False)
 
     def _put_hooks(self, engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
         names, inside = drop_parts(settings.modules)

@@ -17,6 +17,7 @@ from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine._observe.labels import Ranges
 from offload_engine._observe.observer import Observer
+from offload_engine._observe.record import StepRecord
 from offload_engine._policy.choose import make_policy
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.leaving import LeavingQueue
@@ -67,6 +68,8 @@ class OffloadEngine:
         config: bounds and thresholds.
         device: where activations are; None: CUDA if there is a GPU, else the CPU.
         meter: counts resident bytes in addition to `stats`, over time and together with a `SavedTensorTracker`.
+        pipeline: rank and number of ranks of the pipeline whose virtual stages the chunks are, for reports.
+        logs_first_step: log a summary of the first iteration on rank 0; False for callers that log their own.
 
     Raises:
         ValueError: if the configuration does not fit the device.
@@ -74,7 +77,13 @@ class OffloadEngine:
     """
 
     def __init__(
-        self, config: OffloadConfig | None = None, device: Device | None = None, meter: ResidencyMeter | None = None
+        self,
+        config: OffloadConfig | None = None,
+        device: Device | None = None,
+        meter: ResidencyMeter | None = None,
+        *,
+        pipeline: tuple[int, int] = (0, 1),
+        logs_first_step: bool = True,
     ) -> None:
         if isinstance(device, (str, int, torch.device)):
             raise TypeError(
@@ -90,7 +99,7 @@ class OffloadEngine:
         self._store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
         policy = make_policy(self.config.policy or LowestPeak(), self._store.counters, leaving)
         self._executor = Executor(self._store, self.device, policy, leaving, self.config.dry_run)
-        self._observer = Observer()
+        self._observer = Observer(pipeline, logs_first_step)
         self._is_in_iteration = False
         self._is_closed = False
         self._num_chunks = 0
@@ -295,6 +304,11 @@ class OffloadEngine:
             file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
         """
         self._observer.ask(file)
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The last iteration that was recorded, of this rank; for `RankReports`."""
+        return self._observer.record
 
     def report(self) -> str:
         """Return the tables of the last recorded iteration, else what the counters of the last one tell."""

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Packages whose module hooks keep no tensor: this one, data parallelism, and TransformerEngine.
 _KNOWN = ("megatron.core.", "megatron_patches.", "torch.", "transformer_engine.")
+# Hooks on all modules that keep none: those of a recorded step, whose memory is to be that of any other step.
+_RECORDING = "offload_engine."
 
 
 class HeldTensors:
@@ -86,7 +88,9 @@ class HeldTensors:
         """
         if self._has_other_readers is None:
             modules = [module for seen in self._seen if (module := seen()) is not None]
-            self._has_other_readers = self._is_others or _has_global_hooks() or any(map(_has_others_hooks, modules))
+            self._has_other_readers = (
+                self._is_others or _has_others_global_hooks() or any(map(_has_others_hooks, modules))
+            )
             self._log_once()
         return self._has_other_readers
 
@@ -204,11 +208,16 @@ def _has_others_hooks(module: torch.nn.Module) -> bool:
 def _is_known(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return (getattr(hook, "__module__", None) or "").startswith(_KNOWN)
+    return _module_of(hook).startswith(_KNOWN)
 
 
-def _has_global_hooks() -> bool:
-    return bool(torch_private.global_forward_hooks or torch_private.global_forward_pre_hooks)
+def _has_others_global_hooks() -> bool:
+    hooks = (*torch_private.global_forward_hooks.values(), *torch_private.global_forward_pre_hooks.values())
+    return not all(_module_of(hook).startswith(_RECORDING) for hook in hooks)
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or ""
 
 
 def _layers_ahead(chunk: torch.nn.Module) -> list[torch.nn.Module]:

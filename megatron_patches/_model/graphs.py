@@ -1,9 +1,11 @@
-"""The modules that CUDA graphs capture, which cannot be offloaded."""
+"""The modules that CUDA graphs capture, which cannot be offloaded, and those that are compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from megatron_patches._model.modules import ModuleRow, row_of
 
@@ -28,6 +30,24 @@ _CAPTURED = {
 def is_captured_by_te(config: Any) -> bool:
     """Return whether TransformerEngine captures layers: it rejects hooks on them, and outputs are graph memory."""
     return getattr(config, "cuda_graph_impl", None) == "transformer_engine"
+
+
+def may_be_recorded(modules: Iterable[torch.nn.Module], config: Any) -> bool:
+    """Return whether a step can be recorded unasked: nothing is compiled again for it, and nothing captured in it.
+
+    Args:
+        modules: a model's chunks, with their wrappers.
+        config: of the model.
+    """
+    has_graphs = (getattr(config, "cuda_graph_impl", None) or "none") != "none"
+    return not has_graphs and not any(_is_compiled(part) for module in modules for part in module.modules())
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    # Of a compiled forward torch.compile leaves the original in this attribute.
+    has_compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return is_wrapper or module._compiled_call_impl is not None or has_compiled_forward
 
 
 def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:

@@ -168,6 +168,11 @@ def of_schedule(schedule: object, name: str) -> Any:
     return getattr(schedule, name)
 
 
+# -- process groups: builds without torch.distributed have none
+
+default_store: Final[Callable[[], Any]] = take_or_refuse("torch.distributed.distributed_c10d._get_default_store")
+"""The store through which the ranks of the process group have met; None where it met through none, as under MPI."""
+
 # -- profiles
 
 record_function: Final[Any] = take("torch._C._profiler._RecordFunctionFast")

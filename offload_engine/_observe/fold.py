@@ -6,14 +6,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from offload_engine._observe.reasons import STAYED_ON_PURPOSE, Reason
 from offload_engine._observe.record import SavedRecord, StepRecord
 from offload_engine.planning.moves import OUT
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-_WRAPPER: Final = re.compile(r"^(module\.|_orig_mod\.)+")
+_WRAPPER: Final = re.compile(r"^((module|_orig_mod)(\.|$))+")
+Fates = tuple[tuple[bool, ...], frozenset[Reason]]
 
 
 class Place(NamedTuple):
@@ -22,7 +23,7 @@ class Place(NamedTuple):
     rank: int
     stage: int
     module: str
-    """Name of the group, or path of the module with `*` for numbers."""
+    """Name of the group, or path of the module; with `*` for numbers."""
     layer: int
     """-1 where it is not known."""
 
@@ -41,9 +42,11 @@ class ModuleSums:
     wait_ms: float = 0.0
     """How long compute waited for its copies."""
 
-    def is_like(self, other: ModuleSums) -> bool:
-        """Return whether both are equal except for waits, which differ from layer to layer."""
-        return all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
+    @property
+    def fates(self) -> Fates:
+        """What became of it, without how much: sizes differ between layers of experts, and waits between all."""
+        whats = (self.num_groups > 0, self.moved_bytes > 0, self.kept_bytes > 0, self.small_bytes > 0)
+        return whats, frozenset(self.stayed_bytes)
 
     def add(self, other: ModuleSums) -> None:
         """Add what another layer, rank or step has."""
@@ -67,21 +70,22 @@ class ModuleSums:
             self.stayed_bytes[saved.reason] = self.stayed_bytes.get(saved.reason, 0) + saved.nbytes
 
 
-_COMPARED: Final = ("num_groups", "moved_bytes", "kept_bytes", "small_bytes", "stayed_bytes")
-
-
 @dataclass
 class ModuleRow:
-    """Sums of all layers and ranks that are alike."""
+    """Sums of all layers and ranks that are alike; without groups, of all stages as well."""
 
     ranks: set[int]
-    stage: int
+    stages: set[int]
     module: str
     layers: set[int]
-    one: ModuleSums
-    """Of each layer of each rank."""
     sums: ModuleSums
-    """Of all of them."""
+
+    def add(self, other: ModuleRow) -> None:
+        """Add other layers or ranks."""
+        self.ranks |= other.ranks
+        self.stages |= other.stages
+        self.layers |= other.layers
+        self.sums.add(other.sums)
 
 
 class LinkUse(NamedTuple):
@@ -96,43 +100,82 @@ class LinkUse(NamedTuple):
         return self.nbytes / self.busy_ms / 1e6 if self.busy_ms > 0 else 0.0
 
 
-def module_rows(records: Iterable[StepRecord]) -> list[ModuleRow]:
-    """Sum by stage and module, and fold what is alike."""
-    rows: list[ModuleRow] = []
-    for place, sums in sorted(_sums(records).items(), key=lambda item: item[0]):
-        for row in rows:
-            if (row.stage, row.module) == (place.stage, place.module) and row.one.is_like(sums):
-                row.ranks.add(place.rank)
-                row.layers.add(place.layer)
-                row.sums.add(sums)
-                break
-        else:
-            total = ModuleSums()
-            total.add(sums)
-            rows.append(ModuleRow({place.rank}, place.stage, place.module, {place.layer}, sums, total))
-    return sorted(rows, key=lambda row: (row.stage, -row.sums.moved_bytes, row.module, min(row.layers)))
+class RankSums(NamedTuple):
+    """One recorded step of one rank, as small as its tables: what ranks send to each other."""
+
+    rank: int
+    step: int
+    duration_ms: float
+    copied_out: LinkUse
+    copied_in: LinkUse
+    waited_ms: float
+    num_late: int
+    """Storages that were still on the host when their backward began."""
+    rows: tuple[ModuleRow, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages that this rank has."""
+        return _sorted(stage for row in self.rows for stage in row.stages)
 
 
-def _sums(records: Iterable[StepRecord]) -> dict[Place, ModuleSums]:
+def sums_of(record: StepRecord) -> RankSums:
+    """Sum up a record."""
+    out, back = link_use(record)
+    waited_ms = sum(wait.exposed_ms for wait in record.waits)
+    num_late = record.counts.get("prefetch_misses", 0)
+    rows = (
+        ModuleRow({record.rank}, {place.stage}, place.module, {place.layer}, sums)
+        for place, sums in _sums_by_place(record).items()
+    )
+    return RankSums(record.rank, record.step, record.duration_ms, out, back, waited_ms, num_late, tuple(fold(rows)))
+
+
+def fold(rows: Iterable[ModuleRow]) -> list[ModuleRow]:
+    """Add up the rows of one module whose fates are alike; leaves those given as they are.
+
+    Rows with groups come first, stage by stage; the others are of all stages.
+    """
+    folded: dict[tuple[frozenset[int], str, Fates], ModuleRow] = {}
+    for row in rows:
+        stages = frozenset(row.stages) if row.sums.num_groups else frozenset[int]()
+        key = stages, row.module, row.sums.fates
+        folded.setdefault(key, ModuleRow(set(), set(), row.module, set(), ModuleSums())).add(row)
+    return sorted(folded.values(), key=_place_in_table)
+
+
+def _place_in_table(row: ModuleRow) -> tuple[Any, ...]:
+    sums = row.sums
+    order = (0, min(row.stages), -sums.moved_bytes) if sums.num_groups else (1, -sum(sums.stayed_bytes.values()))
+    return *order, row.module, min(row.layers), min(row.ranks)
+
+
+def _sums_by_place(record: StepRecord) -> dict[Place, ModuleSums]:
     found: dict[Place, ModuleSums] = defaultdict(ModuleSums)
-    for record in records:
-        places = group_places(record)
-        for group in record.groups:
-            found[places[group.group]].num_groups += 1
-        counted: set[int] = set()
-        for saved in record.saved:
-            if saved.storage < 0 or saved.storage not in counted:
-                counted.add(saved.storage)
-                found[place_of(record, saved, places)].count(saved)
-        for wait in record.waits:
-            if wait.group in places:
-                found[places[wait.group]].wait_ms += wait.exposed_ms
+    places = group_places(record)
+    for group in record.groups:
+        found[places[group.group]].num_groups += 1
+    counted: set[int] = set()
+    for saved in record.saved:
+        if saved.reason is Reason.WEIGHT:  # takes no memory for having been saved
+            continue
+        if saved.storage < 0 or saved.storage not in counted:
+            counted.add(saved.storage)
+            found[place_of(record, saved, places)].count(saved)
+    for wait in record.waits:
+        if wait.group in places:
+            found[places[wait.group]].wait_ms += wait.exposed_ms
     return found
 
 
 def group_places(record: StepRecord) -> dict[str, Place]:
     """Return where each group of a record is."""
-    return {g.group: Place(record.rank, stage_of(g.group), g.name, g.layer) for g in record.groups}
+    places = {}
+    for group in record.groups:
+        name, number = _without_numbers(group.name)
+        layer = group.layer if group.layer >= 0 else number
+        places[group.group] = Place(record.rank, record.stage_of(group.group), name, layer)
+    return places
 
 
 def place_of(record: StepRecord, saved: SavedRecord, places: dict[str, Place]) -> Place:
@@ -140,10 +183,18 @@ def place_of(record: StepRecord, saved: SavedRecord, places: dict[str, Place]) -
     place = places.get(saved.group)
     if place is not None:
         return place
-    path = _WRAPPER.sub("", saved.module)
+    module, layer = _without_numbers(_WRAPPER.sub("", saved.module))
+    return Place(record.rank, record.stage_of(saved.group), module or _nameless(saved), layer)
+
+
+def _nameless(saved: SavedRecord) -> str:
+    return "(model)" if saved.module else "(no module)"
+
+
+def _without_numbers(path: str) -> tuple[str, int]:
+    """Return a path with `*` for its numbers, and the first of them, else -1: `layers.*` and 3 for `layers.3`."""
     number = _NUMBER.search(path)
-    module = _NUMBER.sub("*", path) or "(no module)"
-    return Place(record.rank, stage_of(saved.group), module, int(number.group()) if number else -1)
+    return _NUMBER.sub("*", path), int(number.group()) if number else -1
 
 
 def link_use(record: StepRecord) -> tuple[LinkUse, LinkUse]:
@@ -156,15 +207,10 @@ def link_use(record: StepRecord) -> tuple[LinkUse, LinkUse]:
     return LinkUse(int(sums[0][0]), sums[0][1]), LinkUse(int(sums[1][0]), sums[1][1])
 
 
-def stage_of(group: str) -> int:
-    """Return the stage of a group, `0.3:5`, or of a chunk, `0.3`."""
-    return int(group.partition(".")[0])
-
-
 def numbers_text(numbers: Iterable[int]) -> str:
     """Return `0-2, 5` for 0, 1, 2 and 5; negative ones are left out."""
     runs: list[list[int]] = []
-    for number in sorted(n for n in numbers if n >= 0):
+    for number in sorted({n for n in numbers if n >= 0}):
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number
         else:
@@ -200,7 +246,8 @@ def why_rows(records: Sequence[StepRecord], pattern: str = "") -> list[WhyRow]:
         for saved in record.saved:
             place = place_of(record, saved, places)
             shape = "x".join(map(str, saved.shape))
-            text = f"{place.module} {saved.module} {saved.group} {shape} {saved.dtype} {saved.reason.value}"
+            names = f"{place.module} {saved.name} {saved.module} {saved.group}"
+            text = f"{names} {shape} {saved.dtype} {saved.reason.value}"
             if asked.search(text):
                 key = (place.stage, place.module, saved.shape, saved.dtype, saved.reason)
                 found[key].append((place.rank, place.layer, saved.nbytes))

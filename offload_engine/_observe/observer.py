@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,16 +24,21 @@ logger = logging.getLogger(__name__)
 class Observer:
     """Makes the recorders of one engine. Between `begin` and `end` of a step that nothing asked for it does nothing.
 
+    Args:
+        pipeline: rank and number of ranks of the pipeline whose stages the chunks are.
+        logs_first_step: log what the counters of the first step with groups tell, on rank 0.
+
     Attributes:
         record: of the last step that was recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pipeline: tuple[int, int] = (0, 1), logs_first_step: bool = True) -> None:
         self.record: StepRecord | None = None
+        self._pipeline = pipeline
         self._file: str | None = None
         self._is_asked = False
         self._num_steps = 0
-        self._has_logged = False
+        self._has_logged = not logs_first_step
 
     def ask(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins.
@@ -52,9 +58,10 @@ class Observer:
         return Recorder(device, rank=_rank(), step=step, fallback=Reason.DRY_RUN if is_dry_run else Reason.FITS)
 
     def end(self, recorder: Recorder | None, stats: IterationStats) -> None:
-        """End a step: complete its record, write its file, and log the first report of the run on rank 0."""
+        """End a step: complete its record, write its file, and log the first report on rank 0."""
         if recorder is not None:
-            self.record = recorder.finish(counts_of(stats))
+            rank, size = self._pipeline
+            self.record = replace(recorder.finish(counts_of(stats)), pipeline_rank=rank, num_pipeline_ranks=size)
             if self._file is not None:
                 names: Mapping[str, int] = {"{rank}": self.record.rank, "{step}": self.record.step}
                 logger.info("recorded step %d in %s", self.record.step, write_trace(self.record, self._path(names)))

@@ -143,6 +143,13 @@ class StepRecord:
     stages: tuple[StageRecord, ...]
     counters: tuple[CounterRecord, ...]
     saved: tuple[SavedRecord, ...]
+    pipeline_rank: int = 0
+    """Of the pipeline whose stages the chunks are."""
+    num_pipeline_ranks: int = 1
+
+    def stage_of(self, group: str) -> int:
+        """Return the stage of a group, `0.3:5`, or of a chunk, `0.3`, counted over all ranks of the pipeline."""
+        return int(group.partition(".")[0]) * self.num_pipeline_ranks + self.pipeline_rank
 
 
 _TABLES: Final[Mapping[str, type[Any]]] = {

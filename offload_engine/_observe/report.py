@@ -10,20 +10,24 @@ from typing import Final
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from offload_engine._observe.fold import ModuleRow, ModuleSums, link_use, module_rows, numbers_text, why_rows
+from offload_engine._observe.fold import ModuleRow, ModuleSums, RankSums, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import ADVICE
 from offload_engine._observe.record import StepRecord
 from offload_engine.stats import IterationStats
 
 WIDTH: Final = 140
+_PATH_WIDTH: Final = 43  # decoder.layers.*.self_attention.linear_proj
 _MIB: Final = 1 << 20
 
 
-def report_table(records: Sequence[StepRecord]) -> str:
+def report_table(records: Iterable[StepRecord]) -> str:
     """Return the tables of recorded steps, one record for each rank: modules, then links."""
-    if not records:
-        return "no step was recorded\n"
-    return as_text(module_table(records), link_table(records))
+    return table_of_ranks([sums_of(record) for record in records])
+
+
+def table_of_ranks(ranks: Sequence[RankSums]) -> str:
+    """Return the same tables of what the ranks have summed up."""
+    return as_text(module_table(ranks), link_table(ranks)) if ranks else "no step was recorded\n"
 
 
 def why_text(records: Sequence[StepRecord], pattern: str = "") -> str:
@@ -69,17 +73,24 @@ def moves_text(records: Iterable[StepRecord], group: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def module_table(records: Sequence[StepRecord]) -> Table:
+def module_table(ranks: Sequence[RankSums]) -> Table:
     """Return the table by stage and module; bytes and waits are sums over the layers and ranks of a row."""
-    steps = numbers_text(record.step for record in records)
+    steps = numbers_text(rank.step for rank in ranks)
+    rows = fold(row for rank in ranks for row in rank.rows)
+    longest = max((len(row.module) for row in rows), default=0)
     table = Table(title=f"Saved tensors by module, step {steps}, MiB", title_justify="left")
-    for name in ("rank", "stage", "layers", "module"):
+    for name in ("rank", "stage", "layers"):
         table.add_column(name, overflow="fold")
-    for name in ("groups", "moved", "kept", "too small", "wait, ms"):
+    table.add_column("module", overflow="fold", min_width=min(longest, _PATH_WIDTH))
+    for name in ("groups", "moved", "kept", "too small"):
         table.add_column(name, justify="right")
-    table.add_column("stayed for another reason", overflow="fold")
-    rows, total = module_rows(records), ModuleSums()
+    table.add_column("not moved, and why", overflow="fold")
+    table.add_column("exposed\nwait, ms", justify="right")
+    total, has_groups = ModuleSums(), True
     for row in rows:
+        if has_groups and not row.sums.num_groups:
+            table.add_section()
+            has_groups = False
         total.add(row.sums)
         table.add_row(*_place_cells(row), *_sum_cells(row.sums))
     table.add_section()
@@ -87,20 +98,30 @@ def module_table(records: Sequence[StepRecord]) -> Table:
     return table
 
 
-def link_table(records: Sequence[StepRecord]) -> Table:
-    """Return the table of the copies of each rank."""
+def link_table(ranks: Iterable[RankSums]) -> Table:
+    """Return the table of the copies; ranks with the same stages share a row, with the worst of each figure."""
     table = Table(title="Links and waits", title_justify="left")
-    names = ("rank", "step, ms", "out, MiB", "GB/s", "of the step", "in, MiB", "GB/s", "of the step")
+    table.add_column("rank", overflow="fold")
+    table.add_column("stage", overflow="fold")
+    names = ("step, ms", "out, MiB", "GB/s", "of the step", "in, MiB", "GB/s", "of the step")
     for name in (*names, "waited, ms", "of the step", "late"):
         table.add_column(name, justify="right")
-    for record in records:
-        waited_ms = sum(wait.exposed_ms for wait in record.waits)
-        cells = [str(record.rank), f"{record.duration_ms:,.1f}"]
-        for use in link_use(record):
-            cells += [_mib(use.nbytes), f"{use.gbps:.1f}", _share(use.busy_ms, record)]
-        misses = record.counts.get("prefetch_misses", 0)
-        table.add_row(*cells, f"{waited_ms:,.1f}", _share(waited_ms, record), str(misses))
+    alike: dict[tuple[int, ...], list[RankSums]] = {}
+    for rank in ranks:
+        alike.setdefault(rank.stages, []).append(rank)
+    for stages, group in sorted(alike.items()):
+        table.add_row(numbers_text(rank.rank for rank in group), numbers_text(stages), *_link_cells(group))
     return table
+
+
+def _link_cells(ranks: Sequence[RankSums]) -> list[str]:
+    cells = [f"{max(rank.duration_ms for rank in ranks):,.1f}"]
+    for uses in ([rank.copied_out for rank in ranks], [rank.copied_in for rank in ranks]):
+        shares = [_share(use.busy_ms, rank) for use, rank in zip(uses, ranks, strict=True)]
+        slowest = min((use.gbps for use in uses if use.nbytes), default=0.0)
+        cells += [_mib(max(use.nbytes for use in uses)), f"{slowest:.1f}", f"{max(shares):.0%}"]
+    waited = f"{max(rank.waited_ms for rank in ranks):,.1f}", f"{max(_share(r.waited_ms, r) for r in ranks):.0%}"
+    return [*cells, *waited, str(max(rank.num_late for rank in ranks))]
 
 
 def why_table(records: Sequence[StepRecord], pattern: str = "") -> Table:
@@ -133,13 +154,13 @@ def counts_of(stats: IterationStats) -> dict[str, int]:
 
 
 def _place_cells(row: ModuleRow) -> tuple[str, ...]:
-    return numbers_text(row.ranks), str(row.stage), numbers_text(row.layers), row.module
+    return numbers_text(row.ranks), numbers_text(row.stages), numbers_text(row.layers), row.module
 
 
 def _sum_cells(sums: ModuleSums) -> tuple[str, ...]:
     stayed = ", ".join(f"{reason.value} {_mib(n)}" for reason, n in sorted(sums.stayed_bytes.items(), key=_most_first))
     sizes = (_mib(sums.moved_bytes), _mib(sums.kept_bytes), _mib(sums.small_bytes))
-    return str(sums.num_groups), *sizes, f"{sums.wait_ms:,.1f}", stayed
+    return str(sums.num_groups), *sizes, stayed, f"{sums.wait_ms:,.1f}"
 
 
 def _most_first(item: tuple[object, int]) -> int:
@@ -150,5 +171,5 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / _MIB:,.1f}"
 
 
-def _share(milliseconds: float, record: StepRecord) -> str:
-    return f"{milliseconds / record.duration_ms:.0%}" if record.duration_ms > 0 else "-"
+def _share(milliseconds: float, rank: RankSums) -> float:
+    return milliseconds / rank.duration_ms if rank.duration_ms > 0 else 0.0

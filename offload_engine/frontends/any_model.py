@@ -17,6 +17,7 @@ from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import refuse_when_compiled
 from offload_engine.frontends._common.device import device_for
 from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
+from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force, checkpoint_of_all_inputs
@@ -71,7 +72,7 @@ def manage_activations(
     return ManagedActivations(start)
 
 
-class ManagedActivations:
+class ManagedActivations(RecordsSteps):
     """A context manager that may be entered again, once per step or once for all. Made by `manage_activations`.
 
     Args:

@@ -20,6 +20,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.compiling import refuse_when_compiled
 from offload_engine.frontends._common.groups import SavedInGroup
+from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session, is_in_backward
 from offload_engine.policies import GroupWindow
 from offload_engine.stats import IterationStats
@@ -73,7 +74,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **options)
 
 
-class CheckpointOffload:
+class CheckpointOffload(RecordsSteps):
     """Owns an engine for the inputs of checkpointed functions. As a context manager it is used by `checkpoint`.
 
     Each call of `checkpoint` is one group: its saved inputs are copied out while the function runs, copied in ahead of

@@ -13,6 +13,7 @@ from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
 from offload_engine.frontends._common.device import device_for
 from offload_engine.frontends._common.groups import GROUP_BYTES
+from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends._layers.find_layers import Layer, body_of, check_strategy, find_layers
@@ -25,17 +26,15 @@ from offload_engine.stats import IterationStats
 logger = logging.getLogger(__name__)
 
 
-class LayerOffload:
+class LayerOffload(RecordsSteps):
     """Activation offload of one model, in force until `remove`. Made by `enable_activation_offloading`.
 
     Attributes:
         layers: names of the layers, in order; the last one stays on the device.
-        engine: moves the saved tensors of the other layers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], engine: OffloadEngine, enable_ckpt: bool) -> None:
         self.layers: tuple[str, ...] = tuple(layer.name for layer in layers)
-        self.engine: OffloadEngine = engine
         self._session = Session(engine, lambda: weights_of((model,)))
         self._groups = LayerGroups(
             body_of(model, layers),
@@ -46,6 +45,11 @@ class LayerOffload:
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
         # On the model: warns even if it never calls the module that runs the layers.
         self._end_of_forward = model.register_forward_hook(GroupHook(lambda *_: self._session.warn_if_idle()))
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """Return the engine that moves the saved tensors of all layers but the last."""
+        return self._session.engine
 
     @property
     def stats(self) -> IterationStats:

@@ -10,6 +10,7 @@ from torch import nn
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._common.device import device_for
+from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
 from offload_engine.policies import GroupWindow
@@ -75,7 +76,7 @@ def offload_wrapper(
     return model
 
 
-class WrapperHandle:
+class WrapperHandle(RecordsSteps):
     """Owns the changes of `offload_wrapper` to a model; the model has it as `activation_offload`."""
 
     def __init__(self, model: nn.Module, offload: CheckpointOffload) -> None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_patches import Handle, PatchError, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
 from megatron_patches import _handle as handle_module  # noqa: E402
-from megatron_patches._arguments import Settings, check_fields, resolve, split_flags  # noqa: E402
+from megatron_patches._arguments import Settings, check_fields, has_report, resolve, split_flags  # noqa: E402
 from offload_engine import (  # noqa: E402
     FixedBounds,
     OffloadConfig,  # noqa: E402
@@ -31,6 +31,7 @@ FIELDS = {
     "offload_host_policy",
     "offload_horizon_bytes",
     "offload_planned",
+    "offload_report",
     "offload_trace",
     "offload_resident_bytes",
     "offload_max_inflight_bytes",
@@ -189,6 +190,20 @@ def test_flags() -> None:
     assert args.offload_modules == ["core_attn", "router_fc1"] and args.offload_activation
     assert offload_config_from_args(args) == OffloadConfig(min_tensor_bytes=4, directory="none", host_policy="error")
     assert offload_config_from_args(parser.parse_args([])) == OffloadConfig()
+    assert parser.parse_args([]).offload_report and not parser.parse_args(["--no-offload-report"]).offload_report
+    with pytest.raises(ValueError, match="--no-offload-report without --offload-activation"):
+        offload_config_from_args(parser.parse_args(["--no-offload-report"]))
+
+
+def test_a_report_is_refused_by_the_configuration_or_the_defaults(applied: Handle) -> None:
+    for config, defaults, expected in (
+        (make(), Settings(OffloadConfig(), ()), True),
+        (make(offload_report=False), Settings(OffloadConfig(), ()), False),
+        (make(), Settings(OffloadConfig(), (), has_report=False), False),
+    ):
+        assert has_report(config, defaults) is expected
+    with pytest.raises(ValueError, match="offload_report must be True or False"):
+        make(offload_report="no")
 
 
 @pytest.mark.parametrize(("value", "message"), [("-1", "negative"), ("1e6", "not a whole"), ("x", "not a whole")])
@@ -227,12 +242,15 @@ def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(app
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     add_offload_arguments(parser)  # as a trainer of ours would; a stock script does not
     size = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --no-rope-fusion"  # that takes TransformerEngine
-    flags = "--offload-activation --offload-modules core_attn router_fc1 --offload-horizon-bytes 3 --offload-dir none"
+    flags = (
+        "--offload-activation --offload-modules core_attn router_fc1 --offload-horizon-bytes 3 --offload-dir none "
+        "--no-offload-report"
+    )
     args = parser.parse_args(f"{size} {flags}".split())
     args.params_dtype = torch.float32
     config = arguments.core_transformer_config_from_args(args)
     engine = OffloadConfig(policy=FixedBounds(horizon_bytes=3), directory="none")
-    assert resolve(config, NO_DEFAULTS) == Settings(engine, ("core_attn", "router_fc1"))
+    assert resolve(config, NO_DEFAULTS) == Settings(engine, ("core_attn", "router_fc1"), has_report=False)
 
 
 def test_unsupported_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,10 @@ def test_bitwise_equal(package: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
     logger = importlib.import_module(f"{package}.loggers").CSVLogger(tmp_path)
     expected = fit(package, tmp_path, [])
-    got = fit(package, tmp_path, [OffloadCallback(CONFIG)], logger=logger)
+    callback = OffloadCallback(CONFIG)
+    callback.record()
+    got = fit(package, tmp_path, [callback], logger=logger)
+    assert "Saved tensors by module, step 0" in str(callback.report())
     assert len(got.losses) == 1 + 2 * STEPS + 2 * 2  # sanity check, training, validation
     assert_equal(expected, got)
     rows = csv.DictReader((Path(logger.log_dir) / "metrics.csv").open())

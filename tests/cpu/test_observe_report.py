@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload_engine import IterationStats
 from offload_engine._observe.chrome_trace import read_records, write_trace
-from offload_engine._observe.fold import link_use, module_rows, numbers_text, why_rows
+from offload_engine._observe.fold import ModuleRow, fold, link_use, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
@@ -35,10 +36,16 @@ def saved(
     return SavedRecord(group, name if ":" in group else "", module, (512, 512), "float32", nbytes, storage, reason)
 
 
-def a_step(rank: int = 0, small_bytes: int = 1024) -> StepRecord:
+def module_rows(*records: StepRecord) -> list[ModuleRow]:
+    return fold(row for record in records for row in sums_of(record).rows)
+
+
+def a_step(
+    rank: int = 0, small_bytes: int = 1024, unasked: Reason = Reason.NOT_ASKED, names: str = "attn"
+) -> StepRecord:
     """A chunk of four layers: two tensors over one storage in each, the last layer kept; outside: small and unasked."""
     reasons = [Reason.MOVED] * (NUM_LAYERS - 1) + [Reason.KEPT]
-    groups = [GroupRecord(f"1.0:{i}", "attn", i, i == NUM_LAYERS - 1, MIB) for i in range(NUM_LAYERS)]
+    groups = [GroupRecord(f"1.0:{i}", names.format(i), i, i == NUM_LAYERS - 1, MIB) for i in range(NUM_LAYERS)]
     inside = [saved(f"1.0:{i}", i, reason) for i, reason in enumerate(reasons) for _ in range(2)]
     outside = [
         saved("1.0", -1, Reason.TOO_SMALL, small_bytes, module=f"module.decoder.layers.{i}.norm")
@@ -64,12 +71,12 @@ def a_step(rank: int = 0, small_bytes: int = 1024) -> StepRecord:
         ),
         stages=(),
         counters=(),
-        saved=(*inside, *outside, saved("1.0", 9, Reason.NOT_ASKED, module="module.decoder.layers.0.mlp.fc2")),
+        saved=(*inside, *outside, saved("1.0", 9, unasked, module="module.decoder.layers.0.mlp.fc2")),
     )
 
 
 def test_rows_are_sums_of_storages_folded_over_layers_that_are_alike() -> None:
-    rows = {(row.module, numbers_text(row.layers)): row.sums for row in module_rows([a_step()])}
+    rows = {(row.module, numbers_text(row.layers)): row.sums for row in module_rows(a_step())}
     assert set(rows) == {
         ("attn", "0-2"),
         ("attn", "3"),
@@ -84,22 +91,53 @@ def test_rows_are_sums_of_storages_folded_over_layers_that_are_alike() -> None:
 
 
 def test_waits_are_those_of_the_groups_and_very_short_ones_are_none() -> None:
-    rows = {numbers_text(row.layers): row.sums.wait_ms for row in module_rows([a_step()]) if row.module == "attn"}
+    rows = {numbers_text(row.layers): row.sums.wait_ms for row in module_rows(a_step()) if row.module == "attn"}
     assert rows == {"0-2": 1.5, "3": 0.0}
 
 
 def test_ranks_fold_where_they_are_alike_only() -> None:
-    rows = module_rows([a_step(0), a_step(1), a_step(2, small_bytes=2048)])
-    norms = {numbers_text(row.ranks): row.sums.small_bytes for row in rows if row.module == "decoder.layers.*.norm"}
-    assert norms == {"0-1": 8 * 1024, "2": 4 * 2048}
+    rows = module_rows(a_step(0), a_step(1), a_step(2, unasked=Reason.EXCLUDED))
+    unasked = {numbers_text(row.ranks): row.sums.stayed_bytes for row in rows if row.module.endswith("fc2")}
+    assert unasked == {"0-1": {Reason.NOT_ASKED: 2 * MIB}, "2": {Reason.EXCLUDED: MIB}}
     (attn,) = [row for row in rows if row.module == "attn" and row.sums.moved_bytes]
-    assert attn.ranks == {0, 1, 2} and attn.sums.moved_bytes == 9 * MIB and attn.one.moved_bytes == MIB
+    assert attn.ranks == {0, 1, 2} and attn.sums.moved_bytes == 9 * MIB
+
+
+def test_sizes_alone_keep_no_rows_apart() -> None:
+    """Those of experts differ in every layer and on every rank."""
+    (norms,) = [row for row in module_rows(a_step(0), a_step(1, small_bytes=2048)) if row.sums.small_bytes]
+    assert norms.ranks == {0, 1} and norms.sums.small_bytes == 4 * (1024 + 2048)
+
+
+def test_groups_that_are_named_by_their_layer_fold() -> None:
+    record = a_step(names="model.layers.{}")
+    rows = [(row.module, numbers_text(row.layers), row.sums.num_groups) for row in module_rows(record)]
+    assert rows[:1] == [("model.layers.*", "0-2", 3)] and ("model.layers.*", "3", 1) in rows
+    assert "model.layers.*" in why_text([record], "moved")
+
+
+def test_the_number_in_the_name_of_a_group_is_its_layer_where_no_other_is_known() -> None:
+    record = a_step(names="h.{}")
+    record = replace(record, groups=tuple(replace(group, layer=-1) for group in record.groups))
+    assert [numbers_text(row.layers) for row in module_rows(record) if row.module == "h.*"] == ["0-2", "3"]
 
 
 def test_folded_rows_do_not_share_their_sums() -> None:
     """To add one to the other once changed both."""
-    (first, *_) = module_rows([a_step(), a_step(1)])
-    assert first.one.moved_bytes == MIB and first.one.num_groups == 1
+    sums = [sums_of(a_step(rank)) for rank in range(2)]
+    fold(row for each in sums for row in each.rows)
+    assert [each.rows[0].sums.moved_bytes for each in sums] == [3 * MIB, 3 * MIB]
+
+
+def test_stages_are_those_of_the_whole_pipeline() -> None:
+    """Stage 1 of each of two ranks: stages 2 and 3."""
+    records = [replace(a_step(rank), pipeline_rank=rank, num_pipeline_ranks=2) for rank in range(2)]
+    stages = [(row.stages, row.ranks) for row in module_rows(*records) if row.sums.moved_bytes]
+    assert stages == [({2}, {0}), ({3}, {1})]
+    assert [row.stages for row in module_rows(*records) if row.sums.small_bytes] == [{2, 3}], "without groups"
+    assert [row.stage for row in why_rows(records, "attn")[:2]] == [2, 3]
+    links = report_table(records).splitlines()[-3:-1]
+    assert [[cell.strip() for cell in line.strip("│").split("│")][:2] for line in links] == [["0", "2"], ["1", "3"]]
 
 
 def test_the_link_is_used_while_it_copies() -> None:
@@ -112,15 +150,23 @@ def test_the_report_has_both_tables() -> None:
     lines = report_table([a_step(0), a_step(1)]).splitlines()
     (row,) = [line for line in lines if "│ attn" in line and "0-2" in line]
     assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "0-1", "1", "0-2", "attn", "6", "6.0", "0.0", "0.0", "3.0", ""
+        "0-1", "1", "0-2", "attn", "6", "6.0", "0.0", "0.0", "", "3.0"
     ]  # fmt: skip
     (total,) = [line for line in lines if "│ all" in line]
     assert [cell.strip() for cell in total.strip("│").split("│")][4:] == [
-        "8", "6.0", "2.0", "0.0", "3.0", "not asked for 2.0"
+        "8", "6.0", "2.0", "0.0", "not asked for 2.0", "3.0"
     ]  # fmt: skip
     link = [cell.strip() for cell in lines[-2].strip("│").split("│")]
-    assert link == ["1", "10.0", "11.4", "6.0", "20%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
+    assert link == ["0-1", "1", "10.0", "11.4", "6.0", "20%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
     assert report_table([]) == "no step was recorded\n"
+
+
+def test_of_ranks_with_the_same_stages_the_worst_is_shown() -> None:
+    slow = replace(a_step(3), duration_ms=20.0, copies=(CopyRecord(OUT, "1.0:0", 4_000_000, 0.0, 1.0, 11.0),))
+    link = report_table([a_step(0), slow]).splitlines()[-2]
+    assert [cell.strip() for cell in link.strip("│").split("│")] == [
+        "0, 3", "1", "20.0", "11.4", "0.4", "50%", "3.8", "2.0", "20%", "1.5", "15%", "5"
+    ]  # fmt: skip
 
 
 def test_why_answers_for_module_shape_and_reason() -> None:
@@ -160,7 +206,7 @@ def test_without_a_recording_the_counters_are_told() -> None:
 
 def test_numbers_are_written_as_ranges() -> None:
     assert numbers_text([5, 0, 1, 2, -1, 7, 8]) == "0-2, 5, 7-8"
-    assert numbers_text([-1]) == ""
+    assert numbers_text([-1]) == "" and numbers_text([3, 3]) == "3"
 
 
 # ---- the command ----

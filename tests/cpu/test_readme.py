@@ -375,7 +375,8 @@ def known_options() -> set[str]:
     """List every flag of the packages, the tools and the examples; their own parsers are not needed for that."""
     sources = (path.read_text() for path in python_files(*PACKAGES, "tools", "examples"))
     options = {option for source in sources for option in re.findall(r"--[a-z][a-z-]+", source)}
-    return options | {f"--{name.replace('_', '-')}" for name in settings()}
+    made = add_offload_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
+    return options | set(made) | {f"--{name.replace('_', '-')}" for name in settings()}
 
 
 def settings() -> set[str]:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload_engine._compat import torch_private
+from tests.dist.launch import PlainGroup, run_ranks
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("offload_engine", "megatron_patches")
@@ -249,6 +250,16 @@ def test_the_class_behind_fully_shard(tmp_path: Path) -> None:
     assert torch_private.class_behind_fsdp(module) is Inner
     module.__class__ = Sharded
     assert torch_private.class_behind_fsdp(module) is Inner
+
+
+def test_ranks_meet_in_the_default_store() -> None:
+    assert run_ranks(_meet_in_store, world_size=2, pipeline=PlainGroup()) == [b"of rank 1", b"of rank 0"]
+
+
+def _meet_in_store() -> bytes:
+    rank, store = torch.distributed.get_rank(), torch_private.default_store()
+    store.set(str(rank), f"of rank {rank}")
+    return bytes(store.get(str(1 - rank)))
 
 
 def test_cuda_names_are_functions_everywhere() -> None:

@@ -88,8 +88,11 @@ def assert_equal(expected: Trained, got: Trained) -> None:
 def test_bitwise_equal(kind: str, checkpointing: bool, tmp_path: Path) -> None:
     expected = train(make_model(kind), tmp_path, [], gradient_checkpointing=checkpointing)
     model = make_model(kind)
-    got = train(model, tmp_path, [OffloadCallback(CONFIG)], gradient_checkpointing=checkpointing)
+    callback = OffloadCallback(CONFIG)
+    callback.record(tmp_path / "step.json")
+    got = train(model, tmp_path, [callback], gradient_checkpointing=checkpointing)
     assert_equal(expected, got)
+    assert "model.layers.*" in str(callback.report()) and (tmp_path / "step.json").exists()
     assert got.losses[0] != got.losses[2]  # it has learned something in between
     steps = [log for log in got.logs if "loss" in log]
     hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4

@@ -25,7 +25,8 @@ from tests.dist.tiny import make_chunks, make_config, run
 set_up_groups(Group(0, 1, "file://" + sys.argv[1] + "/store", Pipeline()), Pipeline())
 from megatron.core.pipeline_parallel import schedules
 chunks = make_chunks(make_config())
-run(chunks, 2)
+for _ in range(2):
+    run(chunks, 2)
 hooked = [name for name, module in chunks[0].named_modules() if module._forward_hooks]
 json.dump([__name__, sys.argv[1:], sys.path[0], hooked], open(sys.argv[1] + "/seen.json", "w"))
 """
@@ -41,6 +42,12 @@ def test_runs_a_script_as_main_with_its_own_arguments(tmp_path: Path) -> None:
     wanted = ("self_attention.core_attention", "mlp.linear_fc1", "mlp")
     unshared = ("input_layernorm", "self_attention.linear_qkv", "pre_mlp_layernorm")
     assert Counter(filter(None, parts)) == dict.fromkeys((*wanted, *unshared), num_layers)
+
+
+def test_its_flags_reach_every_model(tmp_path: Path) -> None:
+    trace = str(tmp_path / "step{step}.json")
+    _launch(tmp_path, "--offload-activation", "--offload-min-tensor-bytes", "1", "--offload-trace", trace)
+    assert (tmp_path / "step1.json").exists()
 
 
 def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def _check_parity(name: str) -> None:
         expected = _train(_make(name, num_microbatches))
         schedule = _make(name, num_microbatches)
         with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
+            offload.record()
             got = _train(schedule)
+        assert "Links and waits" in offload.report()
         assert offload.stats.copied_out_bytes > 0
         assert offload.stats.num_storages_left == 0
         assert len(expected.grads) == len(list(_parameters(schedule)))

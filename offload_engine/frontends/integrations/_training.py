@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,6 +24,27 @@ _REPORTED = (
 )
 
 
+class RecordsTraining:
+    """Records and reports for a callback, which has a `TrainingOffload` as `_offload`."""
+
+    _offload: TrainingOffload
+
+    def record(self, file: str | os.PathLike[str] | None = None) -> None:
+        """Record the next step that begins; before the training, its first one. See docs/observe.md.
+
+        Args:
+            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+        """
+        self._offload.record(file)
+
+    def report(self) -> str | None:
+        """Return the tables of the last recorded step of this rank, else what the counters of the last one tell.
+
+        None before the first training.
+        """
+        return self._offload.report()
+
+
 class TrainingOffload:
     """Shared implementation of the trainer callbacks. Offloads one model at a time.
 
@@ -37,6 +59,8 @@ class TrainingOffload:
         self._enable_ckpt = enable_ckpt
         self._find_layers = layers
         self._handle: LayerOffload | None = None
+        self._asks_for: list[str | os.PathLike[str] | None] = []  # the file of a recording, until a model is attached
+        self._last_report: str | None = None
 
     def attach(self, model: nn.Module) -> None:
         """Offload `model`, wrapped and sharded as it will train.
@@ -53,16 +77,30 @@ class TrainingOffload:
             config=self._config,
             layers=None if self._find_layers is None else self._find_layers(model),
         )
+        while self._asks_for:
+            self._handle.record(self._asks_for.pop())
 
     def detach(self) -> None:
         """Remove the offload from the model. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
+            self._last_report = handle.report()
             handle.remove()
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context manager for code that calls the layers directly; a no-op while no model is attached."""
         return nullcontext() if self._handle is None else self._handle.forward()
+
+    def record(self, file: str | os.PathLike[str] | None = None) -> None:
+        """Record the next step that begins, or the first one of the next model to train."""
+        if self._handle is None:
+            self._asks_for = [file]
+        else:
+            self._handle.record(file)
+
+    def report(self) -> str | None:
+        """Return what `LayerOffload.report` does for the model that trains or has trained last; None before any."""
+        return self._last_report if self._handle is None else self._handle.report()
 
     def metrics(self) -> dict[str, int]:
         """Return the counters of the last forward and backward by log name; empty while no model is attached."""

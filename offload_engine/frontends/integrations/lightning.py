@@ -13,10 +13,10 @@ except ModuleNotFoundError:  # the same classes under their older name; a callba
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from offload_engine.config import OffloadConfig
-from offload_engine.frontends.integrations._training import FindLayers, TrainingOffload
+from offload_engine.frontends.integrations._training import FindLayers, RecordsTraining, TrainingOffload
 
 
-class OffloadCallback(Callback):
+class OffloadCallback(RecordsTraining, Callback):
     """Offloads the saved tensors of a model's layers while `Trainer.fit` runs.
 
     `Trainer(callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is detected from the

@@ -20,6 +20,7 @@ from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.frontends._common.device import device_for
 from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups, check_group_bytes
+from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends._layers.layer_groups import GroupHook
@@ -62,7 +63,7 @@ def offload_schedule(
     return ScheduleOffload(schedule, config, group_bytes, meter)
 
 
-class ScheduleOffload:
+class ScheduleOffload(RecordsSteps):
     """Owns the offload of the stages of one schedule, until `remove()`. Made by `offload_schedule`."""
 
     def __init__(
@@ -82,6 +83,11 @@ class ScheduleOffload:
         self._comes_back_at_once: frozenset[ChunkKey] = frozenset()
         self._inputs_hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._attach()
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """Return the engine that moves the tensors."""
+        return self._session.engine
 
     @property
     def stats(self) -> IterationStats:

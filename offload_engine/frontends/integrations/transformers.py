@@ -8,10 +8,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from offload_engine.config import OffloadConfig
-from offload_engine.frontends.integrations._training import FindLayers, TrainingOffload
+from offload_engine.frontends.integrations._training import FindLayers, RecordsTraining, TrainingOffload
 
 
-class OffloadCallback(TrainerCallback):
+class OffloadCallback(RecordsTraining, TrainerCallback):
     """Offloads the saved tensors of a model's layers while the `Trainer` trains it.
 
     `Trainer(model, args, callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is

@@ -1,0 +1,29 @@
+"""`RecordsSteps`: what every handle of a front-end offers to see what its engine does."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+from offload_engine.engine import OffloadEngine
+
+
+class RecordsSteps(ABC):
+    """Records steps of the engine that a handle has, and reports them."""
+
+    @property
+    @abstractmethod
+    def engine(self) -> OffloadEngine:
+        """Return the engine that moves the tensors."""
+
+    def record(self, file: str | os.PathLike[str] | None = None) -> None:
+        """Record the next step that begins; see docs/observe.md.
+
+        Args:
+            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+        """
+        self.engine.record(file)
+
+    def report(self) -> str:
+        """Return the tables of the last recorded step of this rank, else what the counters of the last one tell."""
+        return self.engine.report()
