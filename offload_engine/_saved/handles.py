@@ -28,8 +28,10 @@ class PackedTensor:
         self.place: Place = place_of(tensor)
         self._is_conj = tensor.is_conj()
         self._is_neg = tensor.is_neg()
+        # Not `tensor.nbytes`, which torch.compile cannot trace with dynamic shapes: it may compile these frames, too.
+        nbytes: int = tensor.numel() * tensor.element_size()
         # This excludes an offset: with one the storage is larger than the tensor, or the tensor is not contiguous.
-        is_whole: bool = is_first and tensor.is_contiguous() and tensor.nbytes == storage.nbytes
+        is_whole: bool = is_first and nbytes == storage.nbytes and tensor.is_contiguous()
         self.has_storage_spec: bool = is_whole and not self._is_conj and not self._is_neg
         if self.has_storage_spec:
             storage.spec = self.place[1:]

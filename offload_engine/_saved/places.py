@@ -17,12 +17,19 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 
 def covers(saved: Place, other: Place) -> bool:
-    """Return whether each byte at `other` is also at `saved`; False also where that is not easy to tell."""
+    """Return whether a save of the bytes at `saved` is one of those at `other` as well.
+
+    Either each byte at `other` is also at `saved`, or both have gaps and lie within each other, as the parts of a split
+    along an inner dimension do: one kernel has written all of them before the first was saved. Slices that follow one
+    another may be written one by one, each between the saves of others.
+    """
     if saved == other or 0 in other[1]:
         return True
     begin, end = _span(other)
     saved_begin, saved_end = _span(saved)
-    return saved_begin <= begin and end <= saved_end and _is_dense(saved)
+    if _is_dense(saved):
+        return saved_begin <= begin and end <= saved_end
+    return saved_begin < end and begin < saved_end and not _is_dense(other)
 
 
 def _span(place: Place) -> tuple[int, int]:

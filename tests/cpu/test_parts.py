@@ -144,7 +144,9 @@ def test_a_view_of_what_an_earlier_group_saved_is_not_copied_again(engine: Offlo
         (lambda x: x[:0], lambda x: x[0], False),
         (lambda x: x.t(), lambda x: x[5], True),
         (lambda x: x[:, 2:4], lambda x: x[:, 2:4], True),
-        (lambda x: x[:, 2:4], lambda x: x[1:3, 4:6], False),  # within its span, but between its bytes
+        (lambda x: x[:, 2:4], lambda x: x[:, 4:6], True),  # parts of one split
+        (lambda x: x[:3, 2:4], lambda x: x[5:, 4:6], False),  # one behind the other
+        (lambda x: x[:, 2:4], lambda x: x[1, 4:6], False),  # between its bytes, and dense
         (lambda x: x[::2], lambda x: x[1], False),
         (lambda x: x[1].expand(3, SIDE), lambda x: x[1], True),
         (lambda x: x.as_strided((2, 3), (5, 0)), lambda x: x[0, 1:3], False),  # as many elements as its span has
@@ -152,7 +154,7 @@ def test_a_view_of_what_an_earlier_group_saved_is_not_copied_again(engine: Offlo
         (lambda x: x[:2], lambda x: x.view(torch.int16)[2], False),
     ],
 )
-def test_a_place_covers_another_if_each_byte_of_it_was_saved(
+def test_a_place_covers_what_was_saved_or_split_with_it(
     saved: Callable[[torch.Tensor], torch.Tensor], other: Callable[[torch.Tensor], torch.Tensor], is_covered: bool
 ) -> None:
     x = torch.zeros(SIDE, SIDE)
