@@ -258,6 +258,7 @@ class OffloadEngine:
 
     def snapshot(self) -> EngineSnapshot:
         """Return the current bytes and copies."""
+        self._store.retire_dropped()
         counters, leaving = self._store.counters, self._executor.leaving
         return EngineSnapshot(
             saved_bytes=counters.saved_bytes,
@@ -278,6 +279,7 @@ class OffloadEngine:
         Returns:
             Number of bytes returned to the system.
         """
+        self._store.retire_dropped()
         return self.pool.trim()
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:

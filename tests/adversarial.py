@@ -325,6 +325,9 @@ class AdversarialDevice:
         else:
             stream.queue.append((event,))
 
+    def wait_stream(self, stream: AdversarialStream, leader: AdversarialStream) -> None:
+        self.wait_event(stream, self.record_event(leader))
+
     def is_copy_thread(self) -> bool:
         return False
 
@@ -375,7 +378,7 @@ class AdversarialDevice:
         weakref.finalize(view, self._forget_block, key, memory).atexit = False
         if spec is None:
             return tensor
-        shape, stride, dtype = spec
+        _, shape, stride, dtype = spec
         return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, shape, stride)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
@@ -396,17 +399,21 @@ class AdversarialDevice:
         memory.poison()
         return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,))
 
-    def copy_out(self, stream: AdversarialStream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
+    def copy_out(
+        self, stream: AdversarialStream, copies: Sequence[tuple[torch.Tensor, HostRegion]]
+    ) -> AdversarialEvent:
         self._enter()
         for tick, (source, target) in enumerate(copies, stream.now + 1):
             self._copy_out(stream, tick, source, target)
         stream.tick(len(copies))  # not before: the copies of one call have no order among themselves
+        return self.record_event(stream)
 
-    def copy_in(self, stream: AdversarialStream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
+    def copy_in(self, stream: AdversarialStream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> AdversarialEvent:
         self._enter()
         for tick, (source, target) in enumerate(copies, stream.now + 1):
             self._copy_in(stream, tick, source, target)
         stream.tick(len(copies))  # as above
+        return self.record_event(stream)
 
     def host_read(self, tensor: torch.Tensor) -> PlainRead:
         return PlainRead(tensor)

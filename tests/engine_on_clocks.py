@@ -76,6 +76,9 @@ class ClockDevice:
         else:
             self._copied[stream] = max(self._copied[stream], event.at)
 
+    def wait_stream(self, stream: str, leader: str) -> None:
+        self.wait_event(stream, self.record_event(leader))
+
     def is_copy_thread(self) -> bool:
         return False
 
@@ -94,11 +97,13 @@ class ClockDevice:
     def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
         return new_buffer(nbytes, spec, self.torch_device)
 
-    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
+    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> Event:
         self.copy(stream, sum(region.nbytes for _, region in copies))
+        return self.record_event(stream)
 
-    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> Event:
         self.copy(stream, sum(region.nbytes for region, _ in copies))
+        return self.record_event(stream)
 
     def copy(self, stream: str, nbytes: int) -> None:
         """Issue a copy of `nbytes` of the engine."""

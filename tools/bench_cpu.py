@@ -92,6 +92,8 @@ class InstantDevice:
 
     def wait_event(self, stream: str, event: str) -> None: ...
 
+    def wait_stream(self, stream: str, leader: str) -> None: ...
+
     def is_copy_thread(self) -> bool:
         return False
 
@@ -109,9 +111,11 @@ class InstantDevice:
     def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
         return new_buffer(nbytes, spec, self.torch_device)
 
-    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> None: ...
+    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> str:
+        return stream
 
-    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> None: ...
+    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> str:
+        return stream
 
     def free_host_bytes(self) -> int:
         return 1 << 40

@@ -38,7 +38,7 @@ TESTS = tuple(f"tests/cpu/test_{name}.py" for name in _TARGETS)
 NUM_BATCHES = 8  # of random pipelines
 TIMEOUT_S = 300
 
-_WAITS = re.compile(r"^(wait_event|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
+_WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
 _EVENT_ARGUMENTS = {"give_back": 1, "put": 3, "give_up_part": 0}  # method -> position of the events it hands over
 _WAITED_FOR = (
     "events",

@@ -39,7 +39,7 @@ typedef struct {
     copy_batch_t copy_batch; /* NULL: the runtime has none, or one with other arguments */
 } Calls;
 
-#define VALUES_ON_STACK (1 + 3 * 64)
+#define COPIES_ON_STACK 64
 
 /* Parses `count` non-negative integers; false, with an exception set, if there are more or fewer or others. */
 static int parse(const char *name, PyObject *const *args, Py_ssize_t given, Py_ssize_t count, size_t *values)
@@ -70,12 +70,28 @@ static PyObject *calls_record(PyObject *self, PyObject *const *args, Py_ssize_t 
 
 static PyObject *calls_wait(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
-    size_t values[3];
+    size_t values[2];
     int code;
-    if (!parse("wait", args, given, 3, values))
+    if (!parse("wait", args, given, 2, values))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    code = ((Calls *)self)->wait((void *)values[0], (void *)values[1], (unsigned)values[2]);
+    code = ((Calls *)self)->wait((void *)values[0], (void *)values[1], 0);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(code);
+}
+
+/* The event is free again at once: a wait is for what the event stood for when the wait was issued. */
+static PyObject *calls_wait_stream(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    Calls *calls = (Calls *)self;
+    size_t values[3];
+    int code;
+    if (!parse("wait_stream", args, given, 3, values))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    code = calls->record((void *)values[1], (void *)values[2]);
+    if (code == 0)
+        code = calls->wait((void *)values[0], (void *)values[1], 0);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(code);
 }
@@ -88,48 +104,57 @@ static PyObject *calls_query(PyObject *self, PyObject *const *args, Py_ssize_t g
     return PyLong_FromLong(((Calls *)self)->query((void *)values[0]));
 }
 
-static PyObject *calls_copy(PyObject *self, PyObject *const *args, Py_ssize_t given)
-{
-    size_t values[5];
-    int code;
-    if (!parse("copy", args, given, 5, values))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    code = ((Calls *)self)->copy((void *)values[0], (const void *)values[1], values[2], (int)values[3],
-                                 (void *)values[4]);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromLong(code);
-}
-
-/* `values` are the stream, then `count` targets, as many sources, and as many sizes. */
-static int issue_batch(copy_batch_t copy_batch, size_t *values, size_t count)
+/* `head` is the stream, the event and the kind; `arrays` are `count` targets, as many sources, and as many sizes. */
+static int issue_copies(const Calls *calls, const size_t *head, size_t *arrays, size_t count)
 {
     attributes_t attributes = {.source_access_order = STREAM_ORDER, .flags = OVERLAP_WITH_COMPUTE};
-    size_t first = 0, *targets = values + 1, *sources = targets + count, *sizes = sources + count;
-    int code;
-    Py_BEGIN_ALLOW_THREADS
-    code = copy_batch((void *const *)targets, (const void *const *)sources, sizes, count, &attributes, &first, 1,
-                      (void *)values[0]);
-    Py_END_ALLOW_THREADS
-    return code;
+    size_t first = 0, *targets = arrays, *sources = targets + count, *sizes = sources + count;
+    void *stream = (void *)head[0], *event = (void *)head[1];
+    int code = 0;
+    /* One call takes the host less time than one for each copy. CUDA refuses it on the default stream. */
+    if (count > 1 && stream != NULL && calls->copy_batch != NULL)
+        code = calls->copy_batch((void *const *)targets, (const void *const *)sources, sizes, count, &attributes,
+                                 &first, 1, stream);
+    else
+        for (size_t i = 0; i < count && code == 0; i++)
+            code = calls->copy((void *)targets[i], (const void *)sources[i], sizes[i], (int)head[2], stream);
+    return code == 0 ? calls->record(event, stream) : code;
 }
 
-static PyObject *calls_copy_batch(PyObject *self, PyObject *const *args, Py_ssize_t given)
+/* Parses `count` times target, source and size into three arrays; false, with an exception set, if one is no size. */
+static int parse_copies(PyObject *const *args, Py_ssize_t count, size_t *arrays)
 {
-    size_t on_stack[VALUES_ON_STACK], *values = on_stack;
-    copy_batch_t copy_batch = ((Calls *)self)->copy_batch;
-    PyObject *code = NULL;
-    if (copy_batch == NULL)
-        return PyErr_Format(PyExc_RuntimeError, "copy_batch(): this CUDA runtime has no cudaMemcpyBatchAsync of CUDA 13");
-    if (given < 4 || given % 3 != 1)
-        return PyErr_Format(PyExc_TypeError, "copy_batch() takes a stream and three arguments a copy, got %zd", given);
-    if (given > VALUES_ON_STACK && (values = PyMem_New(size_t, given)) == NULL)
+    for (Py_ssize_t i = 0; i < 3 * count; i++) {
+        size_t value = PyLong_AsSize_t(args[i]);
+        if (value == (size_t)-1 && PyErr_Occurred())
+            return 0;
+        arrays[i % 3 * count + i / 3] = value;
+    }
+    return 1;
+}
+
+static PyObject *calls_copy_all(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    size_t head[3], on_stack[3 * COPIES_ON_STACK], *arrays = on_stack;
+    Py_ssize_t count = given / 3 - 1;
+    PyObject *result = NULL;
+    int code;
+    if (given < 6 || given % 3 != 0)
+        return PyErr_Format(PyExc_TypeError,
+                            "copy_all() takes a stream, an event, a kind and three arguments a copy, got %zd", given);
+    if (!parse("copy_all", args, 3, 3, head))
+        return NULL;
+    if (count > COPIES_ON_STACK && (arrays = PyMem_New(size_t, 3 * count)) == NULL)
         return PyErr_NoMemory();
-    if (parse("copy_batch", args, given, given, values))
-        code = PyLong_FromLong(issue_batch(copy_batch, values, (size_t)given / 3));
-    if (values != on_stack)
-        PyMem_Free(values);
-    return code;
+    if (parse_copies(args + 3, count, arrays)) {
+        Py_BEGIN_ALLOW_THREADS
+        code = issue_copies((Calls *)self, head, arrays, (size_t)count);
+        Py_END_ALLOW_THREADS
+        result = PyLong_FromLong(code);
+    }
+    if (arrays != on_stack)
+        PyMem_Free(arrays);
+    return result;
 }
 
 static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
@@ -160,13 +185,14 @@ static int calls_init(PyObject *self, PyObject *args, PyObject *keywords)
 
 static PyMethodDef calls_methods[] = {
     {"record", (PyCFunction)(void (*)(void))calls_record, METH_FASTCALL, "cudaEventRecord(event, stream)"},
-    {"wait", (PyCFunction)(void (*)(void))calls_wait, METH_FASTCALL, "cudaStreamWaitEvent(stream, event, flags)"},
+    {"wait", (PyCFunction)(void (*)(void))calls_wait, METH_FASTCALL, "cudaStreamWaitEvent(stream, event, 0)"},
+    {"wait_stream", (PyCFunction)(void (*)(void))calls_wait_stream, METH_FASTCALL,
+     "cudaEventRecord(event, leader) and cudaStreamWaitEvent(stream, event, 0); takes (stream, event, leader)"},
     {"query", (PyCFunction)(void (*)(void))calls_query, METH_FASTCALL, "cudaEventQuery(event)"},
-    {"copy", (PyCFunction)(void (*)(void))calls_copy, METH_FASTCALL,
-     "cudaMemcpyAsync(target, source, nbytes, kind, stream)"},
+    {"copy_all", (PyCFunction)(void (*)(void))calls_copy_all, METH_FASTCALL,
+     "cudaMemcpyBatchAsync, or cudaMemcpyAsync for each, then cudaEventRecord; takes (stream, event, kind), then target, "
+     "source and size of each copy"},
     {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
-    {"copy_batch", (PyCFunction)(void (*)(void))calls_copy_batch, METH_FASTCALL,
-     "cudaMemcpyBatchAsync(stream, *targets, *sources, *sizes)"},
     {NULL, NULL, 0, NULL},
 };
 

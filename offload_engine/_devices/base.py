@@ -77,6 +77,12 @@ class Device(Protocol):
             CopyError: if the work that `event` stands for is already known to have failed.
         """
 
+    def wait_stream(self, stream: Stream, leader: Stream) -> None:
+        """Make work issued to `stream` from now on wait for all work issued to `leader` so far.
+
+        The same as `wait_event(stream, record_event(leader))`, in one call.
+        """
+
     def is_copy_thread(self) -> bool:
         """Return True in a thread that copies, where waiting for a copy might deadlock."""
 
@@ -111,7 +117,7 @@ class Device(Protocol):
     def allocate(self, nbytes: int, stream: Stream, spec: TensorSpec | None = None) -> torch.Tensor:
         """Allocate a device tensor from the memory pool of the compute stream `stream`, uninitialized.
 
-        It is 1-D uint8, or of a spec of equal size, if the caller needs that tensor anyway.
+        It is 1-D uint8, or of a spec that covers `nbytes` bytes from the first on, if the caller needs that tensor.
 
         Work already issued to `stream` may still be using these bytes: a copy into them waits for an event that is
         recorded on `stream` after this call.
@@ -126,21 +132,24 @@ class Device(Protocol):
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
         """Allocate bytes for a storage that `empty` left without any, for every tensor that holds it."""
 
-    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
+    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> Event:
         """Issue the device-to-host copies of whole storages on `stream`, in no order among themselves.
 
         A tensor stands for its storage here, whatever its shape and dtype. The caller keeps it alive, and unchanged,
-        until an event recorded afterwards has completed.
+        until the returned event has completed.
 
         Args:
             stream: from `new_stream`.
             copies: source and target of each.
 
+        Returns:
+            The event after the last byte, and after all that `stream` was given before.
+
         Raises:
             ValueError: if a target has another size than its source, or is not inside its slab; nothing is issued.
         """
 
-    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
+    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> Event:
         """Issue the host-to-device copies into whole storages on `stream`; otherwise as `copy_out`."""
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:

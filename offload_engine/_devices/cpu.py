@@ -89,6 +89,9 @@ class CpuDevice:
         else:
             event.raise_failure()
 
+    def wait_stream(self, stream: Stream, leader: Stream) -> None:
+        self.wait_event(stream, self.record_event(leader))
+
     def is_copy_thread(self) -> bool:
         return CopyThread.is_current()
 
@@ -122,17 +125,19 @@ class CpuDevice:
         storage.resize_(nbytes)
         return whole(storage)
 
-    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> None:
+    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> Event:
         for source, target in copies:
             check_copy(source, target)
         for source, target in copies:
             stream.write(source, target.slab, target.offset)
+        return stream.record()
 
-    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> None:
+    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> Event:
         for source, target in copies:
             check_copy(target, source)
         for source, target in copies:
             stream.read(source.slab, source.offset, target)
+        return stream.record()
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)

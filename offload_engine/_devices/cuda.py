@@ -10,24 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import CopyError, Event, HostRead, HostSlab, Stream, TensorSpec
+from offload_engine._devices.base import CopyError, Event, HostRead, HostSlab, Stream
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_memory import available_host_bytes
 from offload_engine._devices.host_read import MappedReader
 from offload_engine._devices.pinned import PinnedSlab, numa_node_of
-from offload_engine._devices.regions import check_slab_size, new_buffer, whole
+from offload_engine._devices.regions import check_slab_size, whole
 
 logger = logging.getLogger(__name__)
-
-# `ExternalStream` treats this handle as "none given" and makes a new stream.
-_DEFAULT_STREAM = 0
 
 
 class CudaDevice:
@@ -63,8 +58,10 @@ class CudaDevice:
         # Each group makes many of these calls: nothing stands between the engine and the runtime.
         self.current_stream = partial(torch_private.cuda_current_stream, self._index)
         self.record_event, self.wait_event = self._runtime.record, self._runtime.wait
+        self.wait_stream = self._runtime.wait_stream
         self.is_complete = self._runtime.is_complete
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
+        self.allocate = self._runtime.allocate
         self.mark_time, self.milliseconds_between = self._runtime.mark_time, self._runtime.milliseconds_between
         self._reader: MappedReader | None = None  # made by the first read
         self._numa_node = numa_node_of(self.torch_device)
@@ -92,17 +89,11 @@ class CudaDevice:
                 f"CUDA failed before or in a copy on {self.torch_device}: {error}. Restart the process."
             ) from error
 
-    def allocate(self, nbytes: int, stream: Stream, spec: TensorSpec | None = None) -> torch.Tensor:
-        if stream == self.current_stream():  # nearly always; saves a context manager
-            return new_buffer(nbytes, spec, self.torch_device)
-        with self._on(stream):
-            return new_buffer(nbytes, spec, self.torch_device)
-
     def empty(self, storage: torch.UntypedStorage) -> None:
         storage.resize_(0)
 
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
-        with self._on(stream):  # resize_ allocates from the pool of the current stream
+        with self._runtime.on(stream):  # resize_ allocates from the pool of the current stream
             storage.resize_(nbytes)
         return whole(storage)
 
@@ -110,13 +101,6 @@ class CudaDevice:
         if self._reader is None:
             self._reader = MappedReader(self.torch_device, self._runtime)
         return self._reader.read(tensor)
-
-    def _on(self, stream: Stream) -> AbstractContextManager[Any]:
-        if stream == self.current_stream():
-            return nullcontext()  # nearly always, and it takes a tenth of the time
-        if stream == _DEFAULT_STREAM:
-            return torch.cuda.stream(torch.cuda.default_stream(self.torch_device))
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
 
     def free_host_bytes(self) -> int:
         return available_host_bytes()

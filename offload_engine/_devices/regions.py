@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-TensorSpec = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Shape, stride in elements, and dtype of a tensor over the whole of its storage."""
+TensorSpec = tuple[Any, ...]
+"""Storage offset, shape, strides and dtype of a tensor, all in elements: which bytes of its storage it has.
+
+A tuple of no fixed length, because each saved tensor has one, and the compiled core would copy one of a fixed length
+field by field.
+"""
 
 
 class HostSlab(Protocol):
@@ -46,10 +50,10 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage
 
 
 def new_buffer(nbytes: int, spec: TensorSpec | None, device: torch.device) -> torch.Tensor:
-    """Return a tensor with a new, uninitialized storage of `nbytes` bytes: 1-D uint8, or of `spec`, of equal size."""
+    """Return a tensor over all of a new, uninitialized storage of `nbytes` bytes: 1-D uint8, or of `spec`."""
     if spec is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    shape, stride, dtype = spec
+    _, shape, stride, dtype = spec
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 

@@ -26,7 +26,8 @@ class PackedTensor:
     def __init__(self, tensor: torch.Tensor, storage: SavedStorage, retired: RetireQueue, is_first: bool) -> None:
         self._retired = retired
         self.place: Place = place_of(tensor)
-        self._is_conj = tensor.is_conj()
+        dtype: torch.dtype = self.place[3]
+        self._is_conj = dtype.is_complex and tensor.is_conj()
         self._is_neg = tensor.is_neg()
         # Not `tensor.nbytes`, which torch.compile cannot trace with dynamic shapes: it may compile these frames, too.
         nbytes: int = tensor.numel() * tensor.element_size()
@@ -34,7 +35,7 @@ class PackedTensor:
         is_whole: bool = is_first and nbytes == storage.nbytes and tensor.is_contiguous()
         self.has_storage_spec: bool = is_whole and not self._is_conj and not self._is_neg
         if self.has_storage_spec:
-            storage.spec = self.place[1:]
+            storage.spec = self.place
         self.storage: SavedStorage = storage
         self._handles = storage.handles  # see `SavedStorage.has_lost_handles`
         storage.handles[id(self)] = self.place

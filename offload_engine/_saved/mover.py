@@ -33,7 +33,6 @@ from offload_engine._saved.transfers import (
     drop_buffer,
     empty_buffer,
     hand_over_buffer,
-    record_produced,
     wait_for_last_copy,
 )
 from offload_engine.errors import OffloadError
@@ -106,8 +105,6 @@ class StorageMover:
         lease, regions = lent
         for saved, region in zip(storages, regions):  # noqa: B905  (as many by construction)
             saved.lease, saved.region = lease, region
-        if produced is None:
-            produced = record_produced(storages, self._context)
         copied_out = copy_out(storages, lease, produced, self._context)
         for saved in storages:
             saved.pending = saved.copied_out = copied_out

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-# Storage offset, shape, strides and dtype. A tuple of no fixed length, because each saved tensor has one, and the
-# compiled core would copy one of a fixed length field by field.
-Place = tuple[Any, ...]
+from offload_engine._devices.regions import TensorSpec as Place
 
 
 def place_of(tensor: torch.Tensor) -> Place:

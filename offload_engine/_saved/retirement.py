@@ -16,7 +16,7 @@ class RetireQueue:
 
     The last handle may be dropped at any time: the garbage collector frees graphs in cycles, in the middle of an
     operation and in any thread. So an operation of the store holds `lock`, inside which nothing is retired, and calls
-    `drain` afterwards.
+    `drain` before and afterwards.
 
     Nothing is retired in a thread that copies, where the collector may run as well: retiring waits for a copy in
     flight, and the thread might wait for itself. The next operation that ends in another thread does it.
@@ -43,8 +43,10 @@ class RetireQueue:
         self._is_interrupted: bool = False
 
     def retire(self, saved: SavedStorage) -> None:
-        """Retire a storage whose last handle was dropped, now or after the running operation; for destructors."""
+        """Retire a storage whose last handle was dropped, now or with the next operation; for destructors."""
         self.dropped.append(saved)
+        if saved.buffer is None and saved.emptied is None:
+            return  # it has no device bytes: the next operation retires it, together with others
         try:
             self.drain()
         except KeyboardInterrupt:

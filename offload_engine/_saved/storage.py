@@ -124,8 +124,10 @@ class SavedStorage:
         "_pin",
     )
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, group: TensorGroup, stream: Stream) -> None:
-        self.key: object = storage._cdata  # an int, but one that compiled code need not convert for each look-up
+    def __init__(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: object, group: TensorGroup, stream: Stream
+    ) -> None:
+        self.key: object = key  # an int, but one that compiled code need not convert for each look-up
         self.has_address: bool = True  # it may be found by its key, if no other storage was saved under the key since
         self.version: int = tensor._version
         self.nbytes: int = storage.nbytes()
@@ -141,7 +143,8 @@ class SavedStorage:
         self.lease: GroupLease | None = None
         self.region: HostRegion | None = None  # its part of the lease
         self.handles: dict[int, Place] = {}  # of those that autograd holds, by their `id`
-        self.aliases: dict[int, torch.Tensor] = {}  # as `buffer` for all but the first; a part may have its own counter
+        # As `buffer`, for the handles of all tensors but the first, which may have version counters of their own.
+        self.aliases: dict[int, torch.Tensor] | None = None
         self.group: TensorGroup = group  # the first group that saved it, which copies it out; or the ungrouped one
         self.sharers: tuple[TensorGroup, ...] = ()  # other groups that saved it
         self.is_leaving: bool = False  # its copy-out is issued or delayed, and may lack later writes
@@ -160,7 +163,7 @@ class SavedStorage:
         """
         assert self.buffer is not None
         storage = self.buffer.untyped_storage()
-        if _num_tensors(storage) == 1 + len(self.aliases):
+        if _num_tensors(storage) == 1 + self.num_aliases():
             return False
         self._pin = _AddressPin(storage)
         return True
@@ -168,12 +171,18 @@ class SavedStorage:
     def watch(self, tensor: torch.Tensor, handle: int) -> None:
         """Keep the version counter of a tensor saved by another handle than the first, while `buffer` has its bytes."""
         if self.buffer is not None and self.copied_in is None:
+            if self.aliases is None:
+                self.aliases = {}
             self.aliases[handle] = tensor.detach()
+
+    def num_aliases(self) -> int:
+        """Return the number of tensors besides `buffer` that this storage keeps over its bytes."""
+        return 0 if self.aliases is None else len(self.aliases)
 
     def forget_handle(self, handle: int) -> None:
         """Forget a handle that autograd has dropped. Idempotent."""
         self.handles.pop(handle, None)
-        if self.aliases:
+        if self.aliases is not None:
             self.aliases.pop(handle, None)
 
     def has_lost_handles(self) -> bool:
@@ -194,21 +203,22 @@ class SavedStorage:
 
     def is_modified(self) -> bool:
         """Return whether any of the saved bytes were written in place, or discarded, since they were saved."""
-        if self.aliases and any([alias._version != self.version for alias in list(self.aliases.values())]):
-            return True
+        if self.aliases is not None:
+            if any([alias._version != self.version for alias in list(self.aliases.values())]):
+                return True
         return self.is_modified_for(0)
 
     def is_modified_for(self, handle: int) -> bool:
         """Return whether the bytes that a handle needs were written in place, or discarded, since they were saved."""
         assert self.buffer is not None
-        saved = self.aliases.get(handle, self.buffer) if self.aliases else self.buffer
+        saved = self.buffer if self.aliases is None else self.aliases.get(handle, self.buffer)
         return saved._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
 
     def may_be_emptied(self) -> bool:
         """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""
         assert self.buffer is not None and self.num_external_refs is not None
         storage = self.buffer.untyped_storage()
-        return storage.resizable() and _num_tensors(storage) <= 1 + len(self.aliases) + self.num_external_refs
+        return storage.resizable() and _num_tensors(storage) <= 1 + self.num_aliases() + self.num_external_refs
 
     def may_be_handed_over(self) -> bool:
         """Return whether only the tensor of one handle, on `stream`, needs `buffer`."""

@@ -72,6 +72,8 @@ class ActivationStore:
         self._empties: dict[torch.dtype, torch.Tensor] = {}
 
     def __enter__(self) -> ActivationStore:
+        if self._dropped:
+            self._retired.drain()
         return self
 
     def __exit__(
@@ -128,7 +130,12 @@ class ActivationStore:
     @property
     def lent_bytes(self) -> int:
         """Host bytes that are lent now."""
+        self.retire_dropped()
         return self._pool.lent_bytes
+
+    def retire_dropped(self) -> None:
+        """Retire the storages that have lost their last handle and wait for the next operation."""
+        self._retired.drain()
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
@@ -145,7 +152,7 @@ class ActivationStore:
             with self._lock:
                 saved = self._by_key.get(key)
                 if saved is None or _is_another_save(saved, tensor):
-                    saved = self._by_key[key] = SavedStorage(tensor, storage, group, self._current_stream())
+                    saved = self._by_key[key] = SavedStorage(tensor, storage, key, group, self._current_stream())
                     is_first = True
                     self.live[saved] = None
                     if self.alloc_streams.streams:

@@ -65,12 +65,23 @@ def record_produced(storages: Sequence[SavedStorage], context: TransferContext) 
 
 
 def copy_out(
-    storages: Sequence[SavedStorage], lease: GroupLease, produced: Sequence[Event], context: TransferContext
+    storages: Sequence[SavedStorage], lease: GroupLease, produced: Sequence[Event] | None, context: TransferContext
 ) -> Event:
-    """Issue the copy-out of `storages` into their regions of `lease`; return the event after the last byte."""
+    """Issue the copy-out of `storages` into their regions of `lease`; return the event after the last byte.
+
+    Args:
+        storages: of one group.
+        lease: of their host bytes.
+        produced: what `record_produced` returned when the group committed; None: it commits now.
+        context: device and copy streams.
+    """
     device, stream, recorder = context.device, context.copy_out_stream, context.recorder
-    for event in produced:
-        device.wait_event(stream, event)  # Rule 1
+    if produced is None:
+        for compute in _streams_of(storages):
+            device.wait_stream(stream, compute)  # Rule 1
+    else:
+        for event in produced:
+            device.wait_event(stream, event)  # Rule 1
     for event in lease.ready_after:
         with suppress(CopyError):  # of a finished copy whose data was dropped: its bytes are free all the same
             device.wait_event(stream, event)  # Rule 2
@@ -80,8 +91,7 @@ def copy_out(
         copies.append((storage.buffer, storage.region))
     begin = None if recorder is None else recorder.mark(stream)
     try:
-        device.copy_out(stream, copies)
-        copied_out = device.record_event(stream)
+        copied_out = device.copy_out(stream, copies)
     except BaseException:
         _finish(stream, device)
         raise
@@ -102,11 +112,10 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
             buffer = device.restore(storage.emptied, storage.nbytes, storage.stream)
         copies.append((storage.region, buffer))
     for compute in _streams_of(storages):
-        device.wait_event(stream, device.record_event(compute))  # Rule 4
+        device.wait_stream(stream, compute)  # Rule 4
     begin = None if recorder is None else recorder.mark(stream)
     try:
-        device.copy_in(stream, copies)
-        copied_in = device.record_event(stream)
+        copied_in = device.copy_in(stream, copies)
     except BaseException:
         _finish(stream, device)
         copies.clear()  # keeps the buffers alive until here: compiled code drops variables after their last use
@@ -150,13 +159,13 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     assert storage.buffer is not None
     if context.on_release is not None:
         context.on_release(storage.buffer)
-    storage.aliases.clear()
+    storage.aliases = None
     storage.buffer = None
 
 
 def hand_over_buffer(storage: SavedStorage) -> None:
     """Leave the buffer to its one reader, on the current stream, which is `storage.stream`."""
-    storage.aliases.clear()
+    storage.aliases = None
     storage.buffer = storage.copied_in = None
 
 
@@ -165,7 +174,7 @@ def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
     _follow_readers(storage, context.device)
     assert storage.buffer is not None
     storage.emptied = storage.buffer.untyped_storage()
-    storage.aliases.clear()
+    storage.aliases = None
     storage.buffer = None
     context.device.empty(storage.emptied)
 
@@ -210,7 +219,7 @@ def _finish(stream: Stream, device: Device) -> None:
 
 def _follow_readers(storage: SavedStorage, device: Device) -> None:
     for reader in storage.readers:
-        device.wait_event(storage.stream, device.record_event(reader))  # Rule 6
+        device.wait_stream(storage.stream, reader)  # Rule 6
     storage.readers = ()
     if storage.last_read is not None:
         device.wait_event(storage.stream, storage.last_read)  # Rule 6

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -406,10 +407,10 @@ def first_write_fails(monkeypatch: pytest.MonkeyPatch) -> DiskFull:
     return full
 
 
-def failed_copy(device: CpuDevice, stream: object) -> HostRegion:
+def failed_copy(device: CpuDevice, stream: object) -> tuple[Any, HostRegion]:
+    """Issue a copy-out that will fail; return its event and its target."""
     region = HostRegion(device.new_slab(4096), 0, 100)
-    device.copy_out(stream, [(garbage(100), region)])
-    return region
+    return device.copy_out(stream, [(garbage(100), region)]), region
 
 
 def wait_until_done(event: object) -> None:
@@ -418,8 +419,7 @@ def wait_until_done(event: object) -> None:
 
 def test_a_full_disk_is_a_copy_error(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
     stream = file_device.new_stream("out")
-    failed_copy(file_device, stream)
-    event = file_device.record_event(stream)
+    event, _ = failed_copy(file_device, stream)
     for wait in (file_device.synchronize, lambda e: file_device.wait_event(file_device.current_stream(), e)):
         with pytest.raises(CopyError, match="copy-out of 100 bytes to FileSlab.*No space left") as caught:
             wait(event)
@@ -433,9 +433,9 @@ def test_a_real_limit_of_the_system_is_a_copy_error(file_device: CpuDevice) -> N
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the system signals and fails writes behind it
     try:
-        file_device.copy_out(stream, [(garbage(8192), HostRegion(slab, 0, 8192))])
+        event = file_device.copy_out(stream, [(garbage(8192), HostRegion(slab, 0, 8192))])
         with pytest.raises(CopyError):
-            finish(file_device, stream)
+            file_device.synchronize(event)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -443,16 +443,16 @@ def test_a_real_limit_of_the_system_is_a_copy_error(file_device: CpuDevice) -> N
 def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:
     stream, slab = file_device.new_stream("in"), file_device.new_slab(MIB)
     os.ftruncate(slab._fd, 100)
-    file_device.copy_in(stream, [(HostRegion(slab, 0, 200), garbage(200))])
+    event = file_device.copy_in(stream, [(HostRegion(slab, 0, 200), garbage(200))])
     with pytest.raises(CopyError, match="100 bytes early"):
-        finish(file_device, stream)
+        file_device.synchronize(event)
 
 
 def test_an_error_does_not_reach_the_next_step(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
     stream = file_device.new_stream("out")
-    region = failed_copy(file_device, stream)
+    event, region = failed_copy(file_device, stream)
     with pytest.raises(CopyError):
-        finish(file_device, stream)
+        file_device.synchronize(event)
     source, target = garbage(100, 1), torch.zeros(100, dtype=torch.uint8)
     file_device.copy_out(stream, [(source, region)])
     file_device.copy_in(stream, [(region, target)])
@@ -460,14 +460,11 @@ def test_an_error_does_not_reach_the_next_step(file_device: CpuDevice, first_wri
     assert torch.equal(source, target)
 
 
-def test_copies_behind_a_failed_one_are_skipped_up_to_the_event(
-    file_device: CpuDevice, first_write_fails: DiskFull
-) -> None:
+def test_copies_of_one_call_after_a_failed_one_are_skipped(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
     stream, slab = file_device.new_stream("out"), GatedSlab()
     slab.gate.set()
-    failed_copy(file_device, stream)
-    file_device.copy_out(stream, [(garbage(1), HostRegion(slab, 1, 1))])
-    failed = file_device.record_event(stream)
+    broken = HostRegion(file_device.new_slab(4096), 0, 100)
+    failed = file_device.copy_out(stream, [(garbage(100), broken), (garbage(1), HostRegion(slab, 1, 1))])
     file_device.copy_out(stream, [(garbage(1), HostRegion(slab, 2, 1))])
     finish(file_device, stream)
     assert slab.ran == [2]
@@ -483,11 +480,9 @@ def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_f
     )
     seen.gate.set()
     file_device.copy_out(out, [(garbage(1), HostRegion(gate, 0, 1))])  # the failure is not known yet when `back` waits
-    failed_copy(file_device, out)
-    event = file_device.record_event(out)
+    event, _ = failed_copy(file_device, out)
     file_device.wait_event(back, event)
-    file_device.copy_in(back, [(HostRegion(seen, 0, 1), garbage(1))])
-    dependent = file_device.record_event(back)
+    dependent = file_device.copy_in(back, [(HostRegion(seen, 0, 1), garbage(1))])
     gate.gate.set()
     with pytest.raises(CopyError, match="No space left"):
         file_device.synchronize(dependent)
@@ -502,8 +497,7 @@ def test_a_failure_keeps_no_tensor(file_device: CpuDevice, first_write_fails: Di
     stream, region = file_device.new_stream("out"), HostRegion(file_device.new_slab(4096), 0, 100)
     source = garbage(100)
     gone = weakref.ref(source)
-    file_device.copy_out(stream, [(source, region)])
-    event = file_device.record_event(stream)
+    event = file_device.copy_out(stream, [(source, region)])
     del source
     wait_until_done(event)
     assert event.failure is not None
@@ -515,9 +509,9 @@ def test_a_copy_with_a_closed_slab_fails_and_hits_no_other_file(file_device: Cpu
     slab.close()
     bystander = tmp_path / "bystander"
     with bystander.open("wb"):  # takes over the number of the closed file
-        file_device.copy_out(stream, [(garbage(100), HostRegion(slab, 0, 100))])
+        event = file_device.copy_out(stream, [(garbage(100), HostRegion(slab, 0, 100))])
         with pytest.raises(CopyError):
-            finish(file_device, stream)
+            file_device.synchronize(event)
     assert bystander.read_bytes() == b""
 
 

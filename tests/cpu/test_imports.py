@@ -29,6 +29,7 @@ LAYERS = {
         ("planning.planner",),
         ("_devices._cuda_calls", "_devices.regions"),
         ("_devices.base",),
+        ("_devices.cuda_calls",),
         ("errors",),
         ("_observe", "_observe.labels", "_observe.modules", "_observe.reasons"),
         ("_observe.record",),

@@ -22,7 +22,7 @@ class Chunk:
         self.innermost_group = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits())
         if saves:
             tensor = torch.ones(3)
-            storage = SavedStorage(tensor, tensor.untyped_storage(), self.innermost_group, None)
+            storage = SavedStorage(tensor, tensor.untyped_storage(), None, self.innermost_group, None)
             self.innermost_group.add(storage)
 
     def on_group_commit_forward(self) -> TensorGroup | None:

@@ -24,6 +24,7 @@ from tests.cpu.test_cuda_calls import (  # noqa: F401  (fixtures)
     folder,
     having,
     last_call,
+    last_record,
     number,
     runtime,
 )
@@ -127,7 +128,7 @@ def cuda(runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime: 
 @needs_compiler
 def test_cuda_marks_are_events_with_timing_recorded_on_their_stream(cuda: CudaRuntime, runtime: Any) -> None:  # noqa: F811
     mark = cuda.mark_time(STREAM)
-    assert last_call(runtime)[:3] == (1, mark.handle, STREAM)
+    assert last_record(runtime) == (mark.handle, STREAM)
     assert number(runtime, "last_flags").value == 0, "without timing CUDA cannot tell the time of it"
     event = cuda.record(STREAM)
     assert number(runtime, "last_flags").value == 2 and event.handle != mark.handle
