@@ -66,7 +66,7 @@ LAYERS = {
         ("_policy.planned",),
         ("_policy.choose", "_policy.executor"),
         ("chunk",),
-        ("functions",),
+        ("functions", "engine_view"),
         ("engine",),
         ("frontends._common", "frontends._common.compiling", "frontends._common.weights"),
         ("frontends._common.device", "frontends._common.recording", "frontends._common.session"),

@@ -308,7 +308,7 @@ class LayerGroups:
         forward = self._forward
         if forward is None or is_in_backward():
             return StayingTensor(without_graph(tensor))
-        group = forward.chunk.innermost_group
+        group = forward.chunk.groups.innermost
         hooks = forward.chunk.hooks
         if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):
             forward.chunk.close_group()  # not earlier: views of the last storage may still be written
