@@ -144,7 +144,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Recall groups that are being copied out, because the backward comes next."""
         for group in self.groups:
             if group.leaving_bytes:
-                self._executor.store.recall(group)
+                self._executor.store.moves.recall(group)
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context manager for the forward of a group: tensors saved inside it belong to the group."""
@@ -244,7 +244,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
         """Copy in the group with this index. No-op for resident storages."""
-        self._executor.store.issue_copy_in(self._group(group_to_reload))
+        self._executor.store.moves.issue_copy_in(self._group(group_to_reload))
 
     def _group(self, index: int) -> TensorGroup:
         if not 0 <= index < len(self.groups):

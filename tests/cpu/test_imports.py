@@ -55,6 +55,7 @@ LAYERS = {
         ("_saved.quantized", "_saved.eligibility"),
         ("_saved.transfers",),
         ("_saved.mover",),
+        ("_saved.group_moves",),
         ("_saved.store", "tracker"),
         ("_chunk", "_chunk.progress"),
         ("_chunk.group_stack",),
