@@ -46,6 +46,7 @@ LAYERS = {
         ("planning.host_bytes",),
         ("planning.simulated",),
         ("planning.simulate",),
+        ("_host.slabs",),
         ("_host.pool",),
         ("_host.leases",),
         ("_saved", "_saved.places"),
