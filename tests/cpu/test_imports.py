@@ -93,7 +93,7 @@ LAYERS = {
         ("_model.sites",),
         ("_model.unshared", "_model.experts", "_model.graphs", "_model.validate"),
         ("_hooks", "_hooks.bracket", "_hooks.held"),
-        ("_hooks.nodes",),
+        ("_hooks.module_hooks", "_hooks.nodes"),
         ("_hooks.attach",),
         ("_rows", "_rows.registry", "_rows.host_reads", "_rows.runtime"),
         (
