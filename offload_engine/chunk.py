@@ -49,7 +49,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     Attributes:
         key: virtual stage and microbatch.
-        groups: a sequence of the groups of this forward so far, in order; `innermost` is the open one.
+        groups: of this forward so far, in order, by iteration or index; `innermost` is the open one.
         hooks: packs the tensors that autograd saves.
 
     Raises:

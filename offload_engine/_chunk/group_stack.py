@@ -11,7 +11,7 @@ from offload_engine.traits import GroupTraits
 
 
 class GroupStack:
-    """Owns the groups of one forward of one chunk; as a sequence, those opened so far, in order.
+    """Owns the groups of one forward of one chunk. Its items are those opened so far, in order.
 
     Args:
         key: stage and microbatch.
