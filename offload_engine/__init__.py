@@ -4,7 +4,8 @@ from offload_engine._compat import torch_private as _torch_private  # noqa: F401
 from offload_engine._compat.build import IS_COMPILED
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
-from offload_engine.engine import EngineSnapshot, OffloadEngine
+from offload_engine.engine import OffloadEngine
+from offload_engine.engine_view import EngineSnapshot
 from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends.any_model import ManagedActivations, manage_activations
 from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     Attributes:
         key: virtual stage and microbatch.
+        groups: of this forward so far, in order, by iteration or index; `innermost` is the open one.
         hooks: packs the tensors that autograd saves.
 
     Raises:
@@ -78,21 +79,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         super(HandlerBase, self).__init__(bound, tensor_need_offloading_checker or _any_tensor)
         self.key: ChunkKey = key
         self._executor = executor
-        self._groups = GroupStack(key, keep_groups, bound, has_head)
-        self.hooks: SavedTensorHooks = SavedTensorHooks(executor.store, self._groups, tensor_need_offloading_checker)
+        self.groups: GroupStack = GroupStack(key, keep_groups, bound, has_head)
+        self.hooks: SavedTensorHooks = SavedTensorHooks(executor.store, self.groups, tensor_need_offloading_checker)
 
     def __repr__(self) -> str:
         return f"<ChunkOffloadHandler stage {self.key.stage} microbatch {self.key.microbatch}>"
-
-    @property
-    def groups(self) -> Sequence[TensorGroup]:
-        """Return the groups of this forward so far, in order."""
-        return self._groups.progress.groups
-
-    @property
-    def innermost_group(self) -> TensorGroup | None:
-        """Return the innermost open group, if any."""
-        return self._groups.open_groups[-1] if self._groups.open_groups else None
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +94,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             name: used in statistics, recordings and errors.
             traits: known facts about the group.
         """
-        groups = self._groups
+        groups = self.groups
         if self.current_group == 0 and groups.progress.groups and groups.progress.is_forward_done:
             # Another pass of the same handler, after the backward of the last one reached the first group.
             groups.start_again()
@@ -123,21 +114,21 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             OffloadError: if no group is open.
             CopyError: if the copy-out of an earlier group has failed.
         """
-        if not self._groups.open_groups:
+        if not self.groups.open_groups:
             raise OffloadError(f"{self!r} has no open group to commit; call open_group() or group_start() first")
         self.tensor_count_current_group = 0
-        group = self._groups.open_groups.pop()
+        group = self.groups.open_groups.pop()
         group.ends_layer = ends_layer
         if keep:
             self._executor.keep(group)
         else:
-            self._executor.at(COMMIT, self._groups.progress, group)
+            self._executor.at(COMMIT, self.groups.progress, group)
         return group
 
     def abandon_group(self) -> None:
         """Close the innermost open group, whose forward raised. Its saved tensors are freed with their graph."""
-        if self._groups.open_groups:
-            self._groups.open_groups.pop().is_kept = False
+        if self.groups.open_groups:
+            self.groups.open_groups.pop().is_kept = False
 
     def offload_kept_groups(self, name: str | None = None) -> None:
         """Copy out kept groups whose backward does not come at once after all, for instance before another forward.
@@ -153,7 +144,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """Recall groups that are being copied out, because the backward comes next."""
         for group in self.groups:
             if group.leaving_bytes:
-                self._executor.store.recall(group)
+                self._executor.store.moves.recall(group)
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context manager for the forward of a group: tensors saved inside it belong to the group."""
@@ -163,7 +154,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def begin_forward(self) -> None:
         """Mark the start of the forward. Called by `OffloadEngine.start_chunk`."""
-        self._executor.at(FORWARD, self._groups.progress)
+        self._executor.at(FORWARD, self.groups.progress)
 
     def begin_tail(self) -> None:
         """Mark the start of the last block of the forward.
@@ -171,29 +162,29 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         Its run time hides the copies issued so far, so the next backward can wait for them for free. It may save groups
         of its own.
         """
-        self._executor.at(TAIL, self._groups.progress)
+        self._executor.at(TAIL, self.groups.progress)
 
     def begin_head(self) -> None:
         """Mark the end of the layers: copy-outs are released, to make room for logits and loss.
 
         Idempotent. No-op without `has_head`: then the first kept group is the mark.
         """
-        if self._groups.progress.has_head:
-            self._executor.at(HEAD, self._groups.progress)
+        if self.groups.progress.has_head:
+            self._executor.at(HEAD, self.groups.progress)
 
     def end_forward(self) -> None:
         """Mark the end of the forward: from now on the groups may be prefetched. Idempotent.
 
         Without this call the next forward, or this chunk's own backward, marks it.
         """
-        self._executor.at(FORWARD_END, self._groups.progress)
+        self._executor.at(FORWARD_END, self.groups.progress)
 
     def begin_backward(self) -> None:
         """Mark the start of the chunk's backward: releases memory of earlier copy-outs so that backward can reuse it.
 
         Idempotent. Without this call the backward of the first group is the mark, which may come after the peak.
         """
-        self._executor.at(CHUNK_BACKWARD, self._groups.progress)
+        self._executor.at(CHUNK_BACKWARD, self.groups.progress)
 
     def end_loss(self) -> None:
         """Mark that the backward has finished the loss and freed its memory: prefetch of the groups begins.
@@ -201,7 +192,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         Without this call prefetch starts with the backward of the last group. If the forward had a tail, groups before
         the last layer are copied in one layer ahead and no earlier: the tail's backward needs memory in large pieces.
         """
-        self._executor.at(LOSS_DONE, self._groups.progress)
+        self._executor.at(LOSS_DONE, self.groups.progress)
 
     def note_launch(self) -> None:
         """Mark that the device had to wait for the host and has work again: issues delayed copy-outs.
@@ -214,16 +205,16 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
             OffloadError: if the host tier is full and `host_policy` is "error".
             CopyError: if an earlier copy has failed.
         """
-        self._executor.at(LAUNCH, self._groups.progress)
+        self._executor.at(LAUNCH, self.groups.progress)
 
     # -- contract of TransformerEngine's handler ---------------------------------------------------------------------
 
     def tensor_push(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         """Pack one saved tensor; return a handle, or the tensor itself if it stays."""
-        if not self._groups.open_groups:
+        if not self.groups.open_groups:
             self.open_group("layer")
         self.tensor_count_current_group += 1
-        packed = self.hooks.pack_plain(tensor, self._groups.open_groups[-1])
+        packed = self.hooks.pack_plain(tensor, self.groups.open_groups[-1])
         return packed if isinstance(packed, PackedTensor) else packed.unpack()
 
     def tensor_pop(self, tensor_tag: Any, **kwargs: Any) -> torch.Tensor:
@@ -234,18 +225,18 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def on_group_commit_forward(self) -> TensorGroup | None:
         """Close the open group; no-op if none is open, as in evaluation."""
-        return self.close_group() if self._groups.open_groups else None
+        return self.close_group() if self.groups.open_groups else None
 
     def on_group_commit_backward(self, group: TensorGroup | None = None) -> None:
         """Begin the backward of `group`; None, as TransformerEngine's function passes, means the next one down."""
-        groups = self._groups.progress.groups
+        groups = self.groups.progress.groups
         index = max(self.current_group - 1, 0) if group is None else group.index
         self.current_group = index
-        self._executor.at(BACKWARD, self._groups.progress, groups[index] if index < len(groups) else None)
+        self._executor.at(BACKWARD, self.groups.progress, groups[index] if index < len(groups) else None)
 
     def on_group_start_backward(self) -> None:
         """End the backward of a group."""
-        self._executor.at(BACKWARD_END, self._groups.progress)
+        self._executor.at(BACKWARD_END, self.groups.progress)
 
     def bulk_offload_group(self, group_to_offload: int) -> None:
         """Copy out the group with this index. No-op for storages that have been copied out already."""
@@ -253,7 +244,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
         """Copy in the group with this index. No-op for resident storages."""
-        self._executor.store.issue_copy_in(self._group(group_to_reload))
+        self._executor.store.moves.issue_copy_in(self._group(group_to_reload))
 
     def _group(self, index: int) -> TensorGroup:
         if not 0 <= index < len(self.groups):

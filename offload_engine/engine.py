@@ -4,61 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
 
 import torch
 
-from offload_engine._compat import torch_private
 from offload_engine._devices import make_device
-from offload_engine._devices.base import Device, HostRead, Stream
+from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
-from offload_engine._observe.labels import Ranges
 from offload_engine._observe.observer import Observer
-from offload_engine._observe.record import StepRecord
 from offload_engine._policy.choose import make_policy
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.leaving import LeavingQueue
-from offload_engine._policy.planned import PlannedPolicy
-from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
+from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import HELD
-from offload_engine.planning.plan import Plan
 from offload_engine.policies import LowestPeak
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
-_current_graph_task: Final[Any] = torch_private.current_graph_task
 
 
-class EngineSnapshot(NamedTuple):
-    """Bytes and copies of an engine at one moment; see `OffloadEngine.snapshot`."""
-
-    saved_bytes: int
-    """Bytes saved by groups and held by a handle, wherever they are."""
-    resident_bytes: int
-    """Those of `saved_bytes` that are on the device."""
-    prefetched_bytes: int
-    """Bytes of copy-ins that are issued and not used yet."""
-    inflight_bytes: int
-    """Bytes of copy-outs that are issued and not released."""
-    leaving: tuple[TensorGroup, ...]
-    """The groups of these copy-outs, oldest first."""
-    num_live: int
-    """Number of saved storages held by a handle."""
-    lent_bytes: int
-    """Host bytes lent to them."""
-
-
-class OffloadEngine:
+class OffloadEngine(EngineView):
     """Moves the saved activations of one model to the host and back.
 
     An iteration is one training step: any number of forwards and backwards of chunks. Between iterations, under
@@ -95,48 +68,12 @@ class OffloadEngine:
         self.meter: ResidencyMeter | None = meter
         unawaited, leaving = UnawaitedCopies(), LeavingQueue()
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=unawaited)
-        self.current_chunk: ChunkOffloadHandler | None = None
-        self._store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
-        policy = make_policy(self.config.policy or LowestPeak(), self._store.counters, leaving)
-        self._executor = Executor(self._store, self.device, policy, leaving, self.config.dry_run)
-        self._observer = Observer(pipeline, logs_first_step)
-        self._is_in_iteration = False
+        store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
+        policy = make_policy(self.config.policy or LowestPeak(), store.counters, leaving)
+        executor = Executor(store, self.device, policy, leaving, self.config.dry_run)
+        super().__init__(store, executor, Observer(pipeline, logs_first_step))
         self._is_closed = False
         self._num_chunks = 0
-
-    @property
-    def is_active(self) -> bool:
-        """Return whether groups may be opened: in an iteration, with gradients, outside any running backward."""
-        return self._is_in_iteration and torch.is_grad_enabled() and _current_graph_task() == -1
-
-    @property
-    def active_chunk(self) -> ChunkOffloadHandler | None:
-        """Return the chunk whose forward runs, if groups may be opened; else None."""
-        return self.current_chunk if self.is_active else None
-
-    @property
-    def is_in_iteration(self) -> bool:
-        """Return True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
-        return self._is_in_iteration
-
-    @property
-    def has_saved(self) -> bool:
-        """Return whether a graph still holds a tensor that the engine packed: its backward may still come.
-
-        Raises:
-            KeyboardInterrupt: if one has come in a destructor, where Python drops it. So does `end_iteration`.
-        """
-        return self._store.has_handles()
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether a copy has failed since the last `reset_iteration()`: saved tensors may be incomplete."""
-        return self._store.failures.has_failed
-
-    @property
-    def stats(self) -> IterationStats:
-        """Return the counters of the running iteration, or of the last one."""
-        return self._store.counters.stats
 
     def begin_iteration(
         self,
@@ -247,29 +184,6 @@ class OffloadEngine:
         """
         self._store.alloc_streams.declare(tensor, stream)
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
-
-        `planning.plan.format_plan` prints it.
-        """
-        policy = self._executor.policy
-        return policy.plan if isinstance(policy, PlannedPolicy) else None
-
-    def snapshot(self) -> EngineSnapshot:
-        """Return the current bytes and copies."""
-        self._store.retire_dropped()
-        counters, leaving = self._store.counters, self._executor.leaving
-        return EngineSnapshot(
-            saved_bytes=counters.saved_bytes,
-            resident_bytes=counters.resident_bytes,
-            prefetched_bytes=counters.prefetched_bytes,
-            inflight_bytes=leaving.inflight_bytes,
-            leaving=tuple(leaving.groups),
-            num_live=len(self._store.live),
-            lent_bytes=self.pool.lent_bytes,
-        )
-
     def trim_host_memory(self) -> int:
         """Return idle host memory, which no storage uses and no copy reads, to the system.
 
@@ -281,40 +195,6 @@ class OffloadEngine:
         """
         self._store.retire_dropped()
         return self.pool.trim()
-
-    def host_read(self, tensor: torch.Tensor) -> HostRead:
-        """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
-
-        Unlike `.cpu()` it does not queue behind copies of activations in flight. Larger tensors are read by `.cpu()`,
-        at once. The result may be pinned: if it is copied to a device without blocking, on a stream other than that of
-        the next read, keep a reference until the copy is over.
-
-        Returns:
-            A handle: `wait()` returns the tensor on the CPU; `tensor` is valid once the stream has reached the read.
-        """
-        return self.device.host_read(tensor)
-
-    @property
-    def ranges(self) -> Ranges:
-        """Ranges in profiles around what the engine issues."""
-        return self._store.context.ranges
-
-    def record(self, file: str | os.PathLike[str] | None = None) -> None:
-        """Record the next iteration that begins; see docs/observe.md.
-
-        Args:
-            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
-        """
-        self._observer.ask(file)
-
-    @property
-    def last_record(self) -> StepRecord | None:
-        """The last iteration that was recorded, of this rank; for `RankReports`."""
-        return self._observer.record
-
-    def report(self) -> str:
-        """Return the tables of the last recorded iteration, else what the counters of the last one tell."""
-        return self._observer.report(self.stats)
 
     def end_iteration(self) -> IterationStats:
         """End a training step, after its last backward.

@@ -13,7 +13,7 @@ def release_all(engine: OffloadEngine) -> None:
     """Release every copy-out, as a peak does."""
     executor = engine._executor
     while executor.leaving.queue:
-        executor.store.release(executor.leaving.pop())
+        executor.store.moves.release(executor.leaving.pop())
 
 
 def is_in_backward(window: Any, key: ChunkKey) -> bool:

@@ -460,7 +460,7 @@ class Unit(nn.Module):
         if self.is_excluded:
             engine.exclude(x)
         x = group_start(x, chunk, type(self.block).__name__, GroupTraits(may_delay=self.may_delay, layer=self.layer))
-        group = chunk.innermost_group
+        group = chunk.groups.innermost
         assert group is not None
         with chunk.saved_tensors_hooks():
             out = self._inner(x, runner)

@@ -17,6 +17,7 @@ import torch
 
 from megatron_patches._hooks.bracket import GroupBracket, HooksPause
 from megatron_patches._hooks.held import HeldTensors
+from megatron_patches._hooks.module_hooks import ModuleHooks
 from megatron_patches._hooks.nodes import PlanNodes
 from megatron_patches._model.experts import linears_of_experts
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
@@ -64,7 +65,7 @@ class Attachment:
         """Groups opened so far, by name."""
         self._weights: list[weakref.ref[torch.Tensor]] = []
         self._is_closed: bool = False
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: ModuleHooks = ModuleHooks()
         self._brackets: list[GroupBracket] = []
         self._last_groups: list[frozenset[int]] = []
         self._unused_names: set[str] = set()
@@ -81,7 +82,7 @@ class Attachment:
             self._attach_sites(chunk, sites)
             self._attach_moe_layers(chunk)
             self._attach_pauses(chunk, names)
-            self._handles += self.held.attach(chunk)  # last: these hooks run after the hooks that commit groups
+            self._hooks.handles += self.held.attach(chunk)  # last: these hooks run after the hooks that commit groups
             self._unused_names.update(site.name for site in sites)
         self.checkpoint_bracket: GroupBracket | None = (
             None if layers_per_checkpoint is None else self.bracket(Site("layer_input", "", None))
@@ -153,8 +154,7 @@ class Attachment:
         if self._is_closed:
             return
         self._is_closed = True
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.remove()
         self.abandon_iteration()
         self.engine.close()
 
@@ -198,13 +198,13 @@ class Attachment:
                 handler.end_forward()
                 when_backward_begins(output, handler.begin_backward)
 
-        self._handles.append(chunk.register_forward_pre_hook(enter_chunk))
+        self._hooks.handles.append(chunk.register_forward_pre_hook(enter_chunk))
         block = last_block(chunk)
         if block is not None:
-            self._handles.append(block.register_forward_pre_hook(begin_last_block))
+            self._hooks.handles.append(block.register_forward_pre_hook(begin_last_block))
         if head is not None:
-            self._handles.append(head.register_forward_hook(begin_head))
-        self._handles.append(chunk.register_forward_hook(leave_chunk, always_call=True))
+            self._hooks.handles.append(head.register_forward_hook(begin_head))
+        self._hooks.handles.append(chunk.register_forward_hook(leave_chunk, always_call=True))
 
     def _leave_called(self) -> ChunkOffloadHandler | None:
         called, self._called = self._called, None
@@ -223,13 +223,13 @@ class Attachment:
         ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self._ranges += (bracket for _, bracket in ranges)
         for site, bracket in ranges:
-            self._leave_before(modules[str(site.until)], bracket)
+            self._hooks.leave_before(modules[str(site.until)], bracket)
         for site, bracket in zip(sites, brackets, strict=True):
             if site.until is None:
-                self._enclose(modules[site.path], bracket)
+                self._hooks.enclose(modules[site.path], bracket)
         for site, bracket in ranges:
             owner = modules[site.path.rpartition(".")[0]]
-            self._enter_after(modules[site.path], owner, bracket)
+            self._hooks.enter_after(modules[site.path], owner, bracket)
 
     def _attach_moe_layers(self, chunk: torch.nn.Module) -> None:
         # After the dispatcher has read its split sizes, the device waits until the host has launched the kernels of
@@ -243,49 +243,18 @@ class Attachment:
                 running.note_launch()
 
         for layer in moe_layers(chunk):
-            self._handles.append(layer.register_forward_hook(note_launch))
+            self._hooks.handles.append(layer.register_forward_hook(note_launch))
 
     def _attach_pauses(self, chunk: torch.nn.Module, names: Sequence[str]) -> None:
         # Hooks pause in modules that share no saved tensor with a group: with 32 experts in each layer they cost the
         # host a twentieth of the step. In a linear of experts they pause after the one tensor that a group may need.
         unshared = unshared_modules(chunk, names)
         for module in unshared:
-            self._pause_in(module, self._pause.enter)
+            self._hooks.pause_in(module, self._pause, self._pause.enter)
         without_hooks = {part for module in unshared for part in module.modules()}
         for linear in linears_of_experts(chunk):
             if linear not in without_hooks:
-                self._pause_in(linear, self._pause.enter_linear)
-
-    def _pause_in(self, module: torch.nn.Module, enter: Callable[..., None]) -> None:
-        # Innermost: entered after a range that ends at the module is left, left before a range that begins there.
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(self._pause.leave, prepend=True, always_call=True))
-
-    def _enclose(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            bracket.enter()
-
-        def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            return bracket.leave_with(output)
-
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
-
-    def _enter_after(self, module: torch.nn.Module, owner: torch.nn.Module, bracket: GroupBracket) -> None:
-        def enter(module: torch.nn.Module, args: Any, output: Any) -> None:
-            bracket.enter()
-
-        def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            bracket.leave()  # still open only if an exception was raised inside the range
-
-        self._handles.append(module.register_forward_hook(enter))
-        self._handles.append(owner.register_forward_hook(leave, always_call=True))
-
-    def _leave_before(self, module: torch.nn.Module, bracket: GroupBracket) -> None:
-        def leave(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return bracket.leave_with_arguments(args, kwargs)
-
-        self._handles.append(module.register_forward_pre_hook(leave, with_kwargs=True))
+                self._hooks.pause_in(linear, self._pause, self._pause.enter_linear)
 
 
 def when_backward_begins(output: Any, do: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from offload_engine import OffloadEngine
 
 
 class HostReads(TorchFunctionMode):
-    """Reads device tensors by `OffloadEngine.host_read` in `cpu()`, `item()`, `tolist()` and `masked_select()`.
+    """Reads device tensors by `Device.host_read` in `cpu()`, `item()`, `tolist()` and `masked_select()`.
 
     For single calls of code that cannot be changed: each operation under the mode costs about a microsecond more.
 
@@ -50,7 +50,7 @@ _SELECTS = (torch.Tensor.masked_select, torch.masked_select)
 
 def read_now(value: Any, engine: OffloadEngine) -> Any:
     """Return a device tensor on the host, after waiting for it; return any other value unchanged."""
-    return engine.host_read(value).wait() if isinstance(value, torch.Tensor) and value.is_cuda else value
+    return engine.device.host_read(value).wait() if isinstance(value, torch.Tensor) and value.is_cuda else value
 
 
 def select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ def _wrap_move(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..
         if engine is None or not torch.is_tensor(tensor) or not tensor.is_cuda:
             return original(tensor, as_numpy=as_numpy, record_stream=record_stream)
         # As with the original, the caller waits for the stream before it reads the result.
-        moved = engine.host_read(tensor).tensor
+        moved = engine.device.host_read(tensor).tensor
         if record_stream:
             tensor.record_stream(torch.cuda.current_stream())
         return moved.numpy() if as_numpy else moved

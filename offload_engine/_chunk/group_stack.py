@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.schedule import ChunkKey
@@ -9,7 +11,7 @@ from offload_engine.traits import GroupTraits
 
 
 class GroupStack:
-    """Owns the groups of one forward of one chunk.
+    """Owns the groups of one forward of one chunk. Its items are those opened so far, in order.
 
     Args:
         key: stage and microbatch.
@@ -32,6 +34,20 @@ class GroupStack:
         self._key = key
         self._keep_groups = keep_groups
         self._first_kept = first_kept
+
+    def __iter__(self) -> Iterator[TensorGroup]:
+        return iter(self.progress.groups)
+
+    def __len__(self) -> int:
+        return len(self.progress.groups)
+
+    def __getitem__(self, index: int) -> TensorGroup:
+        return self.progress.groups[index]
+
+    @property
+    def innermost(self) -> TensorGroup | None:
+        """Return the innermost open group, if any."""
+        return self.open_groups[-1] if self.open_groups else None
 
     def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
         """Open a group inside the innermost one, if any."""

@@ -153,7 +153,15 @@ class Device(Protocol):
         """Issue the host-to-device copies into whole storages on `stream`; otherwise as `copy_out`."""
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
-        """Start reading a small device tensor, without queueing behind copies in flight."""
+        """Start reading a small device tensor (up to 8 KiB), such as split sizes, on the current stream.
+
+        Unlike `.cpu()` it does not queue behind copies of activations in flight. Larger tensors are read by `.cpu()`,
+        at once. The result may be pinned: if it is copied to a device without blocking, on a stream other than that of
+        the next read, keep a reference until the copy is over.
+
+        Returns:
+            A handle: `wait()` returns the tensor on the CPU; `tensor` is valid once the stream has reached the read.
+        """
 
     def free_host_bytes(self) -> int:
         """Return the free bytes of the host tier that this process may use."""

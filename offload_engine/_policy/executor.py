@@ -46,6 +46,7 @@ class Executor:
         self.store: ActivationStore = store
         self.policy: Policy = policy
         self.leaving: LeavingQueue = leaving
+        self._moves = store.moves
         self._is_complete = device.is_complete
         self._dry_run = dry_run
         self._context = store.context
@@ -95,9 +96,9 @@ class Executor:
             return
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around(OUT, group):
-                issued = self.store.issue_copy_out(group, produced)
+                issued = self._moves.issue_copy_out(group, produced)
         else:
-            issued = self.store.issue_copy_out(group, produced)
+            issued = self._moves.issue_copy_out(group, produced)
         if issued is not None:
             if self._context.recorder is not None:
                 self._context.recorder.note_move(OUT, group, issued.nbytes)
@@ -108,7 +109,7 @@ class Executor:
     def copy_in(self, group: TensorGroup) -> int:
         """Recall a group's storages that are leaving and copy in those on host; return the number copied in."""
         if group.leaving_bytes:
-            self.store.recall(group)
+            self._moves.recall(group)
         nbytes = group.on_host_bytes
         if not nbytes:
             return 0
@@ -116,8 +117,8 @@ class Executor:
             self._context.recorder.note_move(IN, group, nbytes)
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around(IN, group):
-                return self.store.issue_copy_in(group)
-        return self.store.issue_copy_in(group)
+                return self._moves.issue_copy_in(group)
+        return self._moves.issue_copy_in(group)
 
     def keep(self, group: TensorGroup) -> None:
         """Commit a group that stays resident, because its backward comes at once."""
@@ -150,7 +151,7 @@ class Executor:
     def _commit(self, group: TensorGroup) -> None:
         self._count(group)
         if group.may_delay and not group.is_kept and not self._dry_run:
-            self._produced[group] = self.store.record_produced(group)
+            self._produced[group] = self._moves.record_produced(group)
 
     def _count(self, group: TensorGroup) -> None:
         stats = self.store.counters.stats
@@ -170,9 +171,9 @@ class Executor:
     def _release(self, issued: CopyOut) -> None:
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around(DROP, issued.group):
-                self.store.release(issued)
+                self._moves.release(issued)
         else:
-            self.store.release(issued)
+            self._moves.release(issued)
         if self._context.recorder is not None:
             self._context.recorder.note_move(DROP, issued.group, issued.nbytes)
 
@@ -187,9 +188,9 @@ class Executor:
         """Make the current stream wait once for the group, where unpack would wait for each storage."""
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around("wait", group):
-                self.store.await_copy_in(group)  # early wait
+                self._moves.await_copy_in(group)  # early wait
         else:
-            self.store.await_copy_in(group)  # early wait
+            self._moves.await_copy_in(group)  # early wait
 
     def _drop(self, group: TensorGroup) -> None:
         issued = self.leaving.take(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any
 
 from offload_engine._host.try_lock import run_if_free
@@ -15,8 +16,8 @@ class RetireQueue:
     """Defers retirement: a storage whose last handle goes during an operation of the store is retired after it.
 
     The last handle may be dropped at any time: the garbage collector frees graphs in cycles, in the middle of an
-    operation and in any thread. So an operation of the store holds `lock`, inside which nothing is retired, and calls
-    `drain` before and afterwards.
+    operation and in any thread. So an operation of the store runs under `with queue, queue.lock`: nothing is retired
+    inside `lock`, and entering and leaving the queue call `drain`.
 
     Nothing is retired in a thread that copies, where the collector may run as well: retiring waits for a copy in
     flight, and the thread might wait for itself. The next operation that ends in another thread does it.
@@ -41,6 +42,17 @@ class RetireQueue:
         self._retire = retire
         self.dropped: deque[SavedStorage] = deque()
         self._is_interrupted: bool = False
+
+    def __enter__(self) -> RetireQueue:
+        if self.dropped:
+            self.drain()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.dropped:
+            self.drain()
 
     def retire(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle was dropped, now or with the next operation; for destructors."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 
 import torch
 
-from offload_engine._devices.base import Event
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine._observe.reasons import Reason
@@ -15,11 +13,11 @@ from offload_engine._saved.alloc_streams import AllocStreams
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.failures import CopyFailures
+from offload_engine._saved.group_moves import GroupMoves
 from offload_engine._saved.handles import PackedTensor
-from offload_engine._saved.mover import CopyOut, StorageMover
+from offload_engine._saved.mover import StorageMover
 from offload_engine._saved.retirement import RetireQueue
 from offload_engine._saved.storage import (
-    COPYING_IN,
     COPYING_OUT,
     ON_HOST,
     RESIDENT,
@@ -27,7 +25,7 @@ from offload_engine._saved.storage import (
     SavedStorage,
     TensorGroup,
 )
-from offload_engine._saved.transfers import TransferContext, record_last_read, record_produced
+from offload_engine._saved.transfers import TransferContext, record_last_read
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
@@ -35,7 +33,7 @@ from offload_engine.stats import IterationStats
 
 
 class ActivationStore:
-    """Owns every saved storage. Each operation runs under `with self, self._retired.lock`: see `RetireQueue`.
+    """Owns every saved storage. Its operations, and those of `moves`, take turns: see `RetireQueue`.
 
     Attributes:
         counters: bytes saved and resident.
@@ -43,6 +41,7 @@ class ActivationStore:
         eligibility: decides which tensors may move.
         alloc_streams: allocating streams of tensors that another stream saves.
         live: storages with a handle left.
+        moves: moves groups between device and host.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class ActivationStore:
         self._by_key = self._mover.by_key
         self.failures: CopyFailures = self._mover.failures
         self._retired = RetireQueue(context.device.is_copy_thread, self._mover.retire)
+        self.moves: GroupMoves = GroupMoves(self._mover, self._retired, context)
         self._lock = self._retired.lock
         self._dropped = self._retired.dropped
         self.context: TransferContext = context  # the engine and the executor reach recorder and ranges by it
@@ -70,17 +70,6 @@ class ActivationStore:
         self._movable_storage = self.eligibility.movable_storage
         self._pool = pool
         self._empties: dict[torch.dtype, torch.Tensor] = {}
-
-    def __enter__(self) -> ActivationStore:
-        if self._dropped:
-            self._retired.drain()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._dropped:
-            self._retired.drain()
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -103,7 +92,7 @@ class ActivationStore:
 
     def abandon_all(self) -> None:
         """Wait for every copy, then retire every storage. Handles that autograd still holds can not be unpacked."""
-        with self, self._lock:
+        with self._retired, self._lock:
             self._mover.wait_for_all_copies()
             # Storages to be refilled come last, when the memory of all others is free.
             for saved in sorted(self.live, key=SavedStorage.is_still_held):
@@ -141,7 +130,7 @@ class ActivationStore:
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
-        # Long, and without `with self`, because it runs for each saved tensor, and a call costs as much as its work.
+        # Long, and without `with self._retired`: it runs for each saved tensor, and a call costs as much as its work.
         storage, recorder = self._movable_storage(tensor), self._context.recorder
         if storage is None:
             if recorder is not None:
@@ -217,7 +206,7 @@ class ActivationStore:
 
     def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Declare that `holders`, tensors over one storage, are not read again before its backward; see the engine."""
-        with self, self._lock:
+        with self._retired, self._lock:
             saved = self._by_key.get(holders[0].untyped_storage()._cdata)
             if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
                 return
@@ -230,69 +219,11 @@ class ActivationStore:
                 self._mover.hold_again(saved, holders[0])
                 self._mover.leave_device([saved])
 
-    # -- groups ------------------------------------------------------------------------------------------------------
-
-    def record_produced(self, group: TensorGroup) -> list[Event]:
-        """Record, for a copy-out that is issued later, events after all work of `group` queued so far."""
-        with self, self._lock:
-            storages = list(group.storages)
-            for saved in storages:
-                saved.is_leaving = True
-            return record_produced(storages, self._context) if storages else []
-
-    def issue_copy_out(self, group: TensorGroup, produced: Sequence[Event] | None = None) -> CopyOut | None:
-        """Issue the copy-out of the own storages of `group`; return it, or None if there is nothing to copy.
-
-        Args:
-            group: only its own storages are copied.
-            produced: events of `record_produced` when the group committed; None: it commits now.
-
-        Raises:
-            OffloadError: if the host tier has no room and `host_policy` is "error".
-        """
-        with self, self._lock:
-            return self._mover.copy_out(group, produced)
-
-    def release(self, issued: CopyOut) -> None:
-        """Release the device bytes of storages copied out together, except those recalled or retired since.
-
-        Raises:
-            CopyError: if the copy-out failed; names the group.
-        """
-        with self, self._lock:
-            self._mover.release(issued.storages)
-
-    def recall(self, group: TensorGroup) -> None:
-        """Recall the storages of `group` that are being copied out: they stay on the device."""
-        with self, self._lock:
-            for saved in group.storages:
-                if saved.residency is COPYING_OUT:
-                    self._mover.recall(saved)
-
-    def issue_copy_in(self, group: TensorGroup) -> int:
-        """Issue the copy-in of the storages of `group` that are on host; return their number."""
-        with self, self._lock:
-            on_host = [saved for saved in group.storages if saved.residency is ON_HOST]
-            if on_host:
-                self._mover.copy_in(on_host)
-            return len(on_host)
-
-    def await_copy_in(self, group: TensorGroup) -> None:
-        """Make the current stream wait for the copy-in of `group`, if one is issued.
-
-        Raises:
-            CopyError: if the copy-in failed; names the group.
-        """
-        with self, self._lock:
-            arriving = [saved for saved in group.storages if saved.residency is COPYING_IN]
-            if arriving:
-                self._mover.await_copy_in(arriving)  # early wait: unpack waits as well
-
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _bring_back(self, saved: SavedStorage) -> None:
         """Recall or copy in a storage that prefetch missed, and make the current stream wait for it."""
-        with self, self._lock:
+        with self._retired, self._lock:
             if saved.residency is RETIRED:
                 raise OffloadError(
                     f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again"
@@ -307,7 +238,7 @@ class ActivationStore:
 
     def _hand_over(self, saved: SavedStorage) -> None:
         """Leave the buffer to the tensor just made from it, unless another handle may need it soon."""
-        with self, self._lock:
+        with self._retired, self._lock:
             if saved.may_be_handed_over() and self._current_stream() == saved.stream:
                 self._mover.hand_over(saved)
 

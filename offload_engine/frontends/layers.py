@@ -17,8 +17,9 @@ from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends._layers.find_layers import Layer, body_of, check_strategy, find_layers
+from offload_engine.frontends._layers.group_hooks import GroupHook
 from offload_engine.frontends._layers.layer_checkpoint import LayerCheckpoints
-from offload_engine.frontends._layers.layer_groups import GroupHook, LayerGroups
+from offload_engine.frontends._layers.layer_groups import LayerGroups
 from offload_engine.meter import ResidencyMeter
 from offload_engine.policies import GroupWindow, PrefetchWindow, ResidentLayers
 from offload_engine.stats import IterationStats

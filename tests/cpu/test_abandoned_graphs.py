@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_no_step_under_way() -> None:
             with suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.0005)
                 while True:
-                    store.issue_copy_in(group)
+                    store.moves.issue_copy_in(group)
             num_interrupts += 1
             assert is_free(store._lock), f"after {num_interrupts} interrupts"
     finally:

@@ -529,7 +529,7 @@ def test_a_host_read_gives_the_tensor_on_the_host() -> None:
     if engine.device.torch_device.type != "cpu":
         pytest.skip("a GPU is there: tests/gpu/test_host_read.py reads it; hide it to run this one")
     counts = torch.arange(5)
-    assert torch.equal(engine.host_read(counts).wait(), counts)
+    assert torch.equal(engine.device.host_read(counts).wait(), counts)
     engine.close()
 
 

@@ -136,7 +136,7 @@ class CheckedPool:
         while self.live:
             self.give_back(0, 1)
         self.check()
-        whole = sorted((extent.start, extent.nbytes) for extent in self.pool._free)
+        whole = sorted((extent.start, extent.nbytes) for extent in self.pool._slabs.free)
         assert whole == sorted((0, slab.nbytes) for slab in self.device.slabs if not slab.closed)
         for event in self.events:
             event.done = True

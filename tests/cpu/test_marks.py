@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,17 @@ class Chunk:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.innermost_group: TensorGroup | None = None
+        self.groups = SimpleNamespace(innermost=None)
 
     def open_group(self, name: str, saves: bool = True) -> None:
-        self.innermost_group = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits())
+        group = self.groups.innermost = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits())
         if saves:
             tensor = torch.ones(3)
-            storage = SavedStorage(tensor, tensor.untyped_storage(), None, self.innermost_group, None)
-            self.innermost_group.add(storage)
+            storage = SavedStorage(tensor, tensor.untyped_storage(), None, group, None)
+            group.add(storage)
 
     def on_group_commit_forward(self) -> TensorGroup | None:
-        group, self.innermost_group = self.innermost_group, None
+        group, self.groups.innermost = self.groups.innermost, None
         return group
 
     def on_group_commit_backward(self, group: TensorGroup | None) -> None:
@@ -95,7 +96,7 @@ def test_nodes_before_an_empty_group_are_left_alone() -> None:
     chunk, x = Chunk(), torch.ones(3, requires_grad=True)
     before = chunk.run(x, "before")
     chunk.open_group("group", saves=False)
-    assert chunk.commit(before) is before and chunk.innermost_group is None
+    assert chunk.commit(before) is before and chunk.groups.innermost is None
     before.sum().backward()
     assert chunk.log == ["before"]
 
@@ -108,7 +109,7 @@ def test_leaves_and_tensors_without_gradient() -> None:
     assert chunk.log == ["reader", "of a leaf"]
     chunk.open_group("without gradient")
     assert not chunk.commit(torch.ones(3)).requires_grad
-    assert chunk.innermost_group is None
+    assert chunk.groups.innermost is None
 
 
 def test_without_an_open_group() -> None:

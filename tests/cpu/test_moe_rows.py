@@ -42,6 +42,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.reads: list[torch.Tensor] = []
+        self.device = self
 
     def host_read(self, tensor: torch.Tensor) -> Any:
         self.reads.append(tensor)
@@ -133,6 +134,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.reads: list[torch.Tensor] = []
+        self.device = self
 
     def host_read(self, tensor: torch.Tensor) -> Any:
         self.reads.append(tensor)

@@ -115,7 +115,7 @@ def test_behind_a_loss_the_layers_before_come_when_the_backward_is_at_the_last_o
     for _ in range(2):  # once for each gradient of the logits
         chunk.end_loss()
         assert bench.num_copied_in == expected[0]
-    for group, num_copied_in in zip(reversed(chunk.groups), expected[1:], strict=False):
+    for group, num_copied_in in zip(reversed([*chunk.groups]), expected[1:], strict=False):
         chunk.on_group_commit_backward(group)
         assert bench.num_copied_in == num_copied_in
     bench.finish()

@@ -146,7 +146,7 @@ def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tenso
         chunk.open_group("outer")
         chunk.open_group("inner")
         raise ArithmeticError("not today")
-    assert session.chunk is None and chunk.innermost_group is None
+    assert session.chunk is None and chunk.groups.innermost is None
     kept.backward()
     assert not session.engine.is_in_iteration
 
@@ -178,7 +178,7 @@ def test_after_a_failed_copy_the_next_forward_starts_anew(
         loss = forward()
     assert "cannot run backward" in caplog.text
     loss.backward()
-    assert not session.engine.is_in_iteration and not session.engine.has_failed
+    assert not session.engine.is_in_iteration and not session.engine.failures.has_failed
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

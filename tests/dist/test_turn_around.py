@@ -53,7 +53,7 @@ def _groups_left(case: Case) -> list[int]:
         def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
             output, loss = forward_step(batches, model, *more)
             chunk = handle.engine.current_chunk
-            assert chunk._groups.progress.is_forward_done, (
+            assert chunk.groups.progress.is_forward_done, (
                 "else the last of a step, and what is behind it, comes back late"
             )
             output.register_hook(lambda grad: left.append(len(handle.engine.snapshot().leaving)))

@@ -102,7 +102,7 @@ def _read_times(repeats: int) -> dict[str, float]:
 
 
 def _readers(small: torch.Tensor, engine: OffloadEngine) -> dict[str, Callable[[], Any]]:
-    return {"cpu": small.cpu, "engine": lambda: engine.host_read(small).wait()}
+    return {"cpu": small.cpu, "engine": lambda: engine.device.host_read(small).wait()}
 
 
 def _fill_queue(bulk: Pair, stream: Any) -> None:

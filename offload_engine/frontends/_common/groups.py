@@ -98,9 +98,9 @@ class AutomaticGroups:
     def close_group(self) -> None:
         """Close the open group and issue its copy-out. No-op if none is open."""
         chunk = self._chunk
-        if chunk is None or chunk.innermost_group is None:
+        if chunk is None or chunk.groups.innermost is None:
             return
-        if chunk.innermost_group.storages and not self.session.engine.has_failed:
+        if chunk.groups.innermost.storages and not self.session.engine.failures.has_failed:
             chunk.close_group()
         else:  # its graph was dropped, or a copy failed and it cannot run backward
             chunk.abandon_group()
@@ -119,7 +119,7 @@ class AutomaticGroups:
         if chunk is None or chunk is not self._chunk:
             self.close_group()  # of the previous forward, whose backward does not come next
             chunk = self._chunk = chunk or self.session.start_saving()
-        group = chunk.innermost_group
+        group = chunk.groups.innermost
         if group is not None and self._is_full(group) and chunk.hooks.would_start_storage(tensor):
             chunk.close_group()  # not earlier: only now is it known that this is not the last group, which stays
             group = None
@@ -133,7 +133,7 @@ class AutomaticGroups:
 
     def _turn_around(self, chunk: ChunkOffloadHandler) -> None:
         """End the forward of `chunk`, because a backward runs: `end_forward` may not have been called."""
-        if chunk.innermost_group is not None:
+        if chunk.groups.innermost is not None:
             chunk.close_group(keep=True)
         self._chunk = None
         self.end_forward()

@@ -88,7 +88,7 @@ class Session:
     def abandon_forward(self) -> None:
         """Called when a forward raised: abandon its open groups. Tensors that autograd holds stay valid."""
         chunk, self.chunk = self.chunk, None
-        while chunk is not None and chunk.innermost_group is not None:
+        while chunk is not None and chunk.groups.innermost is not None:
             chunk.abandon_group()
 
     @contextmanager
@@ -137,7 +137,7 @@ class Session:
     def _begin_if_over(self) -> None:
         engine = self.engine
         if engine.is_in_iteration:
-            if engine.has_failed:
+            if engine.failures.has_failed:
                 logger.warning("a copy failed in the last iteration: its remaining graphs cannot run backward")
                 engine.reset_iteration()
             elif engine.has_saved:

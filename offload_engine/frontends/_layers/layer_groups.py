@@ -19,11 +19,12 @@ from offload_engine._saved.handles import PackedTensor, StayingTensor, without_g
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
-from offload_engine.frontends._common.compiling import is_compiled, is_compiler_loaded, untraced
+from offload_engine.frontends._common.compiling import is_compiled, untraced
 from offload_engine.frontends._common.groups import SavedInGroup
 from offload_engine.frontends._common.session import Session, is_in_backward
 from offload_engine.frontends._layers.exclusions import exclude_shared_inputs, exclude_weights
-from offload_engine.frontends._layers.find_layers import Layer, units_inside
+from offload_engine.frontends._layers.find_layers import Layer
+from offload_engine.frontends._layers.group_hooks import GroupHooks
 from offload_engine.traits import GroupTraits
 
 logger = logging.getLogger(__name__)
@@ -32,20 +33,6 @@ _OUTSIDE = (
     "%s is called outside the forward of %s, so its saved tensors are not offloaded. If your own code calls "
     "the layers, put `with handle.forward():` around it."
 )
-
-
-class GroupHook:
-    """A hook of `LayerGroups` on a module; a no-op on a copy of that module or one loaded from a file."""
-
-    def __init__(self, function: Callable[..., None] | None) -> None:
-        self.function: Callable[..., None] | None = function
-
-    def __call__(self, *args: Any) -> None:
-        if self.function is not None:
-            self.function(*args)
-
-    def __reduce__(self) -> Any:
-        return GroupHook, (None,)
 
 
 class _Forward:
@@ -114,13 +101,11 @@ class LayerGroups:
         self._has_warned = False
         self._pack_hook: Callable[[torch.Tensor], _Saved | StayingTensor] = self._pack
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._unpack)
-        self._handles: list[RemovableHandle] = [
-            body.register_forward_pre_hook(GroupHook(self._before_body), prepend=True),
-            body.register_forward_hook(GroupHook(self._after_body), always_call=True),
-        ]
-        self._traceable_hooks: list[GroupHook] = []  # on modules that may be compiled
+        self._module_hooks = GroupHooks()
+        self._module_hooks.enclose_body(body, self._before_body, self._after_body)
         for layer in layers:
-            self._add_hooks(layer, is_last=layer is layers[-1])
+            enter = partial(self._enter_layer, name=layer.name, is_last=layer is layers[-1])
+            self._module_hooks.enclose_layer(layer, enter, self._leave_layer, self._keep_weights)
 
     @property
     def open_layer(self) -> nn.Module | None:
@@ -140,9 +125,7 @@ class LayerGroups:
 
     def add_hook(self, layer: nn.Module, function: Callable[..., None]) -> RemovableHandle:
         """Call `function` before the forward of `layer` and after the hook that opens its group, never compiled."""
-        hook = GroupHook(function)
-        self._traceable_hooks.append(hook)
-        return layer.register_forward_pre_hook(hook)
+        return self._module_hooks.add(layer, function)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -162,31 +145,13 @@ class LayerGroups:
         """Remove every hook, also those of an interrupted forward. Idempotent."""
         if self._own_forward is not None and self._is_on_top():
             self._abandon()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _add_hooks(self, layer: Layer, is_last: bool) -> None:
-        enter = GroupHook(partial(self._enter_layer, name=layer.name, is_last=is_last))
-        leave, keep = GroupHook(self._leave_layer), GroupHook(self._keep_weights)
-        self._traceable_hooks += [enter, leave, keep]
-        self._handles += [
-            # Before FSDP2's hook, which casts: a checkpoint around the layer saves the inputs before the cast.
-            layer.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            layer.module.register_forward_hook(leave, always_call=True),
-            *(unit.register_forward_pre_hook(keep) for unit in units_inside(layer)),
-        ]
+        self._module_hooks.remove()
 
     def _untrace(self) -> None:
-        """Exclude the hooks from torch.compile, in case layers have been compiled since. Idempotent."""
-        if not self._traceable_hooks or not is_compiler_loaded():
-            return
-        for hook in self._traceable_hooks:
-            if hook.function is not None:
-                hook.function = untraced(hook.function)
-        self._traceable_hooks = []
-        self._pack_hook = untraced(self._pack)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, untraced(self._unpack))
+        """Exclude all hooks from torch.compile, in case layers have been compiled since. Idempotent."""
+        if self._module_hooks.untrace():
+            self._pack_hook = untraced(self._pack)
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, untraced(self._unpack))
 
     # -- hooks on modules --------------------------------------------------------------------------------------------
 
@@ -308,7 +273,7 @@ class LayerGroups:
         forward = self._forward
         if forward is None or is_in_backward():
             return StayingTensor(without_graph(tensor))
-        group = forward.chunk.innermost_group
+        group = forward.chunk.groups.innermost
         hooks = forward.chunk.hooks
         if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):
             forward.chunk.close_group()  # not earlier: views of the last storage may still be written

@@ -23,7 +23,7 @@ from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
-from offload_engine.frontends._layers.layer_groups import GroupHook
+from offload_engine.frontends._layers.group_hooks import GroupHook
 from offload_engine.meter import ResidencyMeter
 from offload_engine.schedule import Action, ChunkKey, backward_at_once, one_forward_one_backward
 from offload_engine.stats import IterationStats

@@ -1,0 +1,135 @@
+"""`EngineView`: what an engine shows of itself, and `EngineSnapshot`, its bytes and copies at one moment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from offload_engine._compat import torch_private
+from offload_engine._observe.labels import Ranges
+from offload_engine._observe.observer import Observer
+from offload_engine._observe.record import StepRecord
+from offload_engine._policy.executor import Executor
+from offload_engine._policy.planned import PlannedPolicy
+from offload_engine._saved.failures import CopyFailures
+from offload_engine._saved.storage import TensorGroup
+from offload_engine._saved.store import ActivationStore
+from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.planning.plan import Plan
+from offload_engine.stats import IterationStats
+
+_current_graph_task: Final[Any] = torch_private.current_graph_task
+
+
+class EngineSnapshot(NamedTuple):
+    """Bytes and copies of an engine at one moment; see `OffloadEngine.snapshot`."""
+
+    saved_bytes: int
+    """Bytes saved by groups and held by a handle, wherever they are."""
+    resident_bytes: int
+    """Those of `saved_bytes` that are on the device."""
+    prefetched_bytes: int
+    """Bytes of copy-ins that are issued and not used yet."""
+    inflight_bytes: int
+    """Bytes of copy-outs that are issued and not released."""
+    leaving: tuple[TensorGroup, ...]
+    """The groups of these copy-outs, oldest first."""
+    num_live: int
+    """Number of saved storages held by a handle."""
+    lent_bytes: int
+    """Host bytes lent to them."""
+
+
+class EngineView:
+    """Shows whether an engine runs, its bytes and copies, counters, plan and recordings. Nothing here moves a tensor.
+
+    Args:
+        store: owns the saved storages.
+        executor: performs the plan.
+        observer: records steps.
+
+    Attributes:
+        current_chunk: the chunk whose forward has begun last in this iteration.
+        failures: tells whether a copy has failed since the last `reset_iteration()`: saved tensors may be incomplete.
+        ranges: in profiles, around what the engine issues.
+    """
+
+    def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:
+        self.current_chunk: ChunkOffloadHandler | None = None
+        self.failures: CopyFailures = store.failures
+        self.ranges: Ranges = store.context.ranges
+        self._store = store
+        self._executor = executor
+        self._observer = observer
+        self._is_in_iteration = False
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether groups may be opened: in an iteration, with gradients, outside any running backward."""
+        return self._is_in_iteration and torch.is_grad_enabled() and _current_graph_task() == -1
+
+    @property
+    def active_chunk(self) -> ChunkOffloadHandler | None:
+        """Return the chunk whose forward runs, if groups may be opened; else None."""
+        return self.current_chunk if self.is_active else None
+
+    @property
+    def is_in_iteration(self) -> bool:
+        """Return True from `begin_iteration()` to `end_iteration()` or `reset_iteration()`."""
+        return self._is_in_iteration
+
+    @property
+    def has_saved(self) -> bool:
+        """Return whether a graph still holds a tensor that the engine packed: its backward may still come.
+
+        Raises:
+            KeyboardInterrupt: if one has come in a destructor, where Python drops it. So does `end_iteration`.
+        """
+        return self._store.has_handles()
+
+    @property
+    def stats(self) -> IterationStats:
+        """Return the counters of the running iteration, or of the last one."""
+        return self._store.counters.stats
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
+
+        `planning.plan.format_plan` prints it.
+        """
+        policy = self._executor.policy
+        return policy.plan if isinstance(policy, PlannedPolicy) else None
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return the current bytes and copies."""
+        self._store.retire_dropped()
+        counters, leaving = self._store.counters, self._executor.leaving
+        return EngineSnapshot(
+            saved_bytes=counters.saved_bytes,
+            resident_bytes=counters.resident_bytes,
+            prefetched_bytes=counters.prefetched_bytes,
+            inflight_bytes=leaving.inflight_bytes,
+            leaving=tuple(leaving.groups),
+            num_live=len(self._store.live),
+            lent_bytes=self._store.lent_bytes,
+        )
+
+    def record(self, file: str | os.PathLike[str] | None = None) -> None:
+        """Record the next iteration that begins; see docs/observe.md.
+
+        Args:
+            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+        """
+        self._observer.ask(file)
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The last iteration that was recorded, of this rank; for `RankReports`."""
+        return self._observer.record
+
+    def report(self) -> str:
+        """Return the tables of the last recorded iteration, else what the counters of the last one tell."""
+        return self._observer.report(self.stats)

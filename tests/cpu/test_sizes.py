@@ -1,0 +1,88 @@
+"""Checks that both packages stay in small pieces, read from the source by `ast`."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("offload_engine", "megatron_patches")
+MAX_CLASS_LINES = 250
+MAX_PUBLIC_NAMES = 20  # methods and properties, also those inherited from a class of the packages
+MEDIAN_FUNCTION_LINES = 10  # more than half of the functions are shorter
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _trees() -> Iterator[ast.Module]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield ast.parse(path.read_text())
+
+
+def _classes(trees: Iterator[ast.Module]) -> list[ast.ClassDef]:
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+def _num_lines(node: ast.ClassDef | Function) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def _public_names(node: ast.ClassDef, by_name: Mapping[str, ast.ClassDef]) -> set[str]:
+    own = {item.name for item in node.body if isinstance(item, Function) and not item.name.startswith("_")}
+    bases = (by_name[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in by_name)
+    return own.union(*(_public_names(base, by_name) for base in bases))
+
+
+def _too_large(classes: Sequence[ast.ClassDef]) -> list[str]:
+    by_name = {node.name: node for node in classes}
+    sizes = [(node.name, _num_lines(node), len(_public_names(node, by_name))) for node in classes]
+    return [
+        f"{name} has {lines} lines and {public} public methods and properties"
+        for name, lines, public in sizes
+        if lines > MAX_CLASS_LINES or public > MAX_PUBLIC_NAMES
+    ]
+
+
+def _function_lines(trees: Iterator[ast.Module]) -> list[int]:
+    return [_num_lines(node) for tree in trees for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def test_no_class_is_too_large() -> None:
+    """A class that outgrows the limits lacks a collaborator."""
+    classes = _classes(_trees())
+    assert len(classes) > 100
+    assert not _too_large(classes)
+
+
+def test_most_functions_are_short() -> None:
+    lines = _function_lines(_trees())
+    assert len(lines) > 1000
+    assert statistics.median(lines) < MEDIAN_FUNCTION_LINES
+
+
+@pytest.mark.parametrize("is_inherited", [False, True])
+@pytest.mark.parametrize("num_names", [MAX_PUBLIC_NAMES, MAX_PUBLIC_NAMES + 1])
+def test_public_names_are_counted(num_names: int, is_inherited: bool) -> None:
+    """A check that finds nothing proves nothing unless it can find."""
+    functions = [f"    @property\n    def name_{i}(self): ...\n" for i in range(num_names)]
+    if is_inherited:
+        functions.insert(7, "class Small(Base):\n    def name_0(self): ...\n    def _private(self): ...\n")
+        functions.insert(0, "class Base:\n")
+    else:
+        functions.insert(0, "class Small:\n    def _private(self): ...\n")
+    found = _too_large(_classes(iter([ast.parse("".join(functions))])))
+    assert [line.split()[0] for line in found] == ["Small"] * (num_names > MAX_PUBLIC_NAMES)
+
+
+@pytest.mark.parametrize("num_lines", [MAX_CLASS_LINES, MAX_CLASS_LINES + 1])
+def test_lines_are_counted(num_lines: int) -> None:
+    source = "class Long:\n" + "    x = 1\n" * (num_lines - 1)
+    assert bool(_too_large(_classes(iter([ast.parse(source)])))) == (num_lines > MAX_CLASS_LINES)
+    source = "async def f():\n" + "    x = 1\n" * (num_lines - 1)
+    assert _function_lines(iter([ast.parse(source)])) == [num_lines]
