@@ -50,8 +50,7 @@ class Program:
         self.wait("produce", self.out_stream, self.device.record_event(self.main))
         if earlier is not None:
             self.wait("lease", self.out_stream, earlier)
-        self.device.copy_out(self.out_stream, [(as_bytes(tensor), self.region)])
-        return self.device.record_event(self.out_stream)
+        return self.device.copy_out(self.out_stream, [(as_bytes(tensor), self.region)])
 
     def drop(self, tensor: torch.Tensor, copied_out: object) -> None:
         """The caller drops its own reference afterwards."""
@@ -62,8 +61,7 @@ class Program:
         self.wait("copied_out", self.in_stream, copied_out)
         buffer = self.device.allocate(NBYTES, self.main)
         self.wait("allocate", self.in_stream, self.device.record_event(self.main))
-        self.device.copy_in(self.in_stream, [(self.region, buffer)])
-        return buffer, self.device.record_event(self.in_stream)
+        return buffer, self.device.copy_in(self.in_stream, [(self.region, buffer)])
 
     def use(self, buffer: torch.Tensor, copied_in: object) -> torch.Tensor:
         self.wait("use", self.main, copied_in)

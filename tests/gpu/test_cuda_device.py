@@ -36,13 +36,12 @@ def test_bytes_come_back_equal(device: CudaDevice, nbytes: int, offset: int) -> 
     out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
     region = HostRegion(device.new_slab(2 * MIB), offset, nbytes)
     source = garbage(nbytes)
-    device.wait_event(out, device.record_event(compute))
-    device.copy_out(out, [(source, region)])
-    device.wait_event(back, device.record_event(out))
+    device.wait_stream(out, compute)
+    copied_out = device.copy_out(out, [(source, region)])
+    device.wait_event(back, copied_out)
     target = device.allocate(nbytes, compute)
-    device.wait_event(back, device.record_event(compute))
-    device.copy_in(back, [(region, target)])
-    device.wait_event(compute, device.record_event(back))
+    device.wait_stream(back, compute)
+    device.wait_event(compute, device.copy_in(back, [(region, target)]))
     assert torch.equal(source, target)
 
 
@@ -53,9 +52,8 @@ def test_several_copies_of_one_call(device: CudaDevice, num_copies: int) -> None
     slab = device.new_slab(num_copies * 5 * MIB)
     regions = [HostRegion(slab, i * 5 * MIB, nbytes) for i, nbytes in enumerate(sizes)]
     sources = [garbage(nbytes) for nbytes in sizes]
-    device.wait_event(out, device.record_event(compute))
-    device.copy_out(out, list(zip(sources, regions, strict=True)))
-    copied_out = device.record_event(out)
+    device.wait_stream(out, compute)
+    copied_out = device.copy_out(out, list(zip(sources, regions, strict=True)))
     device.wait_event(back, copied_out)
     targets = [device.allocate(nbytes, compute) for nbytes in sizes]
     device.wait_event(back, device.record_event(compute))
@@ -75,8 +73,7 @@ def test_several_copies_wait_for_the_work_before_them_and_hold_up_what_comes_beh
     torch.cuda.synchronize()
     delay(stream)
     device.copy_out(stream, list(zip(sources, regions, strict=True)))
-    device.copy_in(stream, list(zip(regions, targets, strict=True)))
-    event = device.record_event(stream)
+    event = device.copy_in(stream, list(zip(regions, targets, strict=True)))
     assert not device.is_complete(event)
     device.synchronize(event)
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
@@ -87,24 +84,26 @@ def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
     source = garbage(MIB)
     torch.cuda.synchronize()
     delay(stream)
-    device.copy_out(stream, [(source, region)])
-    event = device.record_event(stream)
+    event = device.copy_out(stream, [(source, region)])
     assert not device.is_complete(event)
     device.synchronize(event)
     assert device.is_complete(event)
     assert torch.equal(region.slab.view(0, MIB), source.cpu())
 
 
-def test_a_wait_orders_two_streams_without_the_host(device: CudaDevice) -> None:
+@pytest.mark.parametrize("for_what", ["event", "stream"])
+def test_a_wait_orders_two_streams_without_the_host(device: CudaDevice, for_what: str) -> None:
     out, back, compute = device.new_stream("out"), device.new_stream("in"), device.current_stream()
     region = HostRegion(device.new_slab(MIB), 0, MIB)
     source, target = garbage(MIB), torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     delay(out)
-    device.copy_out(out, [(source, region)])
-    device.wait_event(back, device.record_event(out))
-    device.copy_in(back, [(region, target)])
-    copied_in = device.record_event(back)
+    copied_out = device.copy_out(out, [(source, region)])
+    if for_what == "event":
+        device.wait_event(back, copied_out)
+    else:
+        device.wait_stream(back, out)
+    copied_in = device.copy_in(back, [(region, target)])
     assert not device.is_complete(copied_in)
     device.wait_event(compute, copied_in)
     assert torch.equal(source, target)

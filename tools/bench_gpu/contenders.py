@@ -133,13 +133,13 @@ class Ours:
         def mark() -> None:
             counter.at_peak.mark(accounts.saved_bytes - accounts.resident_bytes)
 
-        def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> None:
+        def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
             with counter.copy_out(sum(target.nbytes for _, target in copies), stream, len(copies)):
-                out(stream, copies)
+                return out(stream, copies)
 
-        def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> None:
+        def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> Any:
             with counter.copy_in(sum(source.nbytes for source, _ in copies), stream, len(copies)):
-                back(stream, copies)
+                return back(stream, copies)
 
         calls = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in, **calls):
