@@ -449,10 +449,13 @@ def test_neither_begin_nor_end_waits_for_the_device() -> None:
     assert pending.get().duration_ms == 0.0 and device.num_blocking > 0
 
 
-def test_a_record_is_made_once() -> None:
+def test_a_record_is_made_once_and_gives_its_marks_back() -> None:
     device: Any = Counting()
-    pending = Recorder(device, has_modules=False).finish()
+    recorder = Recorder(device, has_modules=False)
+    pending, gone = recorder.finish(), weakref.ref(recorder)
+    del recorder
     found = pending.get()
+    assert gone() is None, "it holds the notes, and they the marks"
     num_blocking = device.num_blocking
     assert pending.get() is found and device.num_blocking == num_blocking
 
@@ -481,8 +484,10 @@ def test_times_begin_where_the_device_does(compares_clocks: bool) -> None:
 
 
 def test_a_forked_process_is_told_where_the_record_is(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = step.recorder.finish()
+    pending, made = step.recorder.finish(), step.recorder.finish()
+    record = made.get()
     monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert made.get() is record
     with pytest.raises(RuntimeError, match=r"recorded in process \d+: ask for its record there"):
         pending.get()
 
