@@ -48,8 +48,11 @@ class _Attached(NamedTuple):
     second_step: SecondStep
 
     def close(self) -> None:
-        self.attachment.close()
-        self.closer.detach()
+        try:
+            self.second_step.close(self.attachment.engine)
+        finally:
+            self.attachment.close()
+            self.closer.detach()
 
 
 class ModelRuntime:

@@ -14,7 +14,8 @@ class SecondStep:
     """Records the second training step of a model and logs, once and on rank 0, the tables of all ranks.
 
     The second, because the first allocates host memory, builds communicators and compiles kernels: its waits and its
-    bandwidths are not those of the steps to come.
+    bandwidths are not those of the steps to come. They are gathered from the end of the third step on, when the device
+    has enough to do while the host makes its record, and no rank waits for another one.
 
     Args:
         reports: takes what the ranks have recorded to rank 0; None: nothing is logged.
@@ -27,11 +28,13 @@ class SecondStep:
         self._trace = trace
         self._is_recorded = trace is not None or (may_record and reports is not None)
         self._num_steps = 0
+        self._summary = ""  # of rank 0's counters
+        self._is_over = False
 
     @property
     def is_over(self) -> bool:
-        """Return whether two steps are over: nothing is left to do."""
-        return self._num_steps >= 2
+        """Return whether nothing is left to do."""
+        return self._is_over
 
     def after_step(self, engine: OffloadEngine | None) -> None:
         """Called after each step that has not raised.
@@ -44,12 +47,25 @@ class SecondStep:
             engine.record(self._trace)
             if self._reports is not None:
                 self._reports.announce()
-        elif self._num_steps == 2 and self._reports is not None:
-            self._log(engine, self._reports)
+        elif self._num_steps == 2 and engine is not None and not self._is_recorded:
+            self._summary = engine.report()
+        elif self._num_steps > 2 and not self._is_over:
+            self._gather(engine, self._num_steps == 3)
 
-    def _log(self, engine: OffloadEngine | None, reports: RankReports) -> None:
-        text = reports.share(None if engine is None else engine.last_record)
-        if text == "" and engine is not None:
-            text = engine.report()
-        if text:
+    def close(self, engine: OffloadEngine | None) -> None:
+        """Log what is there by now, if two steps are over, before the engine closes."""
+        if self._num_steps >= 2 and not self._is_over:
+            self._gather(engine, self._num_steps == 2, is_last_look=True)
+
+    def _gather(self, engine: OffloadEngine | None, is_first_look: bool, is_last_look: bool = False) -> None:
+        if self._reports is None or (
+            is_first_look and not self._reports.share(None if engine is None else engine.last_record)
+        ):
+            self._is_over = True
+            return
+        text = self._reports.table(is_last_look)
+        if text is None:
+            return
+        self._is_over = True
+        if text := text or self._summary:
             logger.info("activation offload in the second step:\n%s", text.rstrip())

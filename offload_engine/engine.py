@@ -260,6 +260,7 @@ class OffloadEngine(EngineView):
         """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent."""
         if self._is_closed:
             return
+        self._observer.close()
         self.reset_iteration()
         self.pool.close()
         self.device.close()

@@ -121,13 +121,14 @@ class EngineView:
         """Record the next iteration that begins; see docs/observe.md.
 
         Args:
-            file: to write; `{rank}` and `{step}` in its name are replaced. None: for `report` only.
+            file: to write, in the background; complete after `close()` at the latest. `{rank}` and `{step}` in its
+                name are replaced. None: for `report` only.
         """
         self._observer.ask(file)
 
     @property
     def last_record(self) -> StepRecord | None:
-        """The last iteration that was recorded, of this rank; for `RankReports`."""
+        """The last iteration that was recorded, of this rank; blocks until the device has come to its end."""
         return self._observer.record
 
     def report(self) -> str:

@@ -18,24 +18,28 @@ from offload_engine._observe.record import StepRecord
 from offload_engine._observe.report import table_of_ranks
 
 _ANNOUNCED: Final = "announced"
-_POLL_S: Final = 0.01
 
 
 class RankReports:
     """What the ranks of the process group have recorded of one step, on its way to rank 0.
 
     A rank calls `announce`, trains at least one step that waits for the others, as the reduction of gradients does,
-    and calls `share`. Rank 0 then knows for whom to wait. Without a process group there is one rank.
+    and calls `share`. Rank 0 then knows who will come, and looks after each step who has, by `table`. No call waits
+    for another rank. Without a process group there is one rank.
 
     Args:
         name: told apart by it from others that are under way at the same time; the same on all ranks.
-        timeout_s: how long rank 0 waits for those that are announced.
+        timeout_s: how long rank 0 looks for those that are announced, from its first look on.
     """
 
     def __init__(self, name: str, timeout_s: float = 20.0) -> None:
         self._name = name
         self._timeout_s = timeout_s
         self._ticket = 0
+        self._found: list[RankSums] = []
+        self._missing: list[int] | None = None  # tickets; None before the first look
+        self._num_without_record = 0
+        self._deadline = 0.0
 
     def announce(self) -> None:
         """Declare that this rank will call `share`."""
@@ -43,46 +47,58 @@ class RankReports:
         if rank > 0 and store is not None:
             self._ticket = store.add(_ANNOUNCED, 1)
 
-    def share(self, record: StepRecord | None) -> str | None:
+    def share(self, record: StepRecord | None) -> bool:
         """Give what was announced.
 
         Args:
             record: of this rank, if it has one.
 
         Returns:
-            On rank 0 the tables of all ranks, empty if none has a record; None on the others.
+            Whether this is rank 0, which will have the tables.
         """
         rank, store = _rank_and_store(self._name)
         own = None if record is None else sums_of(record)
-        if rank > 0:
-            if self._ticket:
-                store.set(str(self._ticket), pickle.dumps(own))
+        if rank == 0 and own is not None:
+            self._found.append(own)
+        elif rank > 0 and self._ticket:
+            store.set(str(self._ticket), pickle.dumps(own))
+        return rank == 0
+
+    def table(self, is_last_look: bool = False) -> str | None:
+        """Return the tables of all ranks on rank 0, once all are there or time is up.
+
+        Args:
+            is_last_look: give up on ranks that are not there.
+
+        Returns:
+            None: look again. Empty: none has a record.
+        """
+        _, store = _rank_and_store(self._name)
+        if store is not None:
+            self._look(store)
+        if self._missing and not is_last_look and time.monotonic() < self._deadline:
             return None
-        others = [] if store is None else self._fetch(store)
-        found = [sums for sums in (own, *others) if sums is not None]
-        text = table_of_ranks(sorted(found, key=lambda sums: sums.rank)) if found else ""
-        if None in others:
-            text += f"{others.count(None)} other ranks offload, but had no record of this step in time\n"
+        ranks = sorted(self._found, key=lambda sums: sums.rank)
+        text = table_of_ranks(ranks) if ranks else ""
+        if num_missing := self._num_without_record + len(self._missing or ()):
+            text += f"{num_missing} other ranks offload, but had no record of this step in time\n"
         return text
 
-    def _fetch(self, store: Any) -> list[RankSums | None]:
-        """Take out of the store what the announced ranks have put there; None for those that do not come."""
-        num_announced = store.add(_ANNOUNCED, 0)
-        deadline = time.monotonic() + self._timeout_s
-        found = [_take(store, str(ticket), deadline) for ticket in range(1, num_announced + 1)]
-        store.add(_ANNOUNCED, -num_announced)
-        return found
-
-
-def _take(store: Any, key: str, deadline: float) -> RankSums | None:
-    # Polled: `store.wait` would keep other threads of this process, as those of NCCL, from the store.
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(_POLL_S)
-    sums: RankSums | None = pickle.loads(store.get(key))  # noqa: S301  # a rank of ours has written it
-    store.delete_key(key)
-    return sums
+    def _look(self, store: Any) -> None:
+        """Take out of the store what ranks have put there since the last look."""
+        if self._missing is None:
+            num_announced = store.add(_ANNOUNCED, 0)
+            store.add(_ANNOUNCED, -num_announced)
+            self._missing = list(range(1, num_announced + 1))
+            self._deadline = time.monotonic() + self._timeout_s
+        for ticket in [ticket for ticket in self._missing if store.check([str(ticket)])]:
+            sums: RankSums | None = pickle.loads(store.get(str(ticket)))  # noqa: S301  # a rank of ours has written it
+            store.delete_key(str(ticket))
+            self._missing.remove(ticket)
+            if sums is None:
+                self._num_without_record += 1
+            else:
+                self._found.append(sums)
 
 
 def _rank_and_store(name: str) -> tuple[int, Any]:

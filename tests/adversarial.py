@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,13 +57,14 @@ class Access(NamedTuple):
 class AdversarialStream:
     """A compute stream (never has a queue) or a copy stream (a queue that runs on demand)."""
 
-    def __init__(self, index: int, name: str, is_compute: bool) -> None:
+    def __init__(self, index: int, name: str, is_compute: bool, lock: threading.RLock) -> None:
         self.index = index
         self.name = name
         self.is_compute = is_compute
         self.clock: Clock = {index: 1}
         self.queue: deque[Copy | AdversarialEvent | AdversarialMark | tuple[AdversarialEvent]] = deque()
         self.failure: str | None = None  # goes to the next event, as on the CPU device
+        self._lock = lock  # another thread may ask for the time of a mark
 
     def __repr__(self) -> str:
         return f"<stream {self.name}>"
@@ -76,12 +78,17 @@ class AdversarialStream:
         return self.now
 
     def run_until(self, event: AdversarialEvent | AdversarialMark) -> None:
-        while not event.is_done:
-            self.run_one()
+        with self._lock:
+            while not event.is_done:
+                self._run(self.queue[0])
 
     def run_one(self) -> None:
-        """Execute the head of the queue, and first whatever it waits for."""
-        item = self.queue[0]
+        """Execute the head of the queue, if there is one, and first whatever it waits for."""
+        with self._lock:
+            if self.queue:
+                self._run(self.queue[0])
+
+    def _run(self, item: Copy | AdversarialEvent | AdversarialMark | tuple[AdversarialEvent]) -> None:
         if isinstance(item, Copy):
             if self.failure is None:
                 self.failure = item.execute()
@@ -290,6 +297,7 @@ class AdversarialDevice:
         self._host_capacity = host_capacity
         self._host_clock: Clock = {}
         self._streams: list[AdversarialStream] = []
+        self._running = threading.RLock()  # of all streams: one may wait for another
         self._compute: dict[str, AdversarialStream] = {}
         self._main = self._current = self._compute_stream("main")
         self._memories: dict[int, Memory] = {}  # by storage; the weak reference keeps the key from being used again
@@ -351,7 +359,6 @@ class AdversarialDevice:
         event.raise_failure()
 
     def mark_time(self, stream: AdversarialStream) -> AdversarialMark:
-        self._enter()
         mark = AdversarialMark(stream)
         if stream.is_compute:
             mark.strike()
@@ -360,7 +367,6 @@ class AdversarialDevice:
         return mark
 
     def milliseconds_between(self, first: AdversarialMark, last: AdversarialMark) -> float:
-        self._enter()
         for mark in (first, last):
             mark.stream.run_until(mark)
         return 1e3 * (last.seconds - first.seconds)
@@ -645,7 +651,7 @@ class AdversarialDevice:
     # ---- streams and kernels
 
     def _add_stream(self, name: str, is_compute: bool) -> AdversarialStream:
-        self._streams.append(AdversarialStream(len(self._streams), name, is_compute))
+        self._streams.append(AdversarialStream(len(self._streams), name, is_compute, self._running))
         return self._streams[-1]
 
     def _compute_stream(self, name: str) -> AdversarialStream:

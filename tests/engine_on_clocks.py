@@ -92,6 +92,7 @@ class ClockDevice:
         return self.record_event(stream)
 
     def milliseconds_between(self, first: Event, last: Event) -> float:
+        self.clocks.host = max(self.clocks.host, first.at, last.at)
         return last.at - first.at
 
     def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:

@@ -52,7 +52,8 @@ class Device(Protocol):
     """What the engine needs of a device.
 
     Calls come from the thread that runs the model or its backward, one at a time. What drops a buffer may also come
-    from any thread in which the garbage collector finds a graph, also one of the device's own.
+    from any thread in which the garbage collector finds a graph, also one of the device's own. Time may be marked and
+    asked for from any thread at any time.
     """
 
     torch_device: torch.device

@@ -69,6 +69,7 @@ class CudaRuntime:
             calls.query,
         )
         self._copy_all, self._last_error = calls.copy_all, calls.last_error
+        self._elapsed = self._library.cudaEventElapsedTime  # thousands of calls for a recorded step
         self._idle: list[int] = []  # handles of events without a reference
         self._idle_marks: list[int] = []  # of those that tell the time, made while a step is recorded
         self._streams: list[int] = []
@@ -107,13 +108,19 @@ class CudaRuntime:
 
     def milliseconds_between(self, first: CudaEvent, last: CudaEvent) -> float:
         """Return the time from one mark to another, as `Device.milliseconds_between`; exact to half a microsecond."""
+        if self._is_current:
+            return self._between(first, last)
+        with torch.cuda.device(self._device):  # or the first call of a new thread makes a context on device 0
+            return self._between(first, last)
+
+    def _between(self, first: CudaEvent, last: CudaEvent) -> float:
         for mark in (first, last):
             if not self.is_complete(mark):
                 self.synchronize(mark)
                 mark.is_done = True
         elapsed = ctypes.c_float()
-        self._check(self._library.cudaEventElapsedTime(ctypes.byref(elapsed), first.handle, last.handle))
-        return float(elapsed.value)
+        self._check(self._elapsed(ctypes.byref(elapsed), first.handle, last.handle))
+        return elapsed.value
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """Make work issued to `stream` from now on wait for `event`; see `Device.wait_event`."""

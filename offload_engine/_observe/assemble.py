@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
-from offload_engine._devices.base import Device, TimeMark
-from offload_engine._observe.notes import NotedBoundary, NotedSave, Notes
+from offload_engine._devices.base import Device, Stream, TimeMark
+from offload_engine._observe.notes import (
+    NotedBoundary,
+    NotedCopy,
+    NotedMove,
+    NotedSave,
+    NotedStage,
+    NotedWait,
+    Notes,
+)
+from offload_engine._observe.pace import Pace, at_once
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     CopyRecord,
@@ -20,9 +30,11 @@ from offload_engine._observe.record import (
 from offload_engine.planning.moves import Boundary, BoundaryKind, GroupKey
 from offload_engine.schedule import ChunkKey
 
+_NUM_TRIES: Final = 5
+
 
 class Origin(NamedTuple):
-    """The moment at which a step began, on every clock."""
+    """The moment at which the device began a step, on every clock."""
 
     device: Device
     mark: TimeMark
@@ -37,25 +49,54 @@ class Origin(NamedTuple):
         """Return a time of the host since the step began."""
         return (host_ns - self.host_ns) / 1e6
 
+    def after(self, milliseconds: float) -> Origin:
+        """Return the origin of a device that came to its mark so much later than the host."""
+        lag_ns = round(milliseconds * 1e6)
+        return self._replace(host_ns=self.host_ns + lag_ns, unix_ns=self.unix_ns + lag_ns)
+
+
+class About(NamedTuple):
+    """What is known of a step when it begins; see `Recorder`."""
+
+    rank: int
+    step: int
+    pipeline: tuple[int, int]
+    fallback: Reason
+
+
+def lag_ms(origin: Origin, stream: Stream, clock: Callable[[], int]) -> float:
+    """Return how much later than the host the device came to the origin, to some ten microseconds.
+
+    It blocks until the work queued on `stream` is over, and tries some times: the host always hears too late of it, as
+    late as other threads keep Python busy.
+    """
+    heard = []
+    for _ in range(_NUM_TRIES):
+        passed_ms = origin.device_ms(origin.device.mark_time(stream))
+        heard.append(origin.host_ms(clock()) - passed_ms)
+    return max(0.0, min(heard))
+
 
 def assemble(
-    notes: Notes, origin: Origin, end: TimeMark, rank: int, step: int, counts: dict[str, int], fallback: Reason
+    notes: Notes, origin: Origin, end: TimeMark, about: About, counts: dict[str, int], pace: Pace = at_once
 ) -> StepRecord:
-    """Make the record of a step whose last mark is `end`; see `Recorder` for the rest."""
+    """Make the record of a step whose last mark is `end`; blocks until the device has passed it."""
     duration_ms = origin.device_ms(end)
     return StepRecord(
-        rank=rank,
-        step=step,
+        rank=about.rank,
+        step=about.step,
         begin_unix_ns=origin.unix_ns,
         duration_ms=duration_ms,
         counts=counts,
-        groups=tuple(GroupRecord(str(key), *traits) for key, traits in sorted(notes.groups.items())),
-        moves=_moves(notes, origin),
-        copies=_copies(notes, origin),
-        waits=_waits(notes, origin),
-        stages=_stages(notes, origin, duration_ms),
-        counters=tuple(CounterRecord(origin.host_ms(at), *values) for at, *values in notes.counters),
-        saved=tuple(_saved(save, notes, fallback) for save in notes.saved),
+        groups=tuple(GroupRecord(str(key), *traits) for key, traits in pace(sorted(notes.groups.items()))),
+        moves=_moves(pace(notes.moves), origin),
+        copies=_copies(pace(notes.copies), origin),
+        waits=_waits(pace(notes.waits), origin),
+        stages=_stages(pace(notes.stages), origin, duration_ms),
+        counters=tuple(CounterRecord(origin.host_ms(at), *values) for at, *values in pace(notes.counters)),
+        saved=tuple(_saved(save, notes, about.fallback) for save in pace(notes.saved)),
+        pipeline_rank=about.pipeline[0],
+        num_pipeline_ranks=about.pipeline[1],
     )
 
 
@@ -68,14 +109,14 @@ def boundary_text(boundary: NotedBoundary | None) -> str:
     return str(Boundary(*boundary))
 
 
-def _moves(notes: Notes, origin: Origin) -> tuple[MoveRecord, ...]:
+def _moves(moves: Iterable[NotedMove], origin: Origin) -> tuple[MoveRecord, ...]:
     return tuple(
         MoveRecord(origin.host_ms(move.host_ns), boundary_text(move.boundary), move.op, str(move.group), move.nbytes)
-        for move in notes.moves
+        for move in moves
     )
 
 
-def _copies(notes: Notes, origin: Origin) -> tuple[CopyRecord, ...]:
+def _copies(copies: Iterable[NotedCopy], origin: Origin) -> tuple[CopyRecord, ...]:
     return tuple(
         CopyRecord(
             copy.op,
@@ -85,11 +126,11 @@ def _copies(notes: Notes, origin: Origin) -> tuple[CopyRecord, ...]:
             begin := origin.device_ms(copy.begin),
             max(begin, origin.device_ms(copy.end)),
         )
-        for copy in notes.copies
+        for copy in copies
     )
 
 
-def _waits(notes: Notes, origin: Origin) -> tuple[WaitRecord, ...]:
+def _waits(waits: Iterable[NotedWait], origin: Origin) -> tuple[WaitRecord, ...]:
     return tuple(
         WaitRecord(
             wait.awaited,
@@ -97,14 +138,14 @@ def _waits(notes: Notes, origin: Origin) -> tuple[WaitRecord, ...]:
             begin := origin.device_ms(wait.begin),
             max(begin, origin.device_ms(wait.end)),
         )
-        for wait in notes.waits
+        for wait in waits
     )
 
 
-def _stages(notes: Notes, origin: Origin, duration_ms: float) -> tuple[StageRecord, ...]:
+def _stages(stages: Iterable[NotedStage], origin: Origin, duration_ms: float) -> tuple[StageRecord, ...]:
     """Make stages of moments: each lasts until the next one of its group, the last until the step ends."""
     begins: dict[GroupKey, list[tuple[str, float]]] = {}
-    for stage in notes.stages:
+    for stage in stages:
         of_group = begins.setdefault(stage.group, [])
         earliest = of_group[-1][1] if of_group else float("-inf")  # streams differ: a stage begins after the one before
         of_group.append((stage.residency, max(earliest, origin.device_ms(stage.begin))))

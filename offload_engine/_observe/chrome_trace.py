@@ -10,9 +10,11 @@ import gzip
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
+from offload_engine._observe.pace import Pace, at_once
 from offload_engine._observe.record import StepRecord, from_json, to_json
 from offload_engine.planning.moves import OUT
 
@@ -28,13 +30,13 @@ Event = dict[str, Any]
 File = str | os.PathLike[str]
 
 
-def write_trace(records: StepRecord | Sequence[StepRecord], file: File) -> Path:
+def write_trace(records: StepRecord | Sequence[StepRecord], file: File, pace: Pace = at_once) -> Path:
     """Write the steps of any number of ranks; compressed where the name ends in `.gz`. Returns the path."""
     records = [records] if isinstance(records, StepRecord) else list(records)
     base_ns = _base_of(min((record.begin_unix_ns for record in records), default=0))
-    events = [event for record in records for event in trace_events(record, base_ns)]
-    trace = {"displayTimeUnit": "ms", _BASE: base_ns, "traceEvents": events, RECORDS: [to_json(r) for r in records]}
-    return _write(trace, file)
+    events = [event for record in records for event in trace_events(record, base_ns, pace)]
+    plain = [to_json(record, pace) for record in records]
+    return _write({"displayTimeUnit": "ms", _BASE: base_ns, "traceEvents": events, RECORDS: plain}, file, pace)
 
 
 def read_records(file: File) -> list[StepRecord]:
@@ -72,14 +74,14 @@ def _shifted(trace: Mapping[str, Any], shift_us: float) -> Iterator[Event]:
         yield {**event, "ts": event["ts"] + shift_us} if "ts" in event else event
 
 
-def trace_events(record: StepRecord, base_ns: int) -> list[Event]:
+def trace_events(record: StepRecord, base_ns: int, pace: Pace = at_once) -> list[Event]:
     """Return the events of one rank: names of its tracks first, then all others in the order of time."""
     pid = _FIRST_PID + record.rank
     names = {group.group: f"{group.name} {group.group}" for group in record.groups}
     at = _clock(record, base_ns)
     lanes = _lanes(record)
-    events = [*_slices(record, names, at), *_stages(record, names, lanes, at), *_counters(record, at)]
-    events += [_instant(f"{move.op.value} {move.group}", at(move.host_ms), move) for move in record.moves]
+    tracks = (_slices(record, names, at), _stages(record, names, lanes, at), _counters(record, at), _moves(record, at))
+    events = list(pace(chain.from_iterable(tracks)))
     threads = {_WAITS: "compute waits", _OUT: "copy-outs", _IN: "copy-ins", _MOVES: "moves (host time)"}
     threads |= {_FIRST_LANE + lane: f"groups {lane}" for lane in sorted(set(lanes.values()))}
     metadata = list(_metadata(f"offload engine, rank {record.rank}, step {record.step}", threads))
@@ -141,9 +143,10 @@ def _slice(name: str, tid: int, begin_ns: int, end_ns: int, **more: Any) -> Even
     return {"ph": "X", "cat": "offload", "name": name, "tid": tid, **times, "args": more}
 
 
-def _instant(name: str, at_ns: int, move: Any) -> Event:
-    more = {"boundary": move.boundary, "bytes": move.nbytes}
-    return {"ph": "i", "s": "t", "cat": "offload", "name": name, "tid": _MOVES, "ts": at_ns / 1e3, "args": more}
+def _moves(record: StepRecord, at: Callable[[float], int]) -> Iterator[Event]:
+    for move in record.moves:
+        what = {"ph": "i", "s": "t", "cat": "offload", "name": f"{move.op.value} {move.group}", "tid": _MOVES}
+        yield {**what, "ts": at(move.host_ms) / 1e3, "args": {"boundary": move.boundary, "bytes": move.nbytes}}
 
 
 def _metadata(process: str, threads: dict[int, str]) -> Iterable[Event]:
@@ -157,10 +160,10 @@ def _base_of(unix_ns: int) -> int:
     return unix_ns - unix_ns % _BASE_STEP_NS
 
 
-def _write(trace: dict[str, Any], file: File) -> Path:
+def _write(trace: dict[str, Any], file: File, pace: Pace = at_once) -> Path:
     path = Path(file)
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as target:
-        json.dump(trace, target, separators=(",", ":"))
+        target.writelines(pace(json.JSONEncoder(separators=(",", ":")).iterencode(trace)))
     return path
 
 

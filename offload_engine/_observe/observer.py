@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from offload_engine._devices.base import Device
-from offload_engine._observe.chrome_trace import write_trace
+from offload_engine._observe.pending import PendingRecord, TraceWriter
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import StepRecord
 from offload_engine._observe.recorder import Recorder
@@ -27,18 +26,26 @@ class Observer:
     Args:
         pipeline: rank and number of ranks of the pipeline whose stages the chunks are.
         logs_first_step: log what the counters of the first step with groups tell, on rank 0.
-
-    Attributes:
-        record: of the last step that was recorded.
     """
 
     def __init__(self, pipeline: tuple[int, int] = (0, 1), logs_first_step: bool = True) -> None:
-        self.record: StepRecord | None = None
         self._pipeline = pipeline
-        self._file: str | None = None
+        self._pending: PendingRecord | None = None
+        self._writer: TraceWriter | None = None  # of the last file
+        self._asked: str | None = None  # for a file
         self._is_asked = False
+        self._file: Path | None = None  # of the step that is recorded now
         self._num_steps = 0
         self._has_logged = not logs_first_step
+
+    @property
+    def record(self) -> StepRecord | None:
+        """The record of the last step that was recorded; blocks until the device has come to the end of that step."""
+        if self._pending is None:
+            return None
+        if self._writer is not None:
+            self._writer.hurry()
+        return self._pending.get()
 
     def ask(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins.
@@ -47,7 +54,7 @@ class Observer:
             file: for `write_trace`; `{rank}` and `{step}` in its name are replaced, and among several ranks the rank is
                 added where it is missing. None: only `record`.
         """
-        self._is_asked, self._file = True, None if file is None else os.fspath(file)
+        self._is_asked, self._asked = True, None if file is None else os.fspath(file)
 
     def begin(self, device: Device, is_dry_run: bool = False) -> Recorder | None:
         """Start a step; returns its recorder if it is to be recorded."""
@@ -55,33 +62,49 @@ class Observer:
         if not self._is_asked:
             return None
         self._is_asked = False
-        return Recorder(device, rank=_rank(), step=step, fallback=Reason.DRY_RUN if is_dry_run else Reason.FITS)
+        rank = _rank()
+        self._file = None if self._asked is None else _path(self._asked, {"{rank}": rank, "{step}": step})
+        return Recorder(
+            device,
+            rank=rank,
+            step=step,
+            pipeline=self._pipeline,
+            fallback=Reason.DRY_RUN if is_dry_run else Reason.FITS,
+            compares_clocks=self._file is not None,
+        )
 
     def end(self, recorder: Recorder | None, stats: IterationStats) -> None:
-        """End a step: complete its record, write its file, and log the first report on rank 0."""
+        """End a step: begin to write its file, if it has one, and log the first report on rank 0."""
         if recorder is not None:
-            rank, size = self._pipeline
-            self.record = replace(recorder.finish(counts_of(stats)), pipeline_rank=rank, num_pipeline_ranks=size)
+            self._pending = recorder.finish(counts_of(stats))
             if self._file is not None:
-                names: Mapping[str, int] = {"{rank}": self.record.rank, "{step}": self.record.step}
-                logger.info("recorded step %d in %s", self.record.step, write_trace(self.record, self._path(names)))
+                self.close()  # one file at a time: else they would pile up where each step has one
+                self._writer = TraceWriter(self._pending, self._file)
+                self._writer.begin()
         if not self._has_logged and stats.num_groups and _rank() == 0:
             self._has_logged = True
-            logger.info("activation offload in the first step:\n%s", self.report(stats))
+            logger.info("activation offload in the first step:\n%s", summary_of_stats(stats))
 
     def report(self, stats: IterationStats) -> str:
         """Return the tables of the last recorded step, else what the counters of the last step tell."""
-        return summary_of_stats(stats) if self.record is None else report_table([self.record])
+        record = self.record
+        return summary_of_stats(stats) if record is None else report_table([record])
 
-    def _path(self, names: Mapping[str, int]) -> Path:
-        path = self._file or ""
-        if "{rank}" not in path and _num_ranks() > 1:  # else all ranks would write one file
-            folder, name = os.path.split(path)
-            stem, dot, suffix = name.partition(".")
-            path = os.path.join(folder, f"{stem}_rank{{rank}}{dot}{suffix}")
-        for placeholder, number in names.items():
-            path = path.replace(placeholder, str(number))
-        return Path(path)
+    def close(self) -> None:
+        """Wait until the file of the last recorded step is written. Idempotent."""
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
+
+
+def _path(path: str, names: Mapping[str, int]) -> Path:
+    if "{rank}" not in path and _num_ranks() > 1:  # else all ranks would write one file
+        folder, name = os.path.split(path)
+        stem, dot, suffix = name.partition(".")
+        path = os.path.join(folder, f"{stem}_rank{{rank}}{dot}{suffix}")
+    for placeholder, number in names.items():
+        path = path.replace(placeholder, str(number))
+    return Path(path)
 
 
 def _num_ranks() -> int:

@@ -1,16 +1,18 @@
 """One recorded step of one rank, as plain data: what moved when, what waited, and what every saved tensor became.
 
-Times are milliseconds since the step began. Times of the host are read when the engine is called; times of the device
-are those at which its streams got there, which may be much later. Both have one origin.
+Times are milliseconds since the device began the step. Times of the host are read when the engine is called, which may
+be much earlier than the device gets there, and even earlier than it begins: then they are negative. Where nobody asked
+for a file the clocks are not compared, and times of the host count from when the host began.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
+from offload_engine._observe.pace import Pace, at_once
 from offload_engine._observe.reasons import Reason
 from offload_engine.planning.moves import Op
 
@@ -131,7 +133,7 @@ class StepRecord:
     rank: int
     step: int
     begin_unix_ns: int
-    """When the step began, in nanoseconds since 1970."""
+    """When the step began: the origin of all times, in nanoseconds since 1970."""
     duration_ms: float
     """Device time from begin to end."""
     counts: dict[str, int]
@@ -165,10 +167,10 @@ _PARSERS: Final[Mapping[str, Any]] = {"op": Op, "awaited": Awaited, "reason": Re
 T = TypeVar("T")
 
 
-def to_json(record: StepRecord) -> dict[str, Any]:
+def to_json(record: StepRecord, pace: Pace = at_once) -> dict[str, Any]:
     """Convert a record into what `json.dumps` takes; each table is its columns and its rows."""
     plain = {field.name: getattr(record, field.name) for field in fields(record) if field.name not in _TABLES}
-    tables = {name: _to_table(kind, getattr(record, name)) for name, kind in _TABLES.items()}
+    tables = {name: _to_table(kind, pace(getattr(record, name))) for name, kind in _TABLES.items()}
     return {"version": VERSION, **plain, **tables}
 
 
@@ -189,7 +191,7 @@ def from_json(data: Mapping[str, Any]) -> StepRecord:
     return StepRecord(**values)
 
 
-def _to_table(kind: type[Any], rows: Sequence[Any]) -> dict[str, Any]:
+def _to_table(kind: type[Any], rows: Iterable[Any]) -> dict[str, Any]:
     columns = [field.name for field in fields(kind)]
     return {"columns": columns, "rows": [[_plain(getattr(row, name)) for name in columns] for row in rows]}
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from offload_engine._devices.base import Device, Stream, TimeMark
-from offload_engine._observe.assemble import Origin, assemble
+from offload_engine._observe.assemble import About, Origin, assemble, lag_ms
 from offload_engine._observe.modules import ModuleHooks
 from offload_engine._observe.notes import (
     NotedBoundary,
@@ -23,6 +24,8 @@ from offload_engine._observe.notes import (
     ObservedStorage,
     key_of,
 )
+from offload_engine._observe.pace import Pace
+from offload_engine._observe.pending import PendingRecord
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import Awaited, StepRecord
 from offload_engine._observe.storages import StorageLog
@@ -31,7 +34,7 @@ from offload_engine.schedule import ChunkKey
 
 
 class Recorder:
-    """Records one step. Made when the step begins, with the device idle or not; it waits for what was issued before.
+    """Records one step. Made when the step begins, with the device idle or not; it never waits for the device.
 
     Each `note_` call appends to a list: about a microsecond, and a few more for each time mark on a GPU. It holds no
     tensor, and a storage only until that retires. The engine calls `finish` or `discard` at the end of the step.
@@ -40,9 +43,12 @@ class Recorder:
         device: marks time.
         rank: of this process.
         step: its number, for the reader.
+        pipeline: rank and number of ranks of the pipeline.
         fallback: why a group that is not kept and that no move took out stayed.
         has_modules: find out which module saves what outside groups, by hooks on all modules. Compiled modules are
             compiled again for it.
+        compares_clocks: find out, when the record is made, how far the device was behind the host. It blocks who asks
+            until the device has done all that is queued by then, and clocks drift apart: ask soon.
         clock: host time in nanoseconds; has an origin of its own.
     """
 
@@ -52,20 +58,24 @@ class Recorder:
         *,
         rank: int = 0,
         step: int = 0,
+        pipeline: tuple[int, int] = (0, 1),
         fallback: Reason = Reason.FITS,
         has_modules: bool = True,
+        compares_clocks: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         self._device = device
-        self._rank, self._step, self._fallback = rank, step, fallback
+        self._about = About(rank, step, pipeline, fallback)
         self._clock = clock
+        self._compares_clocks = compares_clocks
         self._notes = Notes()
         self._boundary: NotedBoundary | None = None
         self._num_committed: dict[ChunkKey | None, int] = {}
         self._forward: ChunkKey | None = None  # the chunk whose forward began last
         self._storages = StorageLog(device, self._notes)
         self._modules: ModuleHooks | None = ModuleHooks() if has_modules else None
-        self._origin = _new_origin(device, clock)
+        self._stream = device.current_stream()
+        self._origin = Origin(device, device.mark_time(self._stream), host_ns=clock(), unix_ns=time.time_ns())
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +129,9 @@ class Recorder:
 
     def note_wait(self, awaited: Awaited, group: ObservedGroup, begin: TimeMark, end: TimeMark) -> None:
         """Note that a compute stream was made to wait for a copy of a group between two marks on it."""
-        self._notes.waits.append(NotedWait(awaited, GroupKey(group.chunk, group.index), begin, end))
+        key = GroupKey(group.chunk, group.index)
+        self._notes.waits.append(NotedWait(awaited, key, begin, end))
+        self._storages.note_wait(awaited, key, end)
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
@@ -165,32 +177,28 @@ class Recorder:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def finish(self, counts: Mapping[str, int] | None = None) -> StepRecord:
-        """End the recording; blocks until the device has come so far.
+    def finish(self, counts: Mapping[str, int] | None = None) -> PendingRecord:
+        """End the recording, without waiting for the device.
 
         Args:
             counts: the counters of the iteration.
-
-        Raises:
-            CopyError: if the device has failed.
         """
         end = self._device.mark_time(self._device.current_stream())
         self.discard()
-        return assemble(self._notes, self._origin, end, self._rank, self._step, dict(counts or {}), self._fallback)
+        return PendingRecord(partial(self._make, end, dict(counts or {})))
+
+    def _make(self, end: TimeMark, counts: dict[str, int], pace: Pace) -> StepRecord:
+        origin = self._origin
+        origin.device_ms(end)  # blocks: what follows finds a device that is done with the step
+        if self._compares_clocks:
+            origin = origin.after(lag_ms(origin, self._stream, self._clock))
+        return assemble(self._notes, origin, end, self._about, counts, pace)
 
     def discard(self) -> None:
         """Give up the recording, as after an exception in the step. Idempotent."""
         if self._modules is not None:
             self._modules.remove()
         self._storages.clear()
-
-
-def _new_origin(device: Device, clock: Callable[[], int]) -> Origin:
-    """Find a moment that the host and the device both know, to some ten microseconds."""
-    stream = device.current_stream()
-    last = device.mark_time(stream)
-    device.milliseconds_between(last, last)  # blocks: the next mark is passed as soon as it is made
-    return Origin(device, host_ns=clock(), unix_ns=time.time_ns(), mark=device.mark_time(stream))
 
 
 def _storage_bytes(tensor: torch.Tensor) -> int:

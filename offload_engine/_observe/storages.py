@@ -7,14 +7,17 @@ from typing import Final
 from offload_engine._devices.base import Device, Stream, TimeMark
 from offload_engine._observe.notes import NotedStage, Notes, ObservedGroup, ObservedStorage, StorageFate, key_of
 from offload_engine._observe.reasons import Reason
+from offload_engine._observe.record import Awaited
 from offload_engine.planning.moves import IN, OUT, GroupKey, Op
 
 PACKED: Final = "packed"
 """On the device since its save."""
+ON_HOST: Final = "on host"
 USED: Final = "used"
 """On the device again."""
 RETIRED: Final = "retired"
-_OP_OF: Final = {"copying out": OUT, "copying in": IN}
+_STAGE_OF: Final = {OUT: "copying out", IN: "copying in", Awaited.COPY_OUT: ON_HOST, Awaited.COPY_IN: USED}
+"""What a copy begins, and what a wait for it."""
 
 
 class StorageLog:
@@ -31,7 +34,7 @@ class StorageLog:
         self._numbers: dict[ObservedStorage, int] = {}  # of those that have not retired
         self._num_live: dict[GroupKey, int] = {}
         self._stages: dict[GroupKey, str] = {}  # the last one of each
-        self._begun: dict[tuple[Op, GroupKey], TimeMark] = {}  # copies whose storages have yet to move
+        self._begun: dict[tuple[str, GroupKey], TimeMark] = {}  # known before the storages have moved there
 
     def number_of(self, storage: ObservedStorage, saver: ObservedGroup) -> int:
         """Return the number of a storage that `saver` saves now; the first group to do so has it."""
@@ -56,7 +59,11 @@ class StorageLog:
 
     def note_copy(self, op: Op, group: GroupKey, begin: TimeMark) -> None:
         """Note that a copy has been issued: its storages are on their way from `begin` on."""
-        self._begun[op, group] = begin
+        self._begun[_STAGE_OF[op], group] = begin
+
+    def note_wait(self, awaited: Awaited, group: GroupKey, end: TimeMark) -> None:
+        """Note that compute has waited for a copy: its storages are where it took them from `end` on."""
+        self._begun[_STAGE_OF[awaited], group] = end
 
     def note_residency(self, storage: ObservedStorage, residency: str) -> None:
         """See `Recorder.note_residency`."""
@@ -66,7 +73,7 @@ class StorageLog:
         fate = self._notes.fates[number]
         if residency == "copying out":
             fate.reason = Reason.RECALLED  # unless it is released
-        elif residency == "on host":
+        elif residency == ON_HOST:
             fate.reason = Reason.MOVED
         elif residency == RETIRED:
             self._numbers.pop(storage, None)
@@ -80,6 +87,7 @@ class StorageLog:
     def _follow(self, group: GroupKey, residency: str, stream: Stream) -> None:
         """Note where a group is, once for all of its storages that go there together."""
         if residency == RETIRED:
+            self._begun.pop((ON_HOST, group), None)  # it was waited for to be dropped
             self._num_live[group] -= 1
             if self._num_live[group] > 0:
                 return
@@ -90,8 +98,7 @@ class StorageLog:
 
     def _note_stage(self, group: GroupKey, stage: str, stream: Stream) -> None:
         self._stages[group] = stage
-        op = _OP_OF.get(stage)
-        begin = None if op is None else self._begun.pop((op, group), None)
+        begin = self._begun.pop((stage, group), None)
         if begin is None:
             begin = self._device.mark_time(stream)
         self._notes.stages.append(NotedStage(group, stage, begin))

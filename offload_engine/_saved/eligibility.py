@@ -14,8 +14,6 @@ from offload_engine._saved.handles import without_graph
 _TENSOR: Final = torch.Tensor  # constants, because each saved tensor is compared with them
 _STRIDED: Final = torch.strided
 _PARAMETER: Final = torch.nn.Parameter
-# The address of storages without bytes, which stay as weights do: a tangent of zeros has one with a size.
-_NO_WEIGHTS: Final = frozenset([0])
 _MIN_PRUNED: Final = 1024  # number of excluded storages from which on expired ones are removed
 
 
@@ -30,14 +28,13 @@ class Eligibility:
     def __init__(self, torch_device: torch.device, min_tensor_bytes: int) -> None:
         self._torch_device = torch_device
         self._min_storage_bytes = max(1, min_tensor_bytes)  # empty storages never move
-        self._weights: frozenset[int] = _NO_WEIGHTS
+        self._weights: frozenset[int] = frozenset()
         self._excluded: dict[int, StorageWeakRef] = {}
         self._prune_at: int = _MIN_PRUNED
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
         """Start an iteration; the storages of `weights` are not activations."""
-        addresses = frozenset(weight.untyped_storage().data_ptr() for weight in with_storage(weights))
-        self._weights = addresses | _NO_WEIGHTS
+        self._weights = frozenset(weight.untyped_storage().data_ptr() for weight in with_storage(weights))
         self.clear()
 
     def clear(self) -> None:
@@ -67,13 +64,15 @@ class Eligibility:
             or tensor.is_quantized
             or tensor.is_nested  # its sizes are not in its shape
             or hasattr(tensor, "_TE_do_not_offload")
-            or storage.data_ptr() in self._weights
             or (self._excluded and storage._cdata in self._excluded)
             # A view of a weight whose storage changed since the iteration began: FSDP gathers weights into new ones.
             or (tensor._is_view() and type(tensor._base) is _PARAMETER)
         ):
             return None
-        return storage
+        try:
+            return None if storage.data_ptr() in self._weights else storage
+        except RuntimeError:  # it has no bytes, although it has a size: that of a tangent of zeros
+            return None
 
     def reason_to_stay(self, tensor: torch.Tensor) -> Reason | None:
         """Return why `movable_storage` is None for a tensor: slow, for recordings."""

@@ -81,6 +81,7 @@ def test_quick_omits_slow_imports_unless_named() -> None:
         ("--total-seconds 9", "of --longest: add --longest"),
         ("--resume trials.jsonl", "of --longest: add --longest"),
         ("--longest --resume nowhere.jsonl", "nowhere.jsonl is not a file"),
+        ("--recording --longest", "give one of them"),
         ("--documents 3000", "do not divide a sequence of 32,768"),
     ],
 )
@@ -119,6 +120,18 @@ def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path) -> Non
     missing = {record["label"] for record in records if record["kind"] == "missing"}
     assert missing == settings.NEED_GPU
     assert all(f"| {name}: " in printed for name in ON_CPU)
+
+
+def test_what_recordings_cost(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    printed = run_tool("--recording", "--rounds", "2", "--json", str(file))
+    found = [record for line in file.read_text().splitlines() if (record := json.loads(line))["kind"] == "recording"]
+    assert [(one["seq"], one["part"]) for one in found] == [(n, p) for n in (64, 128) for p in settings.RECORDED_PARTS]
+    assert {one["part"]: len(one["step_ms"]) for one in found} == {
+        **dict.fromkeys(("none", "each"), 10),
+        **dict.fromkeys(("one", "behind_one", "file", "behind_file"), 2),
+    }
+    assert all(title in printed for title in settings.RECORDED_PARTS.values())
 
 
 def test_the_longest_sequence_of_two_contenders(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from offload_engine import FixedBounds, OffloadConfig, OffloadEngine, group_commit, group_start
@@ -47,7 +50,8 @@ def test_the_record_agrees_with_the_counters(tmp_path: Path) -> None:
         assert "record a step" not in engine.report() and "groups offloaded" in engine.report()
         engine.record(tmp_path / "step{step}.json.gz")
         assert train(engine, model) == plain
-        (record,) = read_records(tmp_path / "step1.json.gz")
+        record = engine.last_record
+        assert record is not None
         stats = engine.stats
         for op, nbytes in ((OUT, stats.copied_out_bytes), (IN, stats.copied_in_bytes)):
             assert sum(copy.nbytes for copy in record.copies if copy.op is op) == nbytes > 0
@@ -65,6 +69,37 @@ def test_the_record_agrees_with_the_counters(tmp_path: Path) -> None:
         assert {s.residency for s in record.stages} == {"packed", "copying out", "on host", "copying in", "used"}
         assert "fc" in engine.report() and train(engine, model) == plain
         engine.close()
+        assert read_records(tmp_path / "step1.json.gz") == [record]
+
+
+class SlowToTell(CpuDevice):
+    """Makes a record take some time."""
+
+    def milliseconds_between(self, first: Any, last: Any) -> float:
+        time.sleep(0.005)
+        return super().milliseconds_between(first, last)
+
+
+def test_a_closed_engine_has_its_file(tmp_path: Path) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=SlowToTell("none"))
+    engine.record(tmp_path / "step.json")
+    train(engine, stack())
+    engine.close()
+    assert read_records(tmp_path / "step.json") == [engine.last_record]
+
+
+def test_a_step_that_raises_leaves_the_record_before(tmp_path: Path) -> None:
+    model = stack()
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=CpuDevice("none"))
+    engine.record()
+    train(engine, model)
+    engine.record(tmp_path / "step.json")
+    with pytest.raises(ZeroDivisionError), engine.iteration():
+        _ = 1 // 0
+    train(engine, model)
+    assert engine.last_record is not None and engine.last_record.step == 0
+    engine.close()
+    assert not list(tmp_path.iterdir()) and "Saved tensors" in engine.report()
 
 
 def test_a_profile_shows_the_moves_and_the_wait_of_each_group() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_engine._devices import cuda_runtime
 from offload_engine._devices.base import CopyError, HostRegion
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._devices.cuda_runtime import CudaRuntime
@@ -122,6 +123,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None or not HAS_HEADERS, reason=
 @pytest.fixture
 def cuda(runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:  # noqa: F811
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 0)
     return CudaRuntime(torch.device("cuda", 0), runtime)
 
 
@@ -148,6 +150,22 @@ def test_cuda_waits_for_both_marks_and_asks_for_the_time_between(cuda: CudaRunti
         assert cuda.milliseconds_between(first, last) == 1.5
         assert number(runtime, "num_synchronized").value == 2
     assert last_call(runtime)[:3] == (10, first.handle, last.handle)
+
+
+@needs_compiler
+def test_another_thread_asks_on_the_device_of_the_marks(
+    cuda: CudaRuntime,
+    runtime: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new thread is on device 0, where its first call would make a context."""
+    mark, on = cuda.mark_time(STREAM), []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: on.append(device) or nullcontext())
+    cuda.milliseconds_between(mark, mark)
+    assert not on
+    monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 1)
+    cuda.milliseconds_between(mark, mark)
+    assert on == [torch.device("cuda", 0)]
 
 
 @needs_compiler

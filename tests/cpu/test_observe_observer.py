@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from offload_engine import IterationStats
 from offload_engine._observe import observer as observer_module
+from offload_engine._observe import pace
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.observer import Observer
 from offload_engine._observe.reasons import Reason
@@ -20,9 +25,9 @@ from tests.engine_on_clocks import ClockDevice
 STATS = IterationStats(num_groups=2, num_offloaded_groups=1, prefetch_misses=3)
 
 
-def run(observer: Observer, is_dry_run: bool = False) -> bool:
+def run(observer: Observer, is_dry_run: bool = False, device: Any = None) -> bool:
     """Run one step of one saved tensor; return whether it was recorded."""
-    device: Any = ClockDevice()
+    device = device or ClockDevice()
     recorder = observer.begin(device, is_dry_run)
     if recorder is not None:
         storage, group = Storage(Group()), Group()
@@ -44,6 +49,7 @@ def test_the_file_has_the_numbers_in_its_name(tmp_path: Path) -> None:
     observer = Observer()
     observer.ask(tmp_path / "of_{rank}_{step}.json.gz")
     run(observer)
+    observer.close()
     assert read_records(tmp_path / "of_0_0.json.gz") == [observer.record]
 
 
@@ -80,4 +86,107 @@ def test_ranks_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         observer = Observer()
         observer.ask(tmp_path / name)
         run(observer)
+        observer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own_1.json", "step_rank1.json.gz"]
+
+
+class Late(ClockDevice):
+    """Comes to the end of a step when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_there = threading.Event()
+        self.threads: set[str] = set()
+
+    def milliseconds_between(self, first: Any, last: Any) -> float:
+        self.threads.add(threading.current_thread().name)
+        assert self.is_there.wait(10.0)
+        return super().milliseconds_between(first, last)
+
+
+def test_a_file_is_written_beside_the_training(tmp_path: Path) -> None:
+    """The step ends before the device does, and the thread does not keep an observer that is dropped."""
+    observer, device, file = Observer(), Late(), tmp_path / "step.json"
+    observer.ask(file)
+    assert run(observer, device=device) and not file.exists()
+    device.is_there.set()
+    observer.close()
+    assert len(read_records(file)) == 1 and device.threads == {"offload-trace"}
+    observer.ask(file)
+    run(observer)
+    gone = weakref.ref(observer)
+    del observer
+    assert gone() is None
+
+
+def test_a_file_is_complete_before_the_next_one_begins(tmp_path: Path) -> None:
+    observer, device = Observer(), Late()
+    observer.ask(tmp_path / "step{step}.json")
+    run(observer, device=device)
+    observer.ask(tmp_path / "step{step}.json")  # while the first is waited for
+    threading.Timer(0.05, device.is_there.set).start()
+    run(observer)
+    assert len(read_records(tmp_path / "step0.json")) == 1
+    observer.close()
+    assert len(read_records(tmp_path / "step1.json")) == 1
+
+
+def test_who_asks_for_the_record_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_REST_S", 1000.0)
+    observer = Observer()
+    observer.ask(tmp_path / "step.json")
+    run(observer)
+    assert observer.record is not None
+    observer.close()
+
+
+def test_a_step_asked_for_in_a_recorded_step_has_its_own_file(tmp_path: Path) -> None:
+    observer, device = Observer(), ClockDevice()
+    observer.ask(tmp_path / "first.json")
+    recorder = observer.begin(device)  # type: ignore[arg-type]
+    observer.ask()
+    observer.end(recorder, STATS)
+    observer.close()
+    assert (tmp_path / "first.json").exists()
+
+
+def test_a_file_that_cannot_be_written_is_logged_with_its_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    observer, file = Observer(), tmp_path / "missing" / "step.json"
+    observer.ask(file)
+    run(observer)
+    observer.close()
+    assert f"could not be written to {file}" in caplog.text and "No such file" in caplog.text
+    assert observer.record is not None, "there is a report all the same"
+    observer.ask()
+    assert run(observer)
+
+
+def test_a_file_is_written_where_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    observer = Observer()
+    observer.ask(tmp_path / "step.json")
+    run(observer)
+    assert len(read_records(tmp_path / "step.json")) == 1
+    observer.close()
+
+
+AT_EXIT = """
+import sys, torch
+from offload_engine import OffloadConfig, enable_activation_offloading
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+handle = enable_activation_offloading(model, "none", config=OffloadConfig(directory="none", min_tensor_bytes=1),
+                                      layers=list(model))
+handle.record(sys.argv[1])
+model(torch.ones(64, 64)).sum().backward()
+"""
+
+
+def test_a_process_that_ends_finishes_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(file)], check=True, cwd=Path(__file__).parents[2])
+    assert len(read_records(file)) == 1

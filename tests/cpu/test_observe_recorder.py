@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 import warnings
 import weakref
@@ -121,7 +122,7 @@ def out_and_back(step: Step, group: Group) -> None:
 
 def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step) -> None:
     out_and_back(step, Group())
-    record = step.recorder.finish()
+    record = step.recorder.finish().get()
     copy = 2 * MS_OF_COPY
     moments = (0.0, 5.0, 5 + copy, 12 + copy, 12 + 2 * copy, 16 + 2 * copy)  # used until the second of two retires
     residencies = ("packed", "copying out", "on host", "copying in", "used")
@@ -138,13 +139,13 @@ def test_a_group_is_on_its_way_from_the_first_byte_on(step: Step) -> None:
     storage = step.save(group)
     step.device.copy(step.streams[OUT], 10 * KIB)
     step.copy(OUT, group, storage)
-    packed, leaving = step.recorder.finish().stages
+    packed, leaving = step.recorder.finish().get().stages
     assert packed.end_ms == leaving.begin_ms == pytest.approx(MS_OF_COPY)
 
 
 def test_copies_and_waits_have_the_times_of_their_streams(step: Step) -> None:
     out_and_back(step, Group())
-    record = step.recorder.finish()
+    record = step.recorder.finish().get()
     (out, back), (first, second) = record.copies, record.waits
     assert [(c.op, c.group, c.nbytes) for c in record.copies] == [(OUT, "0.3:0", 20 * KIB), (IN, "0.3:0", 20 * KIB)]
     assert out.end_ms - out.begin_ms == pytest.approx(2 * MS_OF_COPY) and out.begin_ms == pytest.approx(5)
@@ -156,7 +157,7 @@ def test_copies_and_waits_have_the_times_of_their_streams(step: Step) -> None:
 
 def test_moves_have_their_boundaries(step: Step) -> None:
     out_and_back(step, Group(index=1))
-    moves = step.recorder.finish().moves
+    moves = step.recorder.finish().get().moves
     assert [(m.boundary, m.op, m.group) for m in moves] == [
         ("F0.3:1", OUT, "0.3:1"),
         ("F0.3:1", DROP, "0.3:1"),
@@ -170,14 +171,14 @@ def test_boundaries_without_a_group_count_those_committed(step: Step) -> None:
     for kind, chunk in ((COMMIT, CHUNK), (LAUNCH, CHUNK), (HELD, None), (ITERATION_END, None)):
         recorder.note_boundary(kind, chunk, group if kind is COMMIT else None)
         recorder.note_move(DROP, group, 1)
-    assert [m.boundary for m in recorder.finish().moves] == ["F0.3:4", "F0.3:launch5", "F0.3:held5", "end"]
+    assert [m.boundary for m in recorder.finish().get().moves] == ["F0.3:4", "F0.3:launch5", "F0.3:held5", "end"]
 
 
 def test_counters_are_noted_where_they_change(step: Step) -> None:
     for values in ((1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)):
         step.recorder.note_counters(*values)
         step.device.clocks.host += 1.0
-    found = step.recorder.finish({"prefetch_misses": 2})
+    found = step.recorder.finish({"prefetch_misses": 2}).get()
     assert found.counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
     assert found.counts == {"prefetch_misses": 2}
 
@@ -190,7 +191,7 @@ def fate_of(step: Step, group: Group, *residencies: Residency) -> Reason:
     step.recorder.note_boundary(COMMIT, CHUNK, group)
     for residency in residencies:
         step.recorder.note_residency(storage, residency)
-    return step.recorder.finish().saved[0].reason
+    return step.recorder.finish().get().saved[0].reason
 
 
 def test_reason_of_a_released_group_is_moved(step: Step) -> None:
@@ -212,7 +213,7 @@ def test_reason_of_a_group_kept_no_longer_is_not_kept(step: Step) -> None:
     step.recorder.note_boundary(COMMIT, CHUNK, group)
     group.is_kept = False
     step.recorder.note_move(OUT, group, 1)
-    assert step.recorder.finish().saved[0].reason is Reason.FITS
+    assert step.recorder.finish().get().saved[0].reason is Reason.FITS
 
 
 def test_reason_of_an_ungrouped_tensor_is_not_requested(step: Step) -> None:
@@ -234,7 +235,7 @@ def test_a_storage_that_others_hold_says_so(step: Step) -> None:
     for residency in (Residency.COPYING_OUT, Residency.RESIDENT):
         step.recorder.note_residency(storage, residency)
     step.recorder.note_storage_stays(storage, Reason.SHARED)
-    assert step.recorder.finish().saved[0].reason is Reason.SHARED
+    assert step.recorder.finish().get().saved[0].reason is Reason.SHARED
 
 
 def test_a_storage_belongs_to_the_first_group_that_saves_it(step: Step) -> None:
@@ -247,7 +248,7 @@ def test_a_storage_belongs_to_the_first_group_that_saves_it(step: Step) -> None:
     step.device.compute(1.0)
     step.recorder.note_residency(storage, Residency.COPYING_OUT)
     step.recorder.note_residency(storage, Residency.ON_HOST)
-    record = step.recorder.finish()
+    record = step.recorder.finish().get()
     assert [(s.group, s.storage, s.reason) for s in record.saved] == [
         ("0.3", 0, Reason.MOVED),
         ("0.3:2", 0, Reason.MOVED),
@@ -259,14 +260,14 @@ def test_a_storage_belongs_to_the_first_group_that_saves_it(step: Step) -> None:
 def test_a_tensor_that_stays_has_its_shape_and_bytes(step: Step) -> None:
     whole = torch.zeros(4, 8, dtype=torch.bfloat16)
     step.recorder.note_saved(whole[1:].t(), Group(), reason=Reason.TOO_SMALL)
-    (saved,) = step.recorder.finish().saved
+    (saved,) = step.recorder.finish().get().saved
     assert (saved.shape, saved.dtype, saved.nbytes, saved.storage) == ((8, 3), "bfloat16", 64, -1)
     assert (saved.group, saved.name) == ("0.3:0", "core_attn")
 
 
 def test_a_tensor_without_a_storage_can_be_noted(step: Step) -> None:
     step.recorder.note_saved(torch.zeros(4, 8).to_sparse(), Group(), reason=Reason.NOT_STRIDED)
-    assert step.recorder.finish().saved[0].nbytes == 4 * 8 * 4
+    assert step.recorder.finish().get().saved[0].nbytes == 4 * 8 * 4
 
 
 # ---- what it leaves alone ----
@@ -284,14 +285,14 @@ def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
 def test_tensors_saved_before_the_recording_are_skipped(step: Step) -> None:
     step.recorder.note_residency(Storage(Group()), Residency.COPYING_OUT)
     step.recorder.note_storage_stays(Storage(Group()), Reason.SHARED)
-    record = step.recorder.finish()
+    record = step.recorder.finish().get()
     assert record.stages == () and record.saved == ()
 
 
 def test_tensor_that_outlives_the_step_ends_with_it(step: Step) -> None:
     step.save(Group())
     step.device.compute(4.0)
-    assert step.recorder.finish().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)
+    assert step.recorder.finish().get().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)
 
 
 def test_a_call_costs_about_a_microsecond(step: Step) -> None:
@@ -353,7 +354,7 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
     holder.append(recorder)
     model(torch.zeros(3), error)
     recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
-    names = [saved.module for saved in recorder.finish().saved]
+    names = [saved.module for saved in recorder.finish().get().saved]
     assert names == ["layers.0", "layers.1", "layers.0", "Outer" if error is ValueError else "layers.0", ""]
 
 
@@ -420,25 +421,93 @@ def test_a_record_goes_through_json_and_back(step: Step) -> None:
     out_and_back(step, Group())
     step.recorder.note_counters(1, 2, 3)
     step.recorder.note_saved(torch.zeros(2, 3), Group(), reason=Reason.TOO_SMALL)
-    record = step.recorder.finish({"num_groups": 1})
+    record = step.recorder.finish({"num_groups": 1}).get()
     assert from_json(json.loads(json.dumps(to_json(record)))) == record
     with pytest.raises(ValueError, match="version 99"):
         from_json({**to_json(record), "version": 99})
 
 
-def test_the_origin_is_marked_on_a_device_that_has_caught_up() -> None:
-    """Else the two clocks would differ by what the device has yet to do."""
-    calls: list[str] = []
+class Counting(ClockDevice):
+    """Counts the calls that may block the host."""
 
-    class Noting(ClockDevice):
-        def mark_time(self, stream: str) -> Any:
-            calls.append("mark")
-            return super().mark_time(stream)
+    num_blocking = 0
 
-        def milliseconds_between(self, first: Any, last: Any) -> float:
-            calls.append("wait")
-            return super().milliseconds_between(first, last)
+    def synchronize(self, event: Any) -> None:
+        self.num_blocking += 1
+        super().synchronize(event)
 
-    device: Any = Noting()
-    Recorder(device, has_modules=False).discard()
-    assert calls == ["mark", "wait", "mark"]
+    def milliseconds_between(self, first: Any, last: Any) -> float:
+        self.num_blocking += 1
+        return super().milliseconds_between(first, last)
+
+
+def test_neither_begin_nor_end_waits_for_the_device() -> None:
+    device: Any = Counting()
+    device.compute(50.0)
+    pending = Recorder(device, has_modules=False, compares_clocks=True).finish()
+    assert device.num_blocking == 0
+    assert pending.get().duration_ms == 0.0 and device.num_blocking > 0
+
+
+def test_a_record_is_made_once_and_gives_its_marks_back() -> None:
+    device: Any = Counting()
+    recorder = Recorder(device, has_modules=False)
+    pending, gone = recorder.finish(), weakref.ref(recorder)
+    del recorder
+    found = pending.get()
+    assert gone() is None, "it holds the notes, and they the marks"
+    num_blocking = device.num_blocking
+    assert pending.get() is found and device.num_blocking == num_blocking
+
+
+@pytest.mark.parametrize("compares_clocks", [True, False])
+def test_times_begin_where_the_device_does(compares_clocks: bool) -> None:
+    """The host makes a move 1 ms after it began the step, which the device begins milliseconds later."""
+    device: Any = ClockDevice()
+    device.compute(10.0)
+    lag_ms = device.clocks.compute - device.clocks.host if compares_clocks else 0.0
+    assert lag_ms > 1.0 or not compares_clocks
+    recorder = Recorder(
+        device,
+        has_modules=False,
+        compares_clocks=compares_clocks,
+        clock=lambda: round(device.clocks.host * 1e6),
+    )
+    begin_ns = time.time_ns()
+    device.clocks.host += 1.0
+    recorder.note_move(OUT, Group(), 1)
+    device.compute(7.0)
+    record = recorder.finish().get()
+    assert record.moves[0].host_ms == pytest.approx(1.0 - lag_ms)
+    assert record.duration_ms == 7.0
+    assert (record.begin_unix_ns - begin_ns) / 1e6 == pytest.approx(lag_ms, abs=5.0)
+
+
+def test_a_forked_process_is_told_where_the_record_is(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, made = step.recorder.finish(), step.recorder.finish()
+    record = made.get()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert made.get() is record
+    with pytest.raises(RuntimeError, match=r"recorded in process \d+: ask for its record there"):
+        pending.get()
+
+
+def test_a_group_takes_ten_marks(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two around each of two copies and two waits, one where it is saved, and one where it ends."""
+    marks: list[str] = []
+    mark_time = step.device.mark_time
+    monkeypatch.setattr(step.device, "mark_time", lambda stream: marks.append(stream) or mark_time(stream))
+    out_and_back(step, Group())
+    assert len(marks) == 10
+
+
+def test_a_wait_to_drop_a_storage_is_not_where_its_group_came_to_the_host(step: Step) -> None:
+    group = Group()
+    first, second = step.save(group), step.save(group)
+    copied_out = step.copy(OUT, group, first, second)
+    step.wait(Awaited.COPY_OUT, group, copied_out)
+    step.recorder.note_residency(first, Residency.RETIRED)
+    step.device.compute(3.0)
+    step.recorder.note_residency(second, Residency.ON_HOST)
+    on_host = step.recorder.finish().get().stages[-1]
+    assert (on_host.residency, on_host.begin_ms) == ("on host", pytest.approx(2 * MS_OF_COPY + 3.0))

@@ -16,51 +16,70 @@ STEP = replace(a_step(), num_pipeline_ranks=3)
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
-    reports = RankReports("x")
-    reports.announce()
-    assert reports.share(a_step()) == report_table([a_step()])
-    assert reports.share(None) == ""
+    for record, table in ((a_step(), report_table([a_step()])), (None, "")):
+        reports = RankReports("x")
+        reports.announce()
+        assert reports.share(record) and reports.table() == table
 
 
 def test_rank_0_gets_the_tables_of_all() -> None:
     first, *rest = run_ranks(_share_twice, world_size=3, pipeline=PlainGroup())
-    assert rest == [[None, None], [None, None]]
+    assert rest == [[False, False], [False, False]]
     expected = report_table([replace(STEP, rank=rank, pipeline_rank=rank) for rank in range(3)])
     assert first == [expected, expected], "under one name, the second time begins anew"
 
 
-def _share_twice() -> list[str | None]:
+def _share_twice() -> list[str | bool | None]:
     rank = torch.distributed.get_rank()
-    texts = []
+    found: list[str | bool | None] = []
     for _ in range(2):
         reports = RankReports("x")
         reports.announce()
         torch.distributed.barrier()  # a training step
-        texts.append(reports.share(replace(STEP, rank=rank, pipeline_rank=rank)))
+        is_first = reports.share(replace(STEP, rank=rank, pipeline_rank=rank))
+        torch.distributed.barrier()  # another one
+        found.append(reports.table() if is_first else False)
         torch.distributed.barrier()
-    return texts
+    return found
 
 
-def test_a_rank_that_never_shares_is_waited_for_only_so_long() -> None:
-    (text, wait_s), *_ = run_ranks(_share_on_some, True, world_size=3, pipeline=PlainGroup())
-    assert text == report_table([STEP]) + "2 other ranks offload, but had no record of this step in time\n"
-    assert 0.5 <= wait_s < 5
+MISSING = "2 other ranks offload, but had no record of this step in time\n"
 
 
-def test_a_rank_that_announces_nothing_is_not_waited_for() -> None:
-    (text, wait_s), *others = run_ranks(_share_on_some, False, world_size=3, pipeline=PlainGroup())
-    assert text == report_table([STEP]) and wait_s < 0.5
-    assert all(other == (None, 0.0) for other in others)
+def test_a_rank_that_never_shares_is_looked_for_only_so_long() -> None:
+    (looks, wait_s), *_ = run_ranks(_share_on_some, True, world_size=3, pipeline=PlainGroup())
+    assert looks == [None, report_table([STEP]) + MISSING] and wait_s < 0.5, "no look waits"
 
 
-def _share_on_some(announces: bool) -> tuple[str | None, float]:
+def test_a_last_look_takes_what_is_there() -> None:
+    (looks, _), *_ = run_ranks(_share_on_some, True, True, world_size=3, pipeline=PlainGroup())
+    assert looks[0] == report_table([STEP]) + MISSING
+
+
+def test_a_rank_that_announces_nothing_is_not_looked_for() -> None:
+    (looks, _), *others = run_ranks(_share_on_some, False, world_size=3, pipeline=PlainGroup())
+    assert looks[0] == report_table([STEP])
+    assert all(other == ([], 0.0) for other in others)
+
+
+def _share_on_some(announces: bool, is_last_look: bool = False) -> tuple[list[str | None], float]:
     """Rank 1 has nothing to share after all, rank 2 goes away."""
     rank, reports = torch.distributed.get_rank(), RankReports("x", timeout_s=0.5)
     if rank == 0 or announces:
         reports.announce()
     torch.distributed.barrier()
-    begin = time.monotonic()
-    text = None if rank == 2 else reports.share(STEP if rank == 0 else None)
-    wait_s = time.monotonic() - begin if rank == 0 else 0.0
+    if rank == 1:
+        reports.share(None)
     torch.distributed.barrier()
-    return text, wait_s
+    looks: list[str | None] = []
+    wait_s = 0.0
+    if rank == 0:
+        begin = time.monotonic()
+        reports.share(STEP)
+        looks.append(reports.table(is_last_look))
+        wait_s = time.monotonic() - begin
+        if looks[0] is None:
+            time.sleep(0.5)
+            looks.append(reports.table())
+    torch.distributed.barrier()
+    return looks, wait_s

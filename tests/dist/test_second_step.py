@@ -76,7 +76,7 @@ def on_ranks(
 def test_it_has_all_stages_once_on_rank_0(shape: Pipeline) -> None:
     plain = on_ranks(shape, [])
     first, second = on_ranks(shape, ["core_attn"])
-    assert (first.in_steps, second.in_steps) == ([1], [])
+    assert first.in_steps in ([2], [3]) and second.in_steps == []
     stages = [(cells[0], cells[1]) for cells in first.rows("core_attn")]
     assert set(stages) == {(str(stage % 2), str(stage)) for stage in range(2 * (shape.virtual or 1))}
     assert first.has_record and second.has_record and "core_attn" in str(second.report)
@@ -93,14 +93,14 @@ def test_a_stage_without_groups_is_no_obstacle() -> None:
     settings = {"kind": "moe", "moe_layer_freq": [0, 0, 1, 1]}
     first, second = on_ranks(Pipeline(2), ["router_fc1"], settings=settings)
     assert {tuple(cells[:2]) for cells in first.rows("router_fc1")} == {("1", "1")} and not second.tables
-    assert first.in_steps == [1]
+    assert first.in_steps in ([2], [3])
 
 
 @pytest.mark.parametrize("offloading", [0, 1])
 @pytest.mark.parametrize("shape", [Pipeline(2), Pipeline()], ids=["one pipeline", "two"])
 def test_ranks_whose_model_does_not_offload(shape: Pipeline, offloading: int) -> None:
     first, second = run_ranks(_see_on_one, offloading, pipeline=shape, world_size=2)
-    assert (first.in_steps, second.in_steps) == ([1], [])
+    assert first.in_steps in ([2], [3]) and second.in_steps == []
     assert {cells[0] for cells in first.rows("core_attn")} == {str(offloading)}
 
 
@@ -124,6 +124,23 @@ def _train_with_patches_on(offloading: int) -> list[str]:
     return []
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_training_of_two_steps_has_its_tables_at_the_end(num_steps: int) -> None:
+    """Where the patches are taken off; what other ranks have not shared by then is missing."""
+    (logged,) = run_ranks(_train_shortly, num_steps, world_size=1)
+    assert ["core_attn" in text for text in logged] == [True] * (num_steps - 1)
+
+
+def _train_shortly(num_steps: int) -> list[str]:
+    logged = tables()
+    with apply(ALL, modules=["core_attn"]):
+        chunks = make_chunks(make_config())
+        for _ in range(num_steps):
+            train(chunks)
+        assert not logged
+    return logged
+
+
 def test_it_can_be_switched_off() -> None:
     for settings, options in (({}, {"has_report": False}), ({"offload_report": False}, {})):
         (seen,) = on_ranks(Pipeline(), ["core_attn"], settings=settings, **options)
@@ -138,7 +155,7 @@ def test_the_recorded_step_empties_what_other_steps_empty() -> None:
 
 def test_a_trace_is_of_the_same_step(tmp_path: Any) -> None:
     (seen,) = on_ranks(Pipeline(), ["core_attn"], trace=str(tmp_path / "step{step}.json"))
-    assert [path.name for path in tmp_path.iterdir()] == ["step1.json"] and seen.in_steps == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["step1.json"] and seen.in_steps == [2]
 
 
 def test_each_model_has_its_own() -> None:

@@ -81,6 +81,8 @@ class Run:
         self._write([describe_run(self._settings)])
         if self._settings.longest:
             self._search_longest()
+        elif self._settings.recording:
+            self._measure_recording()
         else:
             self._measure()
         self._bar.close()
@@ -104,8 +106,9 @@ class Run:
         engine = {"host_limit_bytes": self._engine_host_bytes(), **settings.engine}
         if settings.is_tiny:
             engine.setdefault("min_tensor_bytes", 0)
-        ours = Ours(engine, settings.group_bytes, horizon=self._horizon)
-        self._attach, missing = make_contenders(settings.contenders, settings.device, ours, settings.rivals)
+        self._ours = Ours(engine, settings.group_bytes, horizon=self._horizon)
+        names = () if settings.recording else settings.contenders
+        self._attach, missing = make_contenders(names, settings.device, self._ours, settings.rivals)
         self._write([{"kind": "missing", "label": name, "reason": reason} for name, reason in missing.items()])
         self._bar.set_description("model")
         self._workload = Workload(settings.shape, settings.device, settings.has_head, settings.documents)
@@ -205,6 +208,16 @@ class Run:
                 found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **asdict(bound)})
         return found
 
+    # ---- the cost of recordings ----
+
+    def _measure_recording(self) -> None:
+        from .recording import LENGTHS, TINY_LENGTHS, measure
+
+        settings = self._settings
+        lengths = (settings.seq,) if settings.seq else TINY_LENGTHS if settings.is_tiny else LENGTHS
+        for record in measure(self._workload, self._ours, lengths, settings.rounds, self._show):
+            self._write([record])
+
     # ---- the longest sequence ----
 
     def _search_longest(self) -> None:
@@ -301,7 +314,7 @@ class Run:
 
     def _title(self) -> str:
         shape = self._settings.shape
-        length = "" if self._settings.longest else f", {shape.seq:,} tokens"
+        length = "" if self._settings.longest or self._settings.recording else f", {shape.seq:,} tokens"
         if self._settings.documents:
             length += f", attention within documents of {self._settings.documents:,}"
         return f"{shape.layers} layers of hidden {shape.hidden}{length}, {_device_name(self._settings)}"

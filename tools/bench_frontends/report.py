@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bench_gpu.leftovers import notice
 from rich.table import Table
 
-from .settings import CHECKPOINTED, CONTENDERS, OURS
+from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
 
 MIB = 1 << 20
 Record = dict[str, Any]
@@ -89,6 +89,7 @@ def tables(title: str, records: Sequence[Record]) -> list[Rows]:
         _engine_table(summaries),
         _bound_table(records, summaries),
         _longest_table(title, [record for record in records if record["kind"] == "longest"]),
+        _recording_table(title, [record for record in records if record["kind"] == "recording"]),
         _left_out(records),
     ]
     return [rows for rows in found if rows.rows]
@@ -170,6 +171,21 @@ def _longest_table(title: str, found: Sequence[Record]) -> Rows:
         for one in sorted(found, key=lambda one: -one["trained"])
     ]
     return Rows(f"{title}; the longest sequence that trains, tokens", head, rows)
+
+
+def _recording_table(title: str, found: Sequence[Record]) -> Rows:
+    head = ("tokens", "step", "ms", "added ms", "over no recording")
+    rows = [
+        (
+            f"{one['seq']:,}",
+            RECORDED_PARTS[one["part"]],
+            f"{one['step_ms_median']:.2f}",
+            f"{one['added_ms']:+.2f}",
+            f"{one['ratio']:.4f}",
+        )
+        for one in found
+    ]
+    return Rows(f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", head, rows)
 
 
 def _longest_name(found: Record) -> str:

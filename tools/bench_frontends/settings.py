@@ -45,6 +45,16 @@ NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"}
 """They make CUDA streams."""
 _SLOW_IMPORT = frozenset({"te_v2", "te_v1"})
 
+# Part of a run of --recording -> what the table says, in its order.
+RECORDED_PARTS = {
+    "none": "no step recorded",
+    "each": "each step recorded",
+    "one": "one step recorded",
+    "behind_one": "the step behind it",
+    "file": "one step recorded, with a file",
+    "behind_file": "the step behind it, while the file is written",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -78,6 +88,8 @@ class Settings:
     """Everything that the command line says."""
 
     shape: Shape
+    seq: int | None
+    """As given."""
     device: str
     is_tiny: bool
     has_head: bool
@@ -91,6 +103,7 @@ class Settings:
     engine: dict[str, Any]
     group_bytes: int | None
     rivals: Path | None
+    recording: bool
     longest: bool
     longest_unit: int
     longest_upper: int | None
@@ -125,6 +138,8 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(f"--rivals {args.rivals} is not a folder")
     if args.total_seconds and not args.longest:
         parser.error("--total-seconds bounds the search of --longest: add --longest")
+    if args.recording and args.longest:
+        parser.error("--recording and --longest are two benchmarks: give one of them")
     if args.resume and not args.longest:
         parser.error("--resume continues a search of --longest: add --longest")
     if args.resume and not args.resume.is_file():
@@ -136,6 +151,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error(f"--documents {args.documents} do not divide a sequence of {length:,} tokens")
     return Settings(
         shape=shape,
+        seq=args.seq,
         device=args.device,
         is_tiny=args.tiny,
         has_head=args.head,
@@ -149,6 +165,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         engine=engine,
         group_bytes=args.group_bytes if args.group_bytes is not None else 4096 if args.tiny else None,
         rivals=args.rivals,
+        recording=args.recording,
         longest=args.longest,
         longest_unit=unit,
         longest_upper=args.longest_upper,
@@ -238,6 +255,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder with verl/utils/activation_offload.py, trl/models/activation_offloading.py and "
         "torchtune/training/_activation_offloading.py (or these files alone), for rivals that are not installed",
+    )
+    parser.add_argument(
+        "--recording",
+        action="store_true",
+        help="measure what it costs to record steps, at 4096, 8192 and 16384 tokens, or at --seq, over --rounds rounds",
     )
     parser.add_argument("--longest", action="store_true", help="find the longest sequence that each contender trains")
     parser.add_argument("--longest-unit", type=int, metavar="N", help="precision of --longest in tokens (8192)")

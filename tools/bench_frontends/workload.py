@@ -105,15 +105,17 @@ class Workload:
 
     def timed_step(self, attached: Attached) -> Timing:
         """Run and time one step, from an idle device to an idle device."""
-        stamp = _CudaStamp if self.is_cuda else _CpuStamp
-        begin = stamp()
         after_forward: list[Any] = []
         self.wait()
         host_begin = time.perf_counter()
-        begin.record()
-        self.step(attached, on_forward=lambda: after_forward.append(stamp().record()))
+        begin = self.stamp()
+        self.step(attached, on_forward=lambda: after_forward.append(self.stamp()))
         self.wait()
         return Timing((time.perf_counter() - host_begin) * 1e3, begin.milliseconds_until(after_forward[0]))
+
+    def stamp(self) -> Any:
+        """Mark this point of the current stream; without a GPU, of time."""
+        return (_CudaStamp if self.is_cuda else _CpuStamp)().record()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients by names that do not depend on wrappers of the layers."""

@@ -1,0 +1,46 @@
+"""How fast a record is made of what was noted: at once for somebody who waits, at leisure beside a training step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from time import perf_counter
+from typing import Final, Protocol, TypeVar
+
+_WORK_S: Final = 0.0002
+_REST_S: Final = 0.002
+T = TypeVar("T")
+
+
+class Pace(Protocol):
+    """Passes items on, each when its turn has come."""
+
+    def __call__(self, items: Iterable[T], /) -> Iterable[T]: ...
+
+
+def at_once(items: Iterable[T], /) -> Iterable[T]:
+    """Pass all items on without a rest."""
+    return items
+
+
+class AtLeisure:
+    """Rests ten times as long as it works, until somebody waits.
+
+    Python code of two threads never runs at the same time: a thread that worked without a rest would keep another one
+    from launching kernels for nearly as long as it works.
+    """
+
+    def __init__(self) -> None:
+        self._is_awaited = threading.Event()
+        self._rest_at = perf_counter()
+
+    def __call__(self, items: Iterable[T], /) -> Iterator[T]:
+        for item in items:
+            if perf_counter() > self._rest_at:
+                self._is_awaited.wait(_REST_S)
+                self._rest_at = perf_counter() + _WORK_S
+            yield item
+
+    def hurry(self) -> None:
+        """Rest no more. Called by any thread, before it waits."""
+        self._is_awaited.set()
