@@ -29,7 +29,8 @@ def forward_groups(
 ) -> torch.Tensor:
     """Run the forward of one group for each entry of `tensors`, which it empties: no other reference may hold them.
 
-    A group is opened and closed as the brackets around megatron-core's modules do it: with a mark at its end alone.
+    A group is opened and closed as the brackets around megatron-core's modules do it: its hooks are pushed and popped,
+    and it has a mark at its end alone.
 
     Args:
         x: input of the first group; requires grad.
@@ -43,7 +44,8 @@ def forward_groups(
             out = _SaveThree.apply(out, saved)
             continue
         chunk.open_group("module")
-        with chunk.saved_tensors_hooks():
-            out = _SaveThree.apply(out, saved)
+        chunk.hooks.push()
+        out = _SaveThree.apply(out, saved)
+        chunk.hooks.pop()
         out = group_commit(out, chunk)
     return out

@@ -60,6 +60,7 @@ class CudaDevice:
         self.record_event, self.wait_event = self._runtime.record, self._runtime.wait
         self.wait_stream = self._runtime.wait_stream
         self.is_complete = self._runtime.is_complete
+        self.is_copy_thread = bool  # False without a frame of Python: no thread copies, and each freed storage asks
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self.allocate = self._runtime.allocate
         self.mark_time, self.milliseconds_between = self._runtime.mark_time, self._runtime.milliseconds_between
@@ -77,9 +78,6 @@ class CudaDevice:
         stream = self._runtime.new_stream()
         logger.debug("copy stream %s: %#x", name, stream)
         return stream
-
-    def is_copy_thread(self) -> bool:
-        return False
 
     def synchronize(self, event: Event) -> None:
         try:
