@@ -198,6 +198,7 @@ class Recorder:
         """Give up the recording, as after an exception in the step. Idempotent."""
         if self._modules is not None:
             self._modules.remove()
+            self._modules = None  # it knows the model, which may go before the record is made
         self._storages.clear()
 
 

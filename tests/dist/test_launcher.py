@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def _main(argv: list[str]) -> None:
 
     sys.argv = ["megatron_patches", *argv]
     main()
+    for thread in threading.enumerate():  # as an interpreter does before it exits; these ranks do not
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def _divide(by: int) -> float:
