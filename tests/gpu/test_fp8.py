@@ -107,10 +107,10 @@ def _copied_out(engine: OffloadEngine) -> Iterator[_Sources]:
     sources = _Sources([], [])
     issue: Any = engine.device.copy_out
 
-    def note(stream: Any, copies: Any) -> None:
+    def note(stream: Any, copies: Any) -> Any:
         sources.dtypes.extend(source.dtype for source, _ in copies)
         sources.addresses.extend(source.untyped_storage().data_ptr() for source, _ in copies)
-        issue(stream, copies)
+        return issue(stream, copies)
 
     with mock.patch.object(engine.device, "copy_out", note):
         yield sources
