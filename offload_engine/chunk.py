@@ -93,7 +93,12 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         Args:
             name: used in statistics, recordings and errors.
             traits: known facts about the group.
+
+        Raises:
+            OffloadError: while a CUDA graph is being captured.
         """
+        if self._executor.is_capturing():  # asked in line: it runs for each group
+            self._executor.refuse_capture(f"group {name!r} begins")
         groups = self.groups
         if self.current_group == 0 and groups.progress.groups and groups.progress.is_forward_done:
             # Another pass of the same handler, after the backward of the last one reached the first group.

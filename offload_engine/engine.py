@@ -92,7 +92,7 @@ class OffloadEngine(EngineView):
                 prefetch for that backward does not wait until the forward begins.
 
         Raises:
-            OffloadError: if an iteration is running, or the engine is closed.
+            OffloadError: if an iteration is running, the engine is closed, or a CUDA graph is being captured.
         """
         if self._is_closed:
             raise OffloadError("begin_iteration() after close(): make a new engine")
@@ -101,6 +101,7 @@ class OffloadEngine(EngineView):
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
                 "reset_iteration() if it raised"
             )
+        self._executor.refuse_capture("an iteration begins")
         self._store.begin(weights)
         self._executor.policy.begin(actions or (), is_combined)
         self._num_chunks = 0
@@ -129,11 +130,12 @@ class OffloadEngine(EngineView):
                 until then copies of the last layers may be in flight.
 
         Raises:
-            OffloadError: outside an iteration.
+            OffloadError: outside an iteration, or while a CUDA graph is being captured.
             NotImplementedError: if `double_buffering` is True.
         """
         if not self._is_in_iteration:
             raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
+        self._executor.refuse_capture("a forward begins")
         chunk = ChunkOffloadHandler(
             key if key is not None else ChunkKey(0, self._num_chunks),
             self._executor,

@@ -339,6 +339,9 @@ class AdversarialDevice:
     def is_copy_thread(self) -> bool:
         return False
 
+    def is_capturing(self) -> bool:
+        return False
+
     def is_complete(self, event: AdversarialEvent) -> bool:
         self._enter()
         if self._random is not None and self._random.random() < 0.25:

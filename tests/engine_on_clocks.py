@@ -82,6 +82,9 @@ class ClockDevice:
     def is_copy_thread(self) -> bool:
         return False
 
+    def is_capturing(self) -> bool:
+        return False
+
     def is_complete(self, event: Event) -> bool:
         return self.clocks.is_over(event.at)
 

@@ -97,6 +97,9 @@ class InstantDevice:
     def is_copy_thread(self) -> bool:
         return False
 
+    def is_capturing(self) -> bool:
+        return False
+
     def is_complete(self, event: str) -> bool:
         return True
 

@@ -87,6 +87,9 @@ class Device(Protocol):
     def is_copy_thread(self) -> bool:
         """Return True in a thread that copies, where waiting for a copy might deadlock."""
 
+    def is_capturing(self) -> bool:
+        """Return whether the current stream records a CUDA graph instead of running what it is given."""
+
     def is_complete(self, event: Event) -> bool:
         """Return whether `event` has completed without error; never blocks, never raises.
 

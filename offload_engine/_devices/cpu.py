@@ -95,6 +95,9 @@ class CpuDevice:
     def is_copy_thread(self) -> bool:
         return CopyThread.is_current()
 
+    def is_capturing(self) -> bool:
+        return False
+
     def is_complete(self, event: Event) -> bool:
         return event.is_done and event.failure is None
 

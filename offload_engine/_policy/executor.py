@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch.autograd import profiler
@@ -14,6 +15,7 @@ from offload_engine._policy.policy import Policy
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
+from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, IN, ITERATION_END, OUT, BoundaryKind
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
@@ -48,6 +50,7 @@ class Executor:
         self.leaving: LeavingQueue = leaving
         self._moves = store.moves
         self._is_complete = device.is_complete
+        self.is_capturing: Callable[[], bool] = device.is_capturing
         self._dry_run = dry_run
         self._context = store.context
         self._ranges = store.context.ranges
@@ -119,6 +122,21 @@ class Executor:
             with self._ranges.around(IN, group):
                 return self._moves.issue_copy_in(group)
         return self._moves.issue_copy_in(group)
+
+    def refuse_capture(self, what: str) -> None:
+        """Refuse to work while a CUDA graph is being captured: events cannot be queried then, nor copies batched.
+
+        Args:
+            what: is about to begin, for the error.
+
+        Raises:
+            OffloadError: if the current stream captures.
+        """
+        if self.is_capturing():
+            raise OffloadError(
+                f"{what} inside the capture of a CUDA graph: the engine cannot copy activations there. Capture modules "
+                "that are not offloaded, or stop offloading this model before its capture."
+            )
 
     def keep(self, group: TensorGroup) -> None:
         """Commit a group that stays resident, because its backward comes at once."""
