@@ -25,6 +25,7 @@ from offload_engine.planning.moves import (
     LAUNCH,
     LOSS_DONE,
     TAIL,
+    UNKEEP,
 )
 from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
@@ -143,13 +144,11 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         """
         for group in self.groups:
             if group.is_kept and group.storages and name in (None, group.name):
-                self._executor.offload_kept(group)
+                self._executor.at(UNKEEP, self.groups.progress, group)
 
     def recall_groups(self) -> None:
         """Recall groups that are being copied out, because the backward comes next."""
-        for group in self.groups:
-            if group.leaving_bytes:
-                self._executor.store.moves.recall(group)
+        self._executor.turn_around(self.groups.progress)
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context manager for the forward of a group: tensors saved inside it belong to the group."""
@@ -248,8 +247,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._executor.copy_out(self._group(group_to_offload))
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
-        """Copy in the group with this index. No-op for resident storages."""
-        self._executor.store.moves.issue_copy_in(self._group(group_to_reload))
+        """Copy in the group with this index; what is still being copied out stays. No-op for resident storages."""
+        self._executor.copy_in(self._group(group_to_reload))
 
     def _group(self, index: int) -> TensorGroup:
         if not 0 <= index < len(self.groups):

@@ -171,7 +171,8 @@ class OffloadEngine(EngineView):
                 them.
             num_copies: number of further detached aliases that cannot be passed.
         """
-        self._executor.at(HELD)  # issues delayed copy-outs first: a storage that is not leaving cannot be emptied
+        chunk = None if self.current_chunk is None else self.current_chunk.groups.progress
+        self._executor.at(HELD, chunk)  # issues delayed copy-outs first: what is not leaving cannot be emptied
         self._store.empty_for_holders(holders, num_copies)
 
     def set_allocation_stream(self, tensor: torch.Tensor, stream: Stream) -> None:

@@ -16,7 +16,17 @@ from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 from offload_engine.errors import OffloadError
-from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, IN, ITERATION_END, OUT, BoundaryKind
+from offload_engine.planning.moves import (
+    BACKWARD,
+    COMMIT,
+    DROP,
+    IN,
+    ITERATION_END,
+    OUT,
+    TURN_AROUND,
+    UNKEEP,
+    BoundaryKind,
+)
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
 
@@ -33,6 +43,7 @@ class Executor:
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
+     5. A backward that begins right behind its forward, unannounced, recalls what its chunk is copying out.
 
     Args:
         store: owns the storages of the groups.
@@ -76,6 +87,8 @@ class Executor:
                 late_from = group.index
             elif kind is COMMIT:
                 self._commit(group)
+            elif kind is UNKEEP:
+                self._unkeep(group)
         for op, moved in self.policy.at(kind, chunk, group):
             if op is OUT:
                 self.copy_out(moved)
@@ -112,7 +125,7 @@ class Executor:
     def copy_in(self, group: TensorGroup) -> int:
         """Recall a group's storages that are leaving and copy in those on host; return the number copied in."""
         if group.leaving_bytes:
-            self._moves.recall(group)
+            self._recall(group)
         nbytes = group.on_host_bytes
         if not nbytes:
             return 0
@@ -138,17 +151,21 @@ class Executor:
                 "that are not offloaded, or stop offloading this model before its capture."
             )
 
+    def turn_around(self, chunk: ChunkProgress) -> None:
+        """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).
+
+        Unlike `at` it releases nothing first: what has completed would have to come back.
+        """
+        if self._context.recorder is not None:
+            self._note_boundary(self._context.recorder, TURN_AROUND, chunk, None)
+        for group in chunk.groups:
+            if group.leaving_bytes:
+                self._recall(group)
+
     def keep(self, group: TensorGroup) -> None:
         """Commit a group that stays resident, because its backward comes at once."""
         group.is_kept = True
         self._count(group)
-
-    def offload_kept(self, group: TensorGroup) -> None:
-        """Copy out a group that was kept, because its backward does not come at once after all."""
-        group.is_kept = False
-        self.store.counters.stats.num_kept_groups -= 1
-        self.store.counters.stats.kept_bytes -= group.own_bytes
-        self.copy_out(group)
 
     def end_iteration(self) -> None:
         """Perform the policy's moves at the end of the iteration, and forget its groups.
@@ -178,6 +195,16 @@ class Executor:
             stats.num_kept_groups += 1
             stats.kept_bytes += group.own_bytes
 
+    def _unkeep(self, group: TensorGroup) -> None:
+        group.is_kept = False
+        self.store.counters.stats.num_kept_groups -= 1
+        self.store.counters.stats.kept_bytes -= group.own_bytes
+
+    def _recall(self, group: TensorGroup) -> None:
+        if self._context.recorder is not None:
+            self._context.recorder.note_move(IN, group, group.leaving_bytes)
+        self._moves.recall(group)
+
     def _release_due(self) -> None:
         leaving, policy = self.leaving, self.policy
         while leaving.queue and (
@@ -187,13 +214,15 @@ class Executor:
             self._release(leaving.pop())
 
     def _release(self, issued: CopyOut) -> None:
+        before = issued.group.on_host_bytes
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around(DROP, issued.group):
                 self._moves.release(issued)
         else:
             self._moves.release(issued)
-        if self._context.recorder is not None:
-            self._context.recorder.note_move(DROP, issued.group, issued.nbytes)
+        released = issued.group.on_host_bytes - before  # not what was recalled, or what others hold
+        if self._context.recorder is not None and released > 0:
+            self._context.recorder.note_move(DROP, issued.group, released)
 
     def _note_boundary(
         self, recorder: Recorder, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None

@@ -12,6 +12,7 @@ from offload_engine._policy.reactive import Reactive
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import (
+    BACKWARD,
     BACKWARD_END,
     CHUNK_BACKWARD,
     COMMIT,
@@ -21,6 +22,7 @@ from offload_engine.planning.moves import (
     LOSS_DONE,
     OUT,
     TAIL,
+    UNKEEP,
     BoundaryKind,
 )
 
@@ -77,7 +79,10 @@ class LowestPeakPolicy(Reactive):
         if self._delayed and not _passes_delayed(kind, group):
             return self._with_delayed(kind, chunk, group)
         if group is not None and not group.is_kept and chunk is not None:  # nearly always
-            return self._commit(chunk, group) if kind is COMMIT else self._begin_backward(chunk, group)
+            if kind is COMMIT:
+                return self._commit(chunk, group)
+            if kind is BACKWARD:
+                return self._begin_backward(chunk, group)
         return self._answer(kind, chunk, group)
 
     def _with_delayed(
@@ -95,7 +100,7 @@ class LowestPeakPolicy(Reactive):
         if group is not None:
             if kind is COMMIT:
                 return self._keep(chunk, group) if group.is_kept else self._commit(chunk, group)
-            return self._begin_backward(chunk, group)
+            return super().at(kind, chunk, group)
         if kind is TAIL:
             chunk.begin_tail()
             self._tail_number = self.leaving.num_issued
@@ -196,7 +201,7 @@ def _passes_delayed(kind: BoundaryKind, group: TensorGroup | None) -> bool:
     """Return whether delayed copy-outs stay delayed at this boundary, such as one of another chunk's backward."""
     if kind is COMMIT:
         return group is not None and group.is_kept
-    return kind is BACKWARD_END or kind is LOSS_DONE or kind is CHUNK_BACKWARD or kind is HEAD
+    return kind is BACKWARD_END or kind is LOSS_DONE or kind is CHUNK_BACKWARD or kind is HEAD or kind is UNKEEP
 
 
 def _drops(groups: list[TensorGroup]) -> Iterator[Move]:

@@ -15,11 +15,12 @@ from offload_engine.planning.moves import (
     COMMIT,
     DROP,
     FORWARD,
+    HELD,
     IN,
     ITERATION_END,
     LAUNCH,
     OUT,
-    TAIL,
+    UNKEEP,
     Boundary,
     BoundaryKind,
 )
@@ -77,6 +78,7 @@ class PlannedPolicy(Policy):
     def clear(self) -> None:
         """See `Policy`."""
         self._reactive.clear()
+        self._log.clear()
         self._chunks.clear()
         self._unplanned.clear()
         self._held_back.clear()
@@ -89,31 +91,44 @@ class PlannedPolicy(Policy):
         """See `Policy`."""
         if chunk is not None and kind is FORWARD:
             self._chunks[chunk.key] = chunk
-        elif chunk is not None and kind in (TAIL, LAUNCH):
+        elif chunk is not None and group is None:
             self._log.mark(kind, chunk)
+        elif kind is UNKEEP and chunk is not None and group is not None:
+            self._log.mark_unkept(chunk, group)
         elif kind is ITERATION_END:
             self._log.learn(self._chunks.values())
         if self.plan is None:
             return self._reactive.at(kind, chunk, group)
         if chunk is None:
-            return self._at_end_or_held(kind)
+            return self._at_end()
         if kind is COMMIT and group is not None:
             return self._commit(self.plan, chunk, group)
         if kind is BACKWARD and group is not None:
             return self._begin_backward(self.plan, chunk, group)
+        if kind is UNKEEP and group is not None:
+            return ((OUT, group),)  # planned or not: only its keep had it stay
+        if kind is HELD:
+            return self._before_others(self.plan, chunk)
         index = group.index if group is not None else len(chunk.groups) if kind is LAUNCH else -1
         return self._moves(self.plan, Boundary(kind, chunk.key, index))
 
     def _make_plan(self, actions: Sequence[Action], shapes: Shapes, is_combined: bool) -> Plan:
         return self._planner.plan_step(actions, shapes, self._bounds, is_combined=is_combined)
 
-    def _at_end_or_held(self, kind: BoundaryKind) -> Iterator[Move]:
+    def _before_others(self, plan: Plan, chunk: ChunkProgress) -> Iterator[Move]:
+        """Yield what is planned where outside references are declared, and what is held back besides."""
+        yield from self._moves(plan, Boundary(HELD, chunk.key, len(chunk.groups)))
+        yield from self._with_held_back()
+
+    def _with_held_back(self) -> Iterator[Move]:
         for group in list(self._held_back):
             yield OUT, group
         self._held_back.clear()
-        if kind is ITERATION_END:
-            for group in self.leaving.groups:
-                yield DROP, group
+
+    def _at_end(self) -> Iterator[Move]:
+        yield from self._with_held_back()
+        for group in self.leaving.groups:
+            yield DROP, group
 
     def _commit(self, plan: Plan, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
         if not self._is_as_planned(chunk, group):

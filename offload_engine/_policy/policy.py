@@ -51,9 +51,9 @@ class Policy:
 
         Args:
             kind: of the boundary.
-            chunk: of the boundary; None at ITERATION_END and HELD.
-            group: the group that commits, or whose backward begins; None at other boundaries, and if the chunk does not
-                have the group.
+            chunk: of the boundary; None at ITERATION_END, and at HELD outside every forward.
+            group: the group that commits, is no longer kept, or whose backward begins; None at other boundaries, and if
+                the chunk does not have the group.
         """
         return ()
 

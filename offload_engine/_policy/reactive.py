@@ -20,6 +20,7 @@ from offload_engine.planning.moves import (
     IN,
     LOSS_DONE,
     OUT,
+    UNKEEP,
     BoundaryKind,
 )
 from offload_engine.schedule import Action
@@ -60,6 +61,8 @@ class Reactive(Policy):
             return self._commit(chunk, group)
         if kind is BACKWARD_END:
             return self._copy_ins_ahead()
+        if kind is UNKEEP and group is not None:
+            return ((OUT, group),)
         if chunk is not None:
             if kind is FORWARD:
                 return self._begin_forward(chunk)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from offload_engine._chunk.progress import ChunkProgress
-from offload_engine.planning.moves import TAIL, BoundaryKind
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.moves import HELD, LAUNCH, TAIL, BoundaryKind
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 from offload_engine.schedule import ChunkKey
 
@@ -20,6 +22,8 @@ class ShapeLog:
         self._shapes: dict[int, ChunkShape | None] = {}  # None: its chunks differ in more than bytes
         self._tails: dict[ChunkKey, int] = {}  # of the running step
         self._launches: dict[ChunkKey, list[int]] = {}
+        self._held: dict[ChunkKey, list[int]] = {}
+        self._unkept: dict[TensorGroup, int] = {}
 
     def shapes(self, stages: set[int]) -> Shapes | None:
         """Return the shapes of these virtual stages; None while one is not known, or has none."""
@@ -30,11 +34,17 @@ class ShapeLog:
         return found if len(found) == len(shapes) else None
 
     def mark(self, kind: BoundaryKind, chunk: ChunkProgress) -> None:
-        """Record where the tail of a forward begins (TAIL), or its experts are launched (LAUNCH)."""
+        """Record at how many groups of a forward a TAIL, LAUNCH or HELD has come; other boundaries are ignored."""
         if kind is TAIL:
             self._tails[chunk.key] = len(chunk.groups)
-        else:
+        elif kind is LAUNCH:
             self._launches.setdefault(chunk.key, []).append(len(chunk.groups))
+        elif kind is HELD:
+            self._held.setdefault(chunk.key, []).append(len(chunk.groups))
+
+    def mark_unkept(self, chunk: ChunkProgress, group: TensorGroup) -> None:
+        """Record that a kept group is no longer kept (UNKEEP)."""
+        self._unkept[group] = len(chunk.groups)
 
     def learn(self, chunks: Iterable[ChunkProgress]) -> None:
         """Learn from the chunks of a step that is over."""
@@ -44,8 +54,14 @@ class ShapeLog:
         for stage, shapes in seen.items():
             known = self._shapes.get(stage)
             self._shapes[stage] = _joined(shapes if known is None else [known, *shapes]) or _joined(shapes)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the running step."""
         self._tails.clear()
         self._launches.clear()
+        self._held.clear()
+        self._unkept.clear()
 
     def _shape_of(self, chunk: ChunkProgress) -> ChunkShape:
         return ChunkShape(
@@ -56,6 +72,7 @@ class ShapeLog:
                     nbytes=group.own_bytes,
                     may_delay=group.may_delay,
                     keep=group.is_kept,
+                    unkeep_count=self._unkept.get(group),
                 )
                 for group in chunk.groups
             ),
@@ -63,6 +80,7 @@ class ShapeLog:
             tail_index=self._tails.get(chunk.key),
             launch_counts=tuple(self._launches.get(chunk.key, ())),
             has_head=chunk.has_head,
+            held_counts=tuple(sorted(set(self._held.get(chunk.key, ())))),
         )
 
 
@@ -80,6 +98,7 @@ def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
                 nbytes=max(group.nbytes for group in same),
                 may_delay=same[0].may_delay,
                 keep=any(group.keep for group in same),
+                unkeep_count=max((g.unkeep_count for g in same if g.unkeep_count is not None), default=None),
             )
         )
     is_same = all(
@@ -91,4 +110,6 @@ def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
     if not is_same:
         return None
     has_head = any(shape.has_head for shape in shapes)
-    return ChunkShape(tuple(groups), _UNSEEN_LAYERS, first.tail_index, first.launch_counts, has_head)
+    # Of the moments that only some of the chunks had, the plan knows nothing: what it put there might not leave.
+    held = set(first.held_counts).intersection(*(shape.held_counts for shape in shapes))
+    return replace(first, groups=tuple(groups), has_head=has_head, held_counts=tuple(sorted(held)))

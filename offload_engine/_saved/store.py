@@ -29,6 +29,7 @@ from offload_engine._saved.transfers import TransferContext, record_last_read
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
+from offload_engine.planning.moves import IN
 from offload_engine.stats import IterationStats
 
 
@@ -229,12 +230,18 @@ class ActivationStore:
                     f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again"
                 )
             if saved.residency is COPYING_OUT:
+                self._note_copy_in(saved)
                 self._mover.recall(saved)
                 return
             if saved.residency is ON_HOST:
                 self.counters.stats.prefetch_misses += 1
+                self._note_copy_in(saved)
                 self._mover.copy_in([saved])
             self._mover.await_copy_in([saved])
+
+    def _note_copy_in(self, saved: SavedStorage) -> None:
+        if self._context.recorder is not None:
+            self._context.recorder.note_move(IN, saved.group, saved.nbytes)
 
     def _hand_over(self, saved: SavedStorage) -> None:
         """Leave the buffer to the tensor just made from it, unless another handle may need it soon."""

@@ -6,11 +6,13 @@ A boundary is a moment at which the engine is called. As text:
     F0.3:5        its group 5 commits
     F0.3:launch5  5 groups have committed, and the device has work again that it waited for the host to launch
     F0.3:held5    5 groups have committed, and outside references to saved storages are declared as no longer read
+    F0.3:5/unkeep its group 5 was kept, and its backward does not come at once after all
     F0.3:tail     the last block of the forward begins
     F0.3:head     the layers are through: logits and loss come next
     F0.3:end      the forward is over
     B0.3:loss     its backward has come through the loss
     B0.3          its backward begins
+    B0.3:turn     its backward begins right behind its forward, and nothing had announced it
     B0.3:5        the backward of its group 5 begins
     B0.3:5/end    the backward of its group 5 is over
     end           the iteration ends
@@ -43,11 +45,13 @@ class BoundaryKind(enum.Enum):
     COMMIT = "F{c}:{i}"
     LAUNCH = "F{c}:launch{i}"
     HELD = "F{c}:held{i}"
+    UNKEEP = "F{c}:{i}/unkeep"
     TAIL = "F{c}:tail"
     HEAD = "F{c}:head"
     FORWARD_END = "F{c}:end"
     LOSS_DONE = "B{c}:loss"
     CHUNK_BACKWARD = "B{c}"
+    TURN_AROUND = "B{c}:turn"
     BACKWARD = "B{c}:{i}"
     BACKWARD_END = "B{c}:{i}/end"
     ITERATION_END = "end"
@@ -101,11 +105,13 @@ FORWARD: Final = BoundaryKind.FORWARD
 COMMIT: Final = BoundaryKind.COMMIT
 LAUNCH: Final = BoundaryKind.LAUNCH
 HELD: Final = BoundaryKind.HELD
+UNKEEP: Final = BoundaryKind.UNKEEP
 TAIL: Final = BoundaryKind.TAIL
 HEAD: Final = BoundaryKind.HEAD
 FORWARD_END: Final = BoundaryKind.FORWARD_END
 LOSS_DONE: Final = BoundaryKind.LOSS_DONE
 CHUNK_BACKWARD: Final = BoundaryKind.CHUNK_BACKWARD
+TURN_AROUND: Final = BoundaryKind.TURN_AROUND
 BACKWARD: Final = BoundaryKind.BACKWARD
 BACKWARD_END: Final = BoundaryKind.BACKWARD_END
 ITERATION_END: Final = BoundaryKind.ITERATION_END

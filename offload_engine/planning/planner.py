@@ -7,8 +7,7 @@ the others take moves out, shift them to other boundaries, or add releases.
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
@@ -16,26 +15,26 @@ from offload_engine.planning.budget import fit_resident_bytes
 from offload_engine.planning.copy_ins import CopyInOrder, HorizonRoom, Step
 from offload_engine.planning.moves import (
     BACKWARD,
-    CHUNK_BACKWARD,
     COMMIT,
     DROP,
     FORWARD,
     FORWARD_END,
-    HEAD,
+    HELD,
     IN,
     ITERATION_END,
     LAUNCH,
     OUT,
     TAIL,
-    Boundary,
+    UNKEEP,
     GroupKey,
     PlannedMove,
 )
 from offload_engine.planning.plan import Line, Plan, make_plan
+from offload_engine.planning.releases import Releases
 from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes, step_boundaries
 from offload_engine.schedule import Action, backward_at_once
 
-_FLUSHES: Final = (FORWARD, TAIL, LAUNCH, FORWARD_END, BACKWARD, ITERATION_END)
+_FLUSHES: Final = (FORWARD, TAIL, LAUNCH, HELD, FORWARD_END, BACKWARD, ITERATION_END)
 
 
 def plan_step(
@@ -119,6 +118,20 @@ def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:
     return [Line(boundary, tuple(move for move in moves if move.group not in kept)) for boundary, moves in lines]
 
 
+def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
+    """Copy out, where it is no longer kept, a group that was kept for a backward that does not come at once after all.
+
+    As where a module runs twice in a chunk: it cannot know at its first run that only its last one has its backward
+    next.
+    """
+    result = []
+    for boundary, moves in lines:
+        staying = tuple(m for m in moves if m.op is not OUT or _unkeep_count(step, m.group) is None)
+        is_unkept = boundary.kind is UNKEEP and step.size(boundary.group) and boundary.group.chunk in step.at_once
+        result.append(Line(boundary, (*staying, PlannedMove(OUT, boundary.group)) if is_unkept else staying))
+    return result
+
+
 def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     """Delay the copy-out of groups in front of a layer's experts until those are launched.
 
@@ -126,7 +139,8 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     dispatcher's wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds of
     c-moe with `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half
     of what may be in flight is delayed, so that compute never waits for a copy because that was issued late. A delayed
-    group goes in front of the next that is copied at once, at the latest where the tail begins, or the forward ends.
+    group goes in front of the next that is copied at once, at the latest where outside references are declared as no
+    longer read (their storage frees nothing before it leaves), the tail begins, or the forward ends.
     Not under a budget of resident bytes, whose room it would take. (Where the link is behind, a reactive policy does
     not delay; a plan does not know.)
     """
@@ -139,7 +153,7 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
         if _may_delay(line, step) and _bytes_of(delayed, step) + _bytes_of(line.moves, step) <= half:
             delayed += line.moves
             result.append(Line(line.boundary, ()))
-        elif delayed and (line.boundary.kind in _FLUSHES or line.moves):
+        elif delayed and (line.boundary.kind in _FLUSHES or (line.moves and line.boundary.kind is not UNKEEP)):
             result.append(Line(line.boundary, (*delayed, *line.moves)))
             delayed = []
         else:
@@ -165,7 +179,7 @@ def drop_before_peaks(lines: Sequence[Line], step: Step) -> list[Line]:
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
-    releases = _Releases(step)
+    releases = Releases(step, _kept(step))
     return [_add(line, [PlannedMove(DROP, group) for group in releases.at(line)]) for line in lines]
 
 
@@ -202,6 +216,7 @@ def fit_budget(lines: Sequence[Line], step: Step) -> list[Line]:
 PASSES: Final[tuple[Callable[[Sequence[Line], Step], list[Line]], ...]] = (
     everything_leaves,
     keep_turn_around,
+    leave_when_unkept,
     delay_before_experts,
     place_copy_ins,
     drop_before_peaks,  # what is back by then is not released
@@ -210,71 +225,16 @@ PASSES: Final[tuple[Callable[[Sequence[Line], Step], list[Line]], ...]] = (
 """In order. Each may be left out by its name."""
 
 
-class _Releases:
-    """What has been copied out and perhaps not been released, oldest first, between two lines of a step."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._kept = _kept(step)
-        self._queue: deque[GroupKey] = deque()
-        self._queue_bytes = 0
-        self._before_tail: list[GroupKey] = []
-        self._gone: set[GroupKey] = set()  # released here, or back
-
-    def at(self, line: Line) -> list[GroupKey]:
-        """Return what is released at `line`, oldest first, and take in what leaves and comes back there."""
-        for op, group in line.moves:
-            if op is OUT:
-                self._queue.append(group)
-                self._queue_bytes += self._step.size(group)
-            elif op is IN:
-                self._gone.add(group)
-        released = [group for group in self._released(line.boundary) if group not in self._gone]
-        self._gone.update(released)
-        self._trim()
-        return released
-
-    def _released(self, boundary: Boundary) -> list[GroupKey]:
-        kind, chunk, _ = boundary
-        if kind is TAIL:
-            self._before_tail = list(self._queue)
-        elif kind is CHUNK_BACKWARD and self._step.bounds.max_inflight_bytes is None:
-            return [g for g in itertools.takewhile(lambda g: g.chunk != chunk, self._before_tail) if g in self._queue]
-        elif kind is HEAD and chunk in self._step.at_once:
-            return list(self._queue)
-        elif kind is COMMIT and boundary.group in self._kept:
-            return self._released_for_kept(boundary.group)
-        return []
-
-    def _released_for_kept(self, kept: GroupKey) -> list[GroupKey]:
-        if not self._step.shape(kept.chunk).has_head:
-            return list(self._queue)
-        if any(GroupKey(kept.chunk, index) in self._kept for index in range(kept.index)):
-            return []
-        return list(self._queue)[: self._num_layer_before(kept)]
-
-    def _num_layer_before(self, kept: GroupKey) -> int:
-        """Count the oldest, up to the last of the name of `kept` that is a layer older or of another chunk."""
-        shape, number = self._step.group(kept), 0
-        for position, group in enumerate(self._queue, 1):
-            other = self._step.group(group)
-            if other.name == shape.name and (group.chunk != kept.chunk or other.layer < shape.layer):
-                number = position
-        return number
-
-    def _trim(self) -> None:
-        """Forget what the limit in flight has released."""
-        limit = self._step.inflight_limit()
-        while self._step.largest_bytes and self._queue_bytes > limit:
-            self._queue_bytes -= self._step.size(self._queue.popleft())
-
-
 def _add(line: Line, moves: Iterable[PlannedMove]) -> Line:
     return Line(line.boundary, (*line.moves, *moves))
 
 
 def _kept(step: Step) -> frozenset[GroupKey]:
     return frozenset(GroupKey(chunk, i) for chunk in step.at_once for i in step.shape(chunk).kept_at_once())
+
+
+def _unkeep_count(step: Step, group: GroupKey) -> int | None:
+    return step.group(group).unkeep_count if group.chunk in step.at_once else None
 
 
 def _horizon(step: Step) -> int:

@@ -17,10 +17,12 @@ from offload_engine.planning.moves import (
     FORWARD,
     FORWARD_END,
     HEAD,
+    HELD,
     ITERATION_END,
     LAUNCH,
     LOSS_DONE,
     TAIL,
+    UNKEEP,
     Boundary,
     GroupKey,
 )
@@ -52,6 +54,9 @@ class GroupShape:
     """Its copy-out may wait for the launch of the experts behind it."""
     keep: bool = False
     """Stays resident where the backward of its chunk comes at once, whatever its name and layer."""
+    unkeep_count: int | None = None
+    """Where that backward comes at once, the group is kept until so many groups have committed, as when its module runs
+    again; None: to the end."""
 
     def __post_init__(self) -> None:
         _check_not_negative(self, ("nbytes", "forward_ms", "backward_ms", "lead_ms", "lead_backward_ms"))
@@ -82,13 +87,16 @@ class ChunkShape:
     """Of compute in forward, from the commit of the last group to the head, or to the end."""
     rest_backward_ms: float = 0.0
     """Of compute in backward, from its begin, or that of the head's end, to the last group."""
+    held_counts: tuple[int, ...] = ()
+    """At these numbers of committed groups outside references are declared as no longer read."""
 
     def __post_init__(self) -> None:
         _check_not_negative(self, ("num_layers", "head_ms", "head_backward_ms", "rest_ms", "rest_backward_ms"))
-        counts = self.launch_counts if self.tail_index is None else (*self.launch_counts, self.tail_index)
+        unkept = (group.unkeep_count for group in self.groups)
+        counts = (count for count in (*unkept, self.tail_index, *self.launch_counts, *self.held_counts))
         for count in counts:
-            if not 0 <= count <= len(self.groups):
-                raise ValueError(f"tail_index and launch_counts must be in [0, {len(self.groups)}], got {count}")
+            if count is not None and not 0 <= count <= len(self.groups):
+                raise ValueError(f"a tail_index or count must be in [0, {len(self.groups)}], got {count}")
 
     def kept_at_once(self) -> frozenset[int]:
         """Find the groups that stay where the backward follows at once: of each name the last, in the last two layers.
@@ -179,6 +187,11 @@ def _forward(key: ChunkKey, shape: ChunkShape) -> Iterator[Boundary]:
 def _marks(key: ChunkKey, shape: ChunkShape, num_committed: int) -> Iterator[Boundary]:
     if num_committed in shape.launch_counts:
         yield Boundary(LAUNCH, key, num_committed)
+    if num_committed in shape.held_counts:
+        yield Boundary(HELD, key, num_committed)
+    for index, group in enumerate(shape.groups[:num_committed]):
+        if num_committed == group.unkeep_count:
+            yield Boundary(UNKEEP, key, index)
     if num_committed == shape.tail_index:
         yield Boundary(TAIL, key)
 

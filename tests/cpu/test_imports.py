@@ -25,7 +25,7 @@ LAYERS = {
         ("config",),
         ("planning.shapes", "planning.clocks"),
         ("planning.plan", "planning.copy_ins"),
-        ("planning.budget",),
+        ("planning.budget", "planning.releases"),
         ("planning.planner",),
         ("_devices._cuda_calls", "_devices.regions"),
         ("_devices.base",),

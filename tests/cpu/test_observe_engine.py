@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import FixedBounds, OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine import FixedBounds, GroupTraits, OffloadConfig, OffloadEngine, group_commit, group_start
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.reasons import Reason
@@ -116,3 +116,62 @@ def test_a_profile_shows_the_moves_and_the_wait_of_each_group() -> None:
     names = {event.key for event in profile.key_averages()}
     labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
     assert labels <= names
+
+
+def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
+    assert engine.last_record is not None
+    return [(move.boundary, f"{move.op.value} {move.group} {move.nbytes}") for move in engine.last_record.moves]
+
+
+def test_what_is_recalled_is_a_move_and_is_not_released() -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    engine.record()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("attention")
+        handle = chunk.tensor_push(torch.ones(64))
+        group = chunk.close_group()
+        chunk.recall_groups()
+        chunk.on_group_commit_backward(group)
+        chunk.tensor_pop(handle)
+        del handle
+    assert moves_of(engine) == [("F0.0:0", "OUT 0.0:0 256"), ("B0.0:turn", "IN 0.0:0 256")]
+
+
+def test_what_no_policy_brought_back_is_a_move_too() -> None:
+    config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(horizon_bytes=0, max_inflight_bytes=0))
+    engine = OffloadEngine(config, AdversarialDevice())
+    engine.record()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        for _ in range(2):
+            chunk.open_group("attention")
+            handle = chunk.tensor_push(torch.ones(64))
+            group = chunk.close_group()
+        chunk.on_group_commit_backward(group)
+        chunk.tensor_pop(handle)
+        chunk.open_group("mlp")
+        handle = chunk.tensor_push(torch.ones(32))
+        chunk.close_group()
+        chunk.tensor_pop(handle)  # its backward has not begun
+        del handle
+    assert [move for move in moves_of(engine) if " 0.0:2 " in move[1]] == [
+        ("F0.0:2", "OUT 0.0:2 128"),
+        ("F0.0:2", "DROP 0.0:2 128"),
+        ("F0.0:2", "IN 0.0:2 128"),
+    ]
+
+
+def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    engine.record()
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("shared", GroupTraits(keep=True))
+        handle = chunk.tensor_push(torch.ones(64))
+        chunk.close_group()
+        assert engine.stats.num_kept_groups == 1
+        chunk.offload_kept_groups("shared")
+        assert engine.stats.num_kept_groups == engine.stats.kept_bytes == 0
+        del handle
+    assert ("F0.0:0/unkeep", "OUT 0.0:0 256") in moves_of(engine)

@@ -179,6 +179,10 @@ def test_boundaries_of_a_step_in_order() -> None:
     assert " ".join(map(str, step_boundaries(parse_actions("F0.0"), early))) == (
         "F0.0 F0.0:launch0 F0.0:tail F0.0:0 F0.0:end end"
     )
+    marks = (ChunkShape((GroupShape("mlp", unkeep_count=2), GroupShape("mlp")), held_counts=(0, 2)),)
+    assert " ".join(map(str, step_boundaries(parse_actions("F0.0"), marks))) == (
+        "F0.0 F0.0:held0 F0.0:0 F0.0:1 F0.0:held2 F0.0:0/unkeep F0.0:end end"
+    )
     plain = (ChunkShape(()),)
     assert step_boundaries(parse_actions("F0.0 B0.0"), plain)[2] == Boundary(CHUNK_BACKWARD, ChunkKey(0, 0))
     assert Boundary(LAUNCH, ChunkKey(0, 1), 2) in step_boundaries(ACTIONS, SHAPES)
@@ -193,6 +197,8 @@ def test_boundaries_of_a_step_in_order() -> None:
         (lambda: GroupShape("mlp", lead_ms=-0.5), "lead_ms must not be negative"),
         (lambda: ChunkShape((), tail_index=1), r"must be in \[0, 0\], got 1"),
         (lambda: ChunkShape((GroupShape("mlp"),), launch_counts=(2,)), r"must be in \[0, 1\], got 2"),
+        (lambda: ChunkShape((GroupShape("mlp"),), held_counts=(2,)), r"must be in \[0, 1\], got 2"),
+        (lambda: ChunkShape((GroupShape("mlp", unkeep_count=2),)), r"must be in \[0, 1\], got 2"),
         (lambda: ChunkShape((), head_ms=-1.0), "head_ms must not be negative"),
         (lambda: Bounds(horizon_bytes=-1), "horizon_bytes must not be negative"),
         (lambda: Bounds(horizon_bytes=1, resident_bytes=1), "resident_bytes bounds what horizon_bytes bounds"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import ChunkKey, OffloadConfig, OffloadEngine, Planned
+from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine, Planned
+from offload_engine._saved.handles import PackedTensor
+from offload_engine.planning.moves import DROP
 from offload_engine.planning.plan import format_plan, validate_plan
 from offload_engine.planning.simulate import PipelineJob
-from offload_engine.schedule import Action, no_pipelining, one_forward_one_backward, parse_actions
+from offload_engine.schedule import Action, backward_at_once, no_pipelining, one_forward_one_backward, parse_actions
 from tests.adversarial import AdversarialDevice
 from tests.dense_jobs import ALL, DEEP, MOST, ONE_RANK, dense_job, with_bounds
 from tests.engine_on_clocks import run_engine
@@ -156,3 +158,53 @@ def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
     del handle
     bench.step(PIPELINE)
     assert bench.engine.plan is not None and bench.engine.stats.num_unplanned_groups == 0
+
+
+def _save_layer(engine: OffloadEngine, chunk: ChunkOffloadHandler, at_once: bool) -> list[PackedTensor]:
+    """Run a layer whose first module, `shared`, runs again at its end, behind a delayed group and a declared input."""
+    handles = []
+    for name, traits in (("shared", _KEPT), ("attention", _DELAYED), ("mlp", None), ("shared", _KEPT)):
+        is_kept = at_once and traits is _KEPT
+        if is_kept:
+            chunk.offload_kept_groups(name)
+        chunk.open_group(name, traits if is_kept or traits is not _KEPT else None)
+        tensor = torch.full((GROUP_BYTES if name != "mlp" else 8 * GROUP_BYTES,), len(handles), dtype=torch.uint8)
+        handles.append(chunk.tensor_push(tensor))
+        chunk.close_group()
+        if name == "attention":
+            engine.held_elsewhere(tensor)
+        del tensor
+    return handles
+
+
+_KEPT, _DELAYED = GroupTraits(keep=True), GroupTraits(may_delay=True)
+
+
+@pytest.mark.parametrize("actions", [no_pipelining(2), one_forward_one_backward(2, 0, 3)], ids=["at once", "1F1B"])
+def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions: list[Action]) -> None:
+    """Those of groups that are no longer kept, and of delayed ones that leave before outside references, included."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=Planned()), AdversarialDevice(1 << 16))
+    at_once, saved = backward_at_once(actions), {}
+    for step in range(4):
+        if step == 3:
+            engine.record()
+        with engine.iteration(actions):
+            for kind, key in actions:
+                if kind == "F":
+                    chunk = engine.start_chunk(key)
+                    saved[key] = chunk, _save_layer(engine, chunk, key in at_once)
+                    chunk.end_forward()
+                    continue
+                chunk, handles = saved.pop(key)
+                chunk.begin_backward()
+                for index in reversed(range(4)):
+                    chunk.on_group_commit_backward(chunk.groups[index])
+                    assert (chunk.tensor_pop(handles.pop()) == index).all()
+                    chunk.on_group_start_backward()
+    assert engine.stats.num_unplanned_groups == 0 and engine.stats.prefetch_misses == 0
+    assert engine.plan is not None and engine.last_record is not None
+    text = format_plan(engine.plan)
+    assert "F0.0:held2 OUT 0.0:1" in text and ("F0.0:0/unkeep OUT 0.0:0" in text) == bool(at_once)
+    planned = [(str(boundary), str(move)) for boundary, move in engine.plan.moves() if move.op is not DROP]
+    made = [(m.boundary, f"{m.op.value} {m.group}") for m in engine.last_record.moves if m.op is not DROP]
+    assert made == planned

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -36,37 +39,96 @@ def shapes_of(shape: Shape, rank: int) -> Shapes:
     num_virtual = shape.vpp or 1
     if shape.overlap:
         return (EXPERTS,) * num_virtual
-    is_last_rank = rank == shape.pp - 1
-    return tuple(chunk_shape(DENSE, 2, is_last_rank and stage == num_virtual - 1) for stage in range(num_virtual))
+    return tuple(chunk_shape(DENSE, 2, has_head) for has_head in _heads(shape, rank))
 
 
-def plan_of(shape: Shape, rank: int) -> Plan:
-    return plan_step(shape.actions(rank), shapes_of(shape, rank), is_combined=shape.overlap)
+def _heads(shape: Shape, rank: int) -> list[bool]:
+    num_virtual = shape.vpp or 1
+    return [rank == shape.pp - 1 and stage == num_virtual - 1 for stage in range(num_virtual)]
 
 
-def golden_file(shape: Shape) -> Path:
-    return ARTIFACTS / f"plan_{shape.name}.txt"
+class Golden(NamedTuple):
+    """A file with the plans of all ranks."""
+
+    shape: Shape
+    contents: str = ""  # of each chunk; "": those of `shapes_of`
+    make: Callable[[bool], ChunkShape] | None = None  # of whether the chunk has the head
+    bounds: Bounds = Bounds()
+
+    @property
+    def file(self) -> Path:
+        name = "_".join(part for part in ("plan", self.contents, self.shape.name) if part)
+        return ARTIFACTS / f"{name}.txt"
+
+    def shapes(self, rank: int) -> Shapes:
+        if self.make is None:
+            return shapes_of(self.shape, rank)
+        return tuple(self.make(has_head) for has_head in _heads(self.shape, rank))
+
+    def plan(self, rank: int) -> Plan:
+        return plan_step(self.shape.actions(rank), self.shapes(rank), self.bounds, is_combined=self.shape.overlap)
+
+
+def _inputs_of_checkpoints(has_head: bool) -> ChunkShape:
+    """Full recomputation of three layers: a group is the input of one; that of the last is kept by its index."""
+    groups = tuple(GroupShape("layer_input", nbytes=64 * MIB, keep=layer == 2) for layer in range(3))
+    return ChunkShape(groups, has_head=has_head)
+
+
+def _experts(has_head: bool) -> ChunkShape:
+    """Layers of experts that are called one by one, so that the last has a tail."""
+    return replace(EXPERTS, launch_counts=(1, 3), tail_index=3, has_head=has_head, held_counts=(2, 4))
+
+
+def _with_a_shared_module(has_head: bool) -> ChunkShape:
+    """The module `shared` runs in both layers; only its second run is the last."""
+    shared = GroupShape("shared", 0, 50 * MIB, unkeep_count=2), GroupShape("shared", 1, 50 * MIB, keep=True)
+    attention = GroupShape("core_attn", 0, 100 * MIB, may_delay=True)
+    return ChunkShape((shared[0], attention, shared[1]), num_layers=1 << 30, has_head=has_head)
+
+
+PLANS = [
+    *(Golden(shape) for shape in GOLDEN),
+    *(
+        Golden(shape, "recompute", _inputs_of_checkpoints)
+        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))
+    ),
+    *(
+        Golden(shape, "layer", lambda has_head: chunk_shape(DENSE, 1, has_head))
+        for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(4, 2, 8))
+    ),
+    *(Golden(shape, "headless", lambda _: chunk_shape(DENSE, 2)) for shape in (Shape(1, None, 4), Shape(2, 2, 4))),
+    *(Golden(shape, "experts", _experts) for shape in (Shape(1, None, 1), Shape(2, None, 5), Shape(2, 2, 4))),
+    *(Golden(shape, "shared", _with_a_shared_module) for shape in (Shape(1, None, 1), Shape(2, None, 5))),
+    *(
+        Golden(shape, "budget", lambda has_head: chunk_shape(DENSE, 2, has_head), Bounds(resident_bytes=1000 * MIB))
+        for shape in (Shape(1, None, 4), Shape(2, None, 5), Shape(2, 2, 4), Shape(2, 2, 6, overlap=True))
+    ),
+    Golden(Shape(2, 2, 4), "horizon", lambda h: chunk_shape(DENSE, 2, h), Bounds(horizon_bytes=1000 * MIB)),
+    Golden(Shape(2, 2, 4), "inflight", lambda h: chunk_shape(DENSE, 2, h), Bounds(max_inflight_bytes=1000 * MIB)),
+]
 
 
 def write_golden_files() -> None:
-    for shape in GOLDEN:
-        texts = [f"# rank {rank}\n{format_plan(plan_of(shape, rank))}" for rank in range(shape.pp)]
-        golden_file(shape).write_text("\n".join(texts))
+    for golden in PLANS:
+        texts = [f"# rank {rank}\n{format_plan(golden.plan(rank))}" for rank in range(golden.shape.pp)]
+        golden.file.write_text("\n".join(texts))
 
 
-@pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
-def test_golden(shape: Shape) -> None:
-    texts = golden_file(shape).read_text().split("\n\n")
-    assert len(texts) == shape.pp
+@pytest.mark.parametrize("golden", PLANS, ids=lambda golden: golden.file.stem.removeprefix("plan_"))
+def test_golden(golden: Golden) -> None:
+    texts = golden.file.read_text().split("\n\n")
+    assert len(texts) == golden.shape.pp
     for rank, text in enumerate(texts):
-        plan, golden = plan_of(shape, rank), parse_plan(text)
-        validate_plan(golden, shape.actions(rank), shapes_of(shape, rank))
-        assert diff_plans(golden, plan) == ""
+        plan, known = golden.plan(rank), parse_plan(text)
+        validate_plan(known, golden.shape.actions(rank), golden.shapes(rank))
+        assert diff_plans(known, plan) == ""
         assert text.strip() == f"# rank {rank}\n{format_plan(plan)}".strip()
 
 
 def test_no_golden_file_without_a_test() -> None:
-    assert set(ARTIFACTS.glob("plan_*.txt")) == {golden_file(shape) for shape in GOLDEN}
+    assert set(ARTIFACTS.glob("plan_*.txt")) == {golden.file for golden in PLANS}
+    assert len({golden.file for golden in PLANS}) == len(PLANS)
 
 
 def layers(num_layers: int, *names: str, **fields: object) -> tuple[GroupShape, ...]:
@@ -124,12 +186,24 @@ def test_copies_before_experts_wait_for_their_launch() -> None:
     assert under_budget[0] == "F0.0:0 OUT 0.0:0"
 
 
+def test_a_group_kept_no_longer_leaves_then() -> None:
+    """Only where its backward would come at once: else it leaves when it commits."""
+    again = GroupShape("a", 0, 1, unkeep_count=2)
+    shape = ChunkShape((again, GroupShape("b", 0, 1, may_delay=True), GroupShape("a", 0, 1, keep=True)), 9)
+    texts = text_of("F0.0 B0.0", shape, skip=only("keep_turn_around", "leave_when_unkept", "delay_before_experts"))
+    assert texts[:2] == ["F0.0:0/unkeep OUT 0.0:0", "F0.0:end OUT 0.0:1"]
+    texts = text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=only("keep_turn_around", "leave_when_unkept"))
+    assert texts[0] == "F0.0:0 OUT 0.0:0"
+    assert not any("unkeep" in text for text in text_of("F0.0 F0.1 B0.0 B0.1", shape))
+
+
 @pytest.mark.parametrize(
     ("marks", "first_line"),
     [
         ({}, "F0.0:end OUT 0.0:0"),
         ({"tail_index": 1}, "F0.0:tail OUT 0.0:0"),
         ({"launch_counts": (1,)}, "F0.0:launch1 OUT 0.0:0"),
+        ({"held_counts": (1,)}, "F0.0:held1 OUT 0.0:0"),
     ],
 )
 def test_delayed_copy_out_is_issued_at_the_next_mark(marks: dict, first_line: str) -> None:
