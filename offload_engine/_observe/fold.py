@@ -183,12 +183,14 @@ def place_of(record: StepRecord, saved: SavedRecord, places: dict[str, Place]) -
     place = places.get(saved.group)
     if place is not None:
         return place
-    module, layer = _without_numbers(_WRAPPER.sub("", saved.module))
-    return Place(record.rank, record.stage_of(saved.group), module or _nameless(saved), layer)
+    module, layer = _module_of(saved)
+    return Place(record.rank, record.stage_of(saved.group), module or "(no module)", layer)
 
 
-def _nameless(saved: SavedRecord) -> str:
-    return "(model)" if saved.module else "(no module)"
+def _module_of(saved: SavedRecord) -> tuple[str, int]:
+    """Return the path of the module that saved a tensor, with `*` for its numbers, and the first of them, else -1."""
+    module, number = _without_numbers(_WRAPPER.sub("", saved.module))
+    return module or ("(model)" if saved.module else ""), number
 
 
 def _without_numbers(path: str) -> tuple[str, int]:
@@ -223,7 +225,10 @@ class WhyRow(NamedTuple):
 
     ranks: tuple[int, ...]
     stage: int
+    group: str
+    """Name of the group; empty where none was open."""
     module: str
+    """That saved the tensors; empty where it is not known."""
     layers: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
@@ -240,23 +245,24 @@ def why_rows(records: Sequence[StepRecord], pattern: str = "") -> list[WhyRow]:
         pattern: a regular expression, looked for in the module, the group, the shape, the dtype and the reason.
     """
     asked = re.compile(pattern, re.IGNORECASE)
-    found: dict[tuple[int, str, tuple[int, ...], str, Reason], list[tuple[int, int, int]]] = defaultdict(list)
+    found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for record in records:
         places = group_places(record)
         for saved in record.saved:
             place = place_of(record, saved, places)
             shape = "x".join(map(str, saved.shape))
+            name, (module, number) = place.module if saved.group in places else "", _module_of(saved)
             names = f"{place.module} {saved.name} {saved.module} {saved.group}"
             text = f"{names} {shape} {saved.dtype} {saved.reason.value}"
             if asked.search(text):
-                key = (place.stage, place.module, saved.shape, saved.dtype, saved.reason)
-                found[key].append((place.rank, place.layer, saved.nbytes))
+                key = (place.stage, name, module, saved.shape, saved.dtype, saved.reason)
+                found[key].append((place.rank, place.layer if place.layer >= 0 else number, saved.nbytes))
     rows = [
-        WhyRow(_sorted(r for r, _, _ in of), stage, module, _sorted(n for _, n, _ in of), shape, dtype, len(of),
+        WhyRow(_sorted(r for r, _, _ in of), stage, group, module, _sorted(n for _, n, _ in of), shape, dtype, len(of),
                sum(nbytes for _, _, nbytes in of), reason)
-        for (stage, module, shape, dtype, reason), of in found.items()
+        for (stage, group, module, shape, dtype, reason), of in found.items()
     ]  # fmt: skip
-    return sorted(rows, key=lambda row: (-row.nbytes, row.module, row.shape))
+    return sorted(rows, key=lambda row: (-row.nbytes, row.group, row.module, row.shape))
 
 
 def _sorted(numbers: Iterable[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from offload_engine._devices.base import Device
+from offload_engine._observe.modules import ModuleHooks
 from offload_engine._observe.pending import PendingRecord, TraceWriter
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import StepRecord
@@ -34,6 +35,7 @@ class Observer:
         self._writer: TraceWriter | None = None  # of the last file
         self._asked: str | None = None  # for a file
         self._is_asked = False
+        self._modules: ModuleHooks | None = None  # for the next step that is recorded
         self._file: Path | None = None  # of the step that is recorded now
         self._num_steps = 0
         self._has_logged = not logs_first_step
@@ -48,13 +50,17 @@ class Observer:
         return self._pending.get()
 
     def ask(self, file: str | os.PathLike[str] | None = None) -> None:
-        """Record the next step that begins.
+        """Record the next step that begins. Hooks on all modules are on from now on, to know which one saves what.
+
+        Not from the begin of the step: where that begins with the first saved tensor, the model runs already.
 
         Args:
             file: for `write_trace`; `{rank}` and `{step}` in its name are replaced, and among several ranks the rank is
                 added where it is missing. None: only `record`.
         """
         self._is_asked, self._asked = True, None if file is None else os.fspath(file)
+        if self._modules is None:
+            self._modules = ModuleHooks()
 
     def begin(self, device: Device, is_dry_run: bool = False) -> Recorder | None:
         """Start a step; returns its recorder if it is to be recorded."""
@@ -62,6 +68,7 @@ class Observer:
         if not self._is_asked:
             return None
         self._is_asked = False
+        modules, self._modules = self._modules, None
         rank = _rank()
         self._file = None if self._asked is None else _path(self._asked, {"{rank}": rank, "{step}": step})
         return Recorder(
@@ -70,6 +77,7 @@ class Observer:
             step=step,
             pipeline=self._pipeline,
             fallback=Reason.DRY_RUN if is_dry_run else Reason.FITS,
+            modules=modules,
             compares_clocks=self._file is not None,
         )
 
@@ -78,7 +86,7 @@ class Observer:
         if recorder is not None:
             self._pending = recorder.finish(counts_of(stats))
             if self._file is not None:
-                self.close()  # one file at a time: else they would pile up where each step has one
+                self._finish_file()  # one file at a time: else they would pile up where each step has one
                 self._writer = TraceWriter(self._pending, self._file)
                 self._writer.begin()
         if not self._has_logged and stats.num_groups and _rank() == 0:
@@ -91,7 +99,14 @@ class Observer:
         return summary_of_stats(stats) if record is None else report_table([record])
 
     def close(self) -> None:
-        """Wait until the file of the last recorded step is written. Idempotent."""
+        """Wait until the file of the last recorded step is written; record no other step. Idempotent."""
+        self._is_asked = False
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
+        self._finish_file()
+
+    def _finish_file(self) -> None:
         if self._writer is not None:
             self._writer.finish()
             self._writer = None

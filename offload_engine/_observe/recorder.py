@@ -45,10 +45,10 @@ class Recorder:
         step: its number, for the reader.
         pipeline: rank and number of ranks of the pipeline.
         fallback: why a group that is not kept and that no move took out stayed.
-        has_modules: find out which module saves what outside groups, by hooks on all modules. Compiled modules are
-            compiled again for it.
-        compares_clocks: find out, when the record is made, how far the device was behind the host. It blocks who asks
-            until the device has done all that is queued by then, and clocks drift apart: ask soon.
+        modules: hooks on all modules, which know the one that runs; taken off at the end. None: no names. Compiled
+            modules are compiled again for them.
+        compares_clocks: find out, when the record is made, how far the device was behind the host. The call
+            for it blocks until the device has done all that is queued by then, and clocks drift apart: make it soon.
         clock: host time in nanoseconds; has an origin of its own.
     """
 
@@ -60,7 +60,7 @@ class Recorder:
         step: int = 0,
         pipeline: tuple[int, int] = (0, 1),
         fallback: Reason = Reason.FITS,
-        has_modules: bool = True,
+        modules: ModuleHooks | None = None,
         compares_clocks: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -73,7 +73,7 @@ class Recorder:
         self._num_committed: dict[ChunkKey | None, int] = {}
         self._forward: ChunkKey | None = None  # the chunk whose forward began last
         self._storages = StorageLog(device, self._notes)
-        self._modules: ModuleHooks | None = ModuleHooks() if has_modules else None
+        self._modules = modules
         self._stream = device.current_stream()
         self._origin = Origin(device, device.mark_time(self._stream), host_ns=clock(), unix_ns=time.time_ns())
 

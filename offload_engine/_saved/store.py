@@ -168,6 +168,11 @@ class ActivationStore:
         if self._context.recorder is not None:
             self._context.recorder.note_saved(tensor, group, reason=reason)
 
+    def note_excluded(self, tensor: torch.Tensor, group: TensorGroup) -> None:
+        """Record, while a step is recorded, that the checker of the chunk rejected a tensor, a weight for instance."""
+        if self._context.recorder is not None:
+            self.note_staying(tensor, group, self.eligibility.reason_to_stay(tensor) or Reason.EXCLUDED)
+
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` would move and no group has saved its storage yet."""
         storage = self._movable_storage(tensor)
