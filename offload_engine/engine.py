@@ -93,6 +93,7 @@ class OffloadEngine(EngineView):
 
         Raises:
             OffloadError: if an iteration is running, or the engine is closed.
+            TypeError: if `actions` holds something else.
         """
         if self._is_closed:
             raise OffloadError("begin_iteration() after close(): make a new engine")
@@ -101,6 +102,8 @@ class OffloadEngine(EngineView):
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
                 "reset_iteration() if it raised"
             )
+        if actions and not isinstance(actions[0], Action):
+            raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
         self._store.begin(weights)
         self._executor.policy.begin(actions or (), is_combined)
         self._num_chunks = 0
