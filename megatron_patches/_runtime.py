@@ -161,7 +161,7 @@ class ModelRuntime:
         attached.second_step.after_step(attachment.engine)
 
     def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
-        """In the first step, take part in the collective checks of ranks of the pipeline that do offload.
+        """Take part, in the first step, in the collective checks of ranks of the pipeline that do offload.
 
         They wait for this rank. In the second one it may have to log what they have recorded.
         """

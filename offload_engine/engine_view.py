@@ -96,7 +96,7 @@ class EngineView:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
+        """Return the plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
 
         `planning.plan.format_plan` prints it.
         """
@@ -128,9 +128,9 @@ class EngineView:
 
     @property
     def last_record(self) -> StepRecord | None:
-        """The last iteration that was recorded, of this rank; blocks until the device has come to its end."""
+        """Return the last recorded iteration of this rank; blocks until the device has reached its end."""
         return self._observer.record
 
     def report(self) -> str:
-        """Return the tables of the last recorded iteration, else what the counters of the last one tell."""
+        """Return the tables of the last recorded iteration; without one, a summary of the last one's counters."""
         return self._observer.report(self.stats)

@@ -48,7 +48,7 @@ class RankReports:
             self._ticket = store.add(_ANNOUNCED, 1)
 
     def share(self, record: StepRecord | None) -> bool:
-        """Give what was announced.
+        """Send what `announce` declared.
 
         Args:
             record: of this rank, if it has one.

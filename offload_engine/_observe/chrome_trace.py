@@ -123,7 +123,7 @@ def _stages(
 
 
 def _lanes(record: StepRecord) -> dict[str, int]:
-    """Give each group the first track on which no other group lives at the same time."""
+    """Assign each group to the first track on which no other group lives at the same time."""
     lives: dict[str, tuple[float, float]] = {}
     for stage in record.stages:
         begin, end = lives.get(stage.group, (stage.begin_ms, stage.end_ms))

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Makes the recorders of one engine. Between `begin` and `end` of a step that nothing asked for it does nothing.
+    """Makes the recorders of one engine. In a step that `ask` did not request it does nothing.
 
     Args:
         pipeline: rank and number of ranks of the pipeline whose stages the chunks are.
-        logs_first_step: log what the counters of the first step with groups tell, on rank 0.
+        logs_first_step: log a summary of the counters of the first step with groups, on rank 0.
     """
 
     def __init__(self, pipeline: tuple[int, int] = (0, 1), logs_first_step: bool = True) -> None:
@@ -42,7 +42,7 @@ class Observer:
 
     @property
     def record(self) -> StepRecord | None:
-        """The record of the last step that was recorded; blocks until the device has come to the end of that step."""
+        """Return the record of the last recorded step; blocks until the device has reached the end of that step."""
         if self._pending is None:
             return None
         if self._writer is not None:
@@ -94,7 +94,7 @@ class Observer:
             logger.info("activation offload in the first step:\n%s", summary_of_stats(stats))
 
     def report(self, stats: IterationStats) -> str:
-        """Return the tables of the last recorded step, else what the counters of the last step tell."""
+        """Return the tables of the last recorded step; without one, a summary of the last step's counters."""
         record = self.record
         return summary_of_stats(stats) if record is None else report_table([record])
 

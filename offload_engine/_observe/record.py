@@ -1,8 +1,8 @@
 """One recorded step of one rank, as plain data: what moved when, what waited, and what every saved tensor became.
 
 Times are milliseconds since the device began the step. Times of the host are read when the engine is called, which may
-be much earlier than the device gets there, and even earlier than it begins: then they are negative. Where nobody asked
-for a file the clocks are not compared, and times of the host count from when the host began.
+be much earlier than the device gets there, and even earlier than it begins: then they are negative. Without a
+file the clocks are not compared, and times of the host count from when the host began.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Recorder:
         return assemble(self._notes, origin, end, self._about, counts, pace)
 
     def discard(self) -> None:
-        """Give up the recording, as after an exception in the step. Idempotent."""
+        """Discard the recording, as after an exception in the step. Idempotent."""
         if self._modules is not None:
             self._modules.remove()
             self._modules = None  # it knows the model, which may go before the record is made

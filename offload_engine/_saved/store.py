@@ -119,7 +119,7 @@ class ActivationStore:
 
     @property
     def lent_bytes(self) -> int:
-        """Host bytes that are lent now."""
+        """Return the host bytes that are lent now."""
         self.retire_dropped()
         return self._pool.lent_bytes
 

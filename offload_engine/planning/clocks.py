@@ -57,14 +57,14 @@ class Clocks:
             self.spans.append(Span("compute", start, self.compute, label))
 
     def wait(self, until: float, label: str) -> None:
-        """Have compute wait for a copy that completes at `until`."""
+        """Make compute wait for a copy that completes at `until`."""
         if until > self.compute:
             self.stalled[label] = self.stalled.get(label, 0.0) + until - self.compute
             self.spans.append(Span("wait", self.compute, until, label))
             self.compute = until
 
     def receive(self, at: float) -> None:
-        """Have compute wait for another rank, which has sent at `at`."""
+        """Make compute wait for another rank, which has sent at `at`."""
         self.compute = max(self.compute, at)
 
     def copy_out(self, nbytes: int, after: float, label: str) -> float:
@@ -82,5 +82,5 @@ class Clocks:
         return self._copy_in
 
     def is_over(self, at: float) -> bool:
-        """Tell whether the host, asking now, finds a copy complete that completes at `at`."""
+        """Return whether a copy that completes at `at` is complete for a host that asks now."""
         return self.host >= at

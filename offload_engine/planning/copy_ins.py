@@ -44,7 +44,7 @@ class Room(Protocol):
     """Bounds what comes back ahead of its backward."""
 
     def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
-        """Tell whether `group` may come back now, or be counted on to stay.
+        """Return whether `group` may come back now, or be counted on to stay.
 
         Args:
             group: comes next.
@@ -187,14 +187,14 @@ class CopyInOrder:
         return True
 
     def _is_due(self, group: GroupKey, is_away: bool) -> bool:
-        """Whether the backward is near `group`; what never left may be passed over."""
+        """Return whether the backward is near `group`; a group that never left may be passed over."""
         if group.chunk != self._in_backward:
             return False
         last = self._last_index_by_name[group.chunk.stage][self._step.group(group).name]
         return last >= self._near[group.chunk] or not is_away
 
     def _is_needed_first(self, group: GroupKey) -> bool:
-        """Whether `group` may come back before the backward is near any group of its chunk."""
+        """Return whether `group` may come back before the backward is near any group of its chunk."""
         if not self._is_last_layer_first:
             return True
         groups = self._step.shape(group.chunk).groups

@@ -134,7 +134,7 @@ def validate_plan(plan: Plan, actions: Sequence[Action], shapes: Shapes) -> None
 
 
 def diff_plans(a: Plan, b: Plan) -> str:
-    """Say which moves two plans make at different boundaries, a line for each; empty where they are equal.
+    """List the moves that two plans make at different boundaries, a line for each; empty where they are equal.
 
     As text `OUT 0.3:4  F0.3:4 -> F0.3:5`; `none` where a plan does not make the move.
     """

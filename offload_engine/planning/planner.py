@@ -204,7 +204,7 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def fit_budget(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Have no more leave, and no later come back, than a budget of resident bytes asks for: see `fit_resident_bytes`.
+    """Let no more leave, and nothing return later, than a budget of resident bytes requires: see `fit_resident_bytes`.
 
     Nothing changes without a budget, or without bytes.
     """

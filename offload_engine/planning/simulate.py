@@ -151,7 +151,7 @@ class _Rank:
         self._run(behind, boundary, "behind ")
 
     def _around(self, boundary: Boundary) -> tuple[float, float]:
-        """Milliseconds of compute before and behind a boundary."""
+        """Return the milliseconds of compute before and behind a boundary."""
         kind, chunk, index = boundary
         assert chunk is not None
         shape = self._shape(chunk)

@@ -80,7 +80,7 @@ class References:
 
 
 def _model_of(case: Case) -> tuple[Any, ...]:
-    """All that a step without offload depends on, but for its number of microbatches."""
+    """Return all that a step without offload depends on, except its number of microbatches."""
     # A step leaves the weights as they are, so it depends on no other.
     return case.kind, case.dtype, repr(sorted(case.settings.items())), case.wrap, case.change
 
