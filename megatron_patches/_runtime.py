@@ -247,6 +247,6 @@ class ModelRuntime:
         if "layer_input" in names and step.config.recompute_granularity == "full":
             is_uniform = step.config.recompute_method == "uniform"
             per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
-            # with recompute_method="block" the layers behind the block save their own input
+            # with recompute_method="block" the layers after the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)

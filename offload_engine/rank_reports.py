@@ -24,11 +24,11 @@ class RankReports:
     """What the ranks of the process group have recorded of one step, on its way to rank 0.
 
     A rank calls `announce`, trains at least one step that waits for the others, as the reduction of gradients does,
-    and calls `share`. Rank 0 then knows who will come, and looks after each step who has, by `table`. No call waits
-    for another rank. Without a process group there is one rank.
+    and calls `share`. Rank 0 then knows which ranks will share, and looks after each step, by `table`, which have.
+    No call waits for another rank. Without a process group there is one rank.
 
     Args:
-        name: told apart by it from others that are under way at the same time; the same on all ranks.
+        name: distinguishes reports that are gathered at the same time; the same on all ranks.
         timeout_s: how long rank 0 looks for those that are announced, from its first look on.
     """
 

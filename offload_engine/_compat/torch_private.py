@@ -79,7 +79,7 @@ def _import_error(path: str) -> ImportError:
     )
 
 
-# -- saved tensors: hooks and who is innermost; the context manager for these has no way to ask
+# -- saved tensors: hooks, and which are innermost; the context manager for these has no way to ask
 
 innermost_hooks: Final[Callable[[bool], tuple[Any, Any] | None]] = take(
     "torch._C._autograd._top_saved_tensors_default_hooks"

@@ -44,7 +44,7 @@ class ModuleSums:
 
     @property
     def fates(self) -> Fates:
-        """Return what became of the bytes, without amounts: sizes differ between layers of experts, and all waits differ."""
+        """Return what became of the bytes, without amounts: these differ between layers of experts."""
         whats = (self.num_groups > 0, self.moved_bytes > 0, self.kept_bytes > 0, self.small_bytes > 0)
         return whats, frozenset(self.stayed_bytes)
 

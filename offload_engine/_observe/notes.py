@@ -107,7 +107,7 @@ class NotedSave(NamedTuple):
     nbytes: int
     storage: int
     reason: Reason | None
-    """None: to be told by the fate of the storage, or of its group."""
+    """None: the reason follows from the fate of the storage, or of its group."""
 
 
 class NotedGroup(NamedTuple):

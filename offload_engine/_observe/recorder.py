@@ -118,11 +118,11 @@ class Recorder:
     # -- times of the device -----------------------------------------------------------------------------------------
 
     def mark(self, stream: Stream) -> TimeMark:
-        """Mark when `stream` comes so far: before and after what `note_copy` and `note_wait` tell of."""
+        """Mark when `stream` comes so far: before and after a copy or wait that `note_copy` or `note_wait` records."""
         return self._device.mark_time(stream)
 
     def note_copy(self, op: Op, group: ObservedGroup, nbytes: int, begin: TimeMark, end: TimeMark) -> None:
-        """Note that copies of a group were issued between two marks, the first behind all that they wait for."""
+        """Note that copies of a group were issued between two marks, the first after all that they wait for."""
         key = GroupKey(group.chunk, group.index)
         self._notes.copies.append(NotedCopy(op, key, nbytes, self._clock(), begin, end))
         self._storages.note_copy(op, key, begin)

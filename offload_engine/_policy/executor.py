@@ -41,7 +41,7 @@ class Executor:
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
-     5. A backward that begins right behind its forward, unannounced, recalls what its chunk is copying out.
+     5. A backward that begins right after its forward, unannounced, recalls what its chunk is copying out.
 
     Args:
         store: owns the storages of the groups.

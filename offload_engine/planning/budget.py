@@ -100,7 +100,7 @@ class _Walk:
                 self._resident_bytes += self._step.size(group)
 
     def _begun_behind(self, position: int) -> int:
-        """Return the bytes of the group that begins behind the line at `position`."""
+        """Return the bytes of the group that begins after the line at `position`."""
         following = self._lines[position + 1].boundary if position + 1 < len(self._lines) else None
         return self._step.size(following.group) if following and following.kind is COMMIT else 0
 

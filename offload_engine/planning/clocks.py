@@ -75,7 +75,7 @@ class Clocks:
         return self._copy_out
 
     def copy_in(self, nbytes: int, label: str) -> float:
-        """Issue a copy-in, behind what compute has been given by now; returns when it completes."""
+        """Issue a copy-in, after the work that compute has been given by now; returns when it completes."""
         start = max(self._copy_in, self.compute, self.host)
         self._copy_in = start + nbytes / self._link.in_gbps / 1e6
         self.spans.append(Span("copy-in", start, self._copy_in, label))

@@ -89,7 +89,7 @@ class CopyInOrder:
         step: whose boundaries come.
         away: the groups to bring back; read at each boundary, and left to the caller to change.
         room: bounds what comes back ahead.
-        is_last_layer_first: of a chunk whose backward has not begun only the last layer comes back; and behind a tail
+        is_last_layer_first: of a chunk whose backward has not begun only the last layer comes back; and after a tail
             a group comes back when the backward is at the last of its name, and no earlier.
     """
 
@@ -140,9 +140,9 @@ class CopyInOrder:
         return {before.chunk} if self._step.is_combined and before.kind == "F" else set()
 
     def _upcoming(self, position: int, running: set[ChunkKey]) -> list[ChunkKey]:
-        """List the chunks whose backward comes behind `position` and before any other forward, soonest first.
+        """List the chunks whose backward comes after `position` and before any other forward, soonest first.
 
-        A forward that runs together with the backward behind it does not come before that one.
+        A forward that runs together with the backward after it does not come before that one.
         """
         chunks: list[ChunkKey] = []
         num_forwards_to_pass = int(self._step.is_combined)

@@ -135,7 +135,7 @@ def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
 def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     """Delay the copy-out of groups in front of a layer's experts until those are launched.
 
-    While something is copied, the host takes two to four times as long for what it has not cached, and behind the
+    While something is copied, the host takes two to four times as long for what it has not cached, and after the
     dispatcher's wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds of
     c-moe with `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half
     of what may be in flight is delayed, so that compute never waits for a copy because that was issued late. A delayed
