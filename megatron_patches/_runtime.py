@@ -150,7 +150,7 @@ class ModelRuntime:
             with attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined):
                 yield
         except BaseException:
-            attachment.abandon_iteration()
+            attachment.reset()
             raise
         finally:
             self._running = outer

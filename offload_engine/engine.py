@@ -229,7 +229,7 @@ class OffloadEngine(EngineView):
     def reset_iteration(self) -> None:
         """Recover after an exception: wait for copies in flight, then retire every saved storage. Idempotent.
 
-        Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward. No-op
+        Parameters and gradients are not touched. A graph of the step that raised can no longer run its backward. No-op
         after `close()`, which resets too.
         """
         if self._is_closed:  # a closed device accepts no work, not even the events of a reset
@@ -238,7 +238,7 @@ class OffloadEngine(EngineView):
         if recorder is not None:
             recorder.discard()
         self._executor.reset()
-        self._store.abandon_all()
+        self._store.reset()
         self.pool.take_all_back()  # no copy is in flight
         self._is_in_iteration = False
         self.current_chunk = None

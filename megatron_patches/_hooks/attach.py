@@ -130,7 +130,7 @@ class Attachment:
         last_groups = self._last_groups[stage] if at_once else frozenset()
         return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head and at_once)
 
-    def abandon_iteration(self) -> None:
+    def reset(self) -> None:
         """Leave every bracket that is still open after an exception."""
         self._pause.leave()  # first: while hooks are paused a bracket has none to pop
         for bracket in reversed(self._brackets):
@@ -152,7 +152,7 @@ class Attachment:
             return
         self._is_closed = True
         self._hooks.remove()
-        self.abandon_iteration()
+        self.reset()
         self.engine.close()
 
     def bracket(self, site: Site, is_last: bool = False) -> GroupBracket:

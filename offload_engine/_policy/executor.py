@@ -160,7 +160,7 @@ class Executor:
         self.policy.clear()
 
     def reset(self) -> None:
-        """Forget the iteration. Call it before `ActivationStore.abandon_all`."""
+        """Forget the iteration. Call it before `ActivationStore.reset`."""
         self._produced.clear()
         self.leaving.clear()
         self.policy.clear()

@@ -91,7 +91,7 @@ class ActivationStore:
         stats.num_storages_left = len(self.live)
         return stats
 
-    def abandon_all(self) -> None:
+    def reset(self) -> None:
         """Wait for every copy, then retire every storage. Handles that autograd still holds can not be unpacked."""
         with self._retired, self._lock:
             self._mover.wait_for_all_copies()
