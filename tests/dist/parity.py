@@ -145,7 +145,7 @@ def _backward_at_once(case: Case, num_microbatches: int) -> frozenset[ChunkKey]:
 
 
 def actions(case: Case, num_microbatches: int) -> list[Action]:
-    """What this rank runs in a step."""
+    """Return what this rank runs in a step."""
     from megatron.core import parallel_state as ps
 
     size, rank = ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()

@@ -25,7 +25,7 @@ NUM_STEPS = 4
 
 
 def tables() -> list[str]:
-    """What is logged from now on; nothing else is at this level."""
+    """Return what is logged from now on; nothing else is at this level."""
     logging.getLogger("megatron_patches._second_step").setLevel(logging.INFO)
     return messages()
 
