@@ -105,7 +105,7 @@ class OffloadEngine(EngineView):
         if actions and not isinstance(actions[0], Action):
             raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
         self._store.begin(weights)
-        self._executor.policy.begin(actions or (), is_combined)
+        self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
         self._store.context.recorder = self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True

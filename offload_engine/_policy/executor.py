@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch.autograd import profiler
@@ -25,6 +26,7 @@ from offload_engine.planning.moves import (
     UNKEEP,
     BoundaryKind,
 )
+from offload_engine.schedule import Action
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
 
@@ -63,6 +65,10 @@ class Executor:
         self._context = store.context
         self._ranges = store.context.ranges
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
+
+    def begin_iteration(self, actions: Sequence[Action], is_combined: bool) -> None:
+        """Start an iteration; see `Policy.begin`."""
+        self.policy.begin(actions, is_combined)
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
         """Perform the moves with which the policy answers a boundary; see `Policy.at`.
