@@ -173,7 +173,7 @@ class OffloadEngine(EngineView):
             num_copies: number of further detached aliases that cannot be passed.
         """
         chunk = None if self.current_chunk is None else self.current_chunk.groups.progress
-        self._executor.at(HELD, chunk)  # issues delayed copy-outs first: what is not leaving cannot be emptied
+        self._executor.at(HELD, chunk)  # issues delayed copy-outs first: only a leaving storage can be emptied
         self._store.empty_for_holders(holders, num_copies)
 
     def set_allocation_stream(self, tensor: torch.Tensor, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""`EngineView`: what an engine shows of itself, and `EngineSnapshot`, its bytes and copies at one moment."""
+"""`EngineView`: the readable state of an engine; `EngineSnapshot`: its bytes and copies at one moment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineView:
     Attributes:
         current_chunk: the chunk whose forward has begun last in this iteration.
         failures: tells whether a copy has failed since the last `reset_iteration()`: saved tensors may be incomplete.
-        ranges: in profiles, around what the engine issues.
+        ranges: shown in profiles, around the copies and waits that the engine issues.
     """
 
     def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:

@@ -41,7 +41,7 @@ def write_trace(records: StepRecord | Sequence[StepRecord], file: File, pace: Pa
 
 
 def read_records(file: File) -> list[StepRecord]:
-    """Read back what `write_trace` or `merge` has written.
+    """Read the records from a file of `write_trace` or `merge`.
 
     Raises:
         ValueError: if there is no recorded step in the file, or it is of another version; names the file.
@@ -59,7 +59,7 @@ def read_records(file: File) -> list[StepRecord]:
 
 
 def merge(files: Sequence[File], file: File) -> Path:
-    """Write one trace of several: recorded steps and what `torch.profiler` has exported of the same time.
+    """Write one trace of several: recorded steps, and traces of `torch.profiler` from the same time.
 
     Returns the path of the merged trace. Its time begins where that of the last of `files` does.
 
@@ -145,7 +145,7 @@ def _counters(record: StepRecord, at: Callable[[float], int]) -> Iterator[Event]
 
 
 def _slice(name: str, tid: int, begin_ns: int, end_ns: int, **more: Any) -> Event:
-    # Whole nanoseconds on both sides, so that what follows does not overlap.
+    # Whole nanoseconds on both sides, so that the next slice does not overlap.
     times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
     return {"ph": "X", "cat": "offload", "name": name, "tid": tid, **times, "args": more}
 

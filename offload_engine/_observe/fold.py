@@ -35,10 +35,10 @@ class ModuleSums:
     num_groups: int = 0
     moved_bytes: int = 0
     kept_bytes: int = 0
-    """Of what stayed on purpose."""
+    """Of storages that stayed on purpose."""
     small_bytes: int = 0
     stayed_bytes: dict[Reason, int] = field(default_factory=dict)
-    """Of what stayed for other reasons."""
+    """Of storages that stayed for other reasons."""
     wait_ms: float = 0.0
     """How long compute waited for its copies."""
 
@@ -49,7 +49,7 @@ class ModuleSums:
         return whats, frozenset(self.stayed_bytes)
 
     def add(self, other: ModuleSums) -> None:
-        """Add what another layer, rank or step has."""
+        """Add the sums of another layer, rank or step."""
         self.num_groups += other.num_groups
         self.moved_bytes += other.moved_bytes
         self.kept_bytes += other.kept_bytes
@@ -221,7 +221,7 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 class WhyRow(NamedTuple):
-    """Tensors that are alike, and what became of them."""
+    """Tensors that are alike, and their fate."""
 
     ranks: tuple[int, ...]
     stage: int

@@ -1,4 +1,4 @@
-"""`Observer`: which steps of an engine are recorded, where the records go, and what is reported of them."""
+"""`Observer`: which steps of an engine are recorded, where the records go, and how they are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Recorder`: notes what the engine does in one step, and makes a `StepRecord` of it."""
+"""`Recorder`: notes the calls of the engine in one step, and makes a `StepRecord` of them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Recorder:
         self._boundary = NotedBoundary(kind, chunk, index)
 
     def note_group(self, group: ObservedGroup) -> None:
-        """Note what is known of a group by now: whether it is kept, and what it saved."""
+        """Note the state of a group by now: whether it is kept, and how many bytes it saved."""
         traits = NotedGroup(group.name, group.layer, group.is_kept, group.own_bytes)
         self._notes.groups[GroupKey(group.chunk, group.index)] = traits
 
@@ -147,7 +147,7 @@ class Recorder:
 
         Args:
             tensor: as it was saved.
-            group: the open one, or that of what the chunk saves outside its groups.
+            group: the open one, or the one that stands for tensors outside the groups.
             storage: that the store keeps for it; None: it stays, for `reason`.
             reason: why it stays.
         """
@@ -170,7 +170,7 @@ class Recorder:
         self._storages.note_residency(storage, to if isinstance(to, str) else to.value)
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
-        """Note bytes on the device, under way out, and lent on the host; what has not changed is not noted again."""
+        """Note bytes on the device, in flight, and lent on the host, if they have changed."""
         counters = self._notes.counters
         if not counters or counters[-1][1:] != (resident_bytes, inflight_bytes, host_bytes):
             counters.append((self._clock(), resident_bytes, inflight_bytes, host_bytes))
@@ -189,7 +189,7 @@ class Recorder:
 
     def _make(self, end: TimeMark, counts: dict[str, int], pace: Pace) -> StepRecord:
         origin = self._origin
-        origin.device_ms(end)  # blocks: what follows finds a device that is done with the step
+        origin.device_ms(end)  # blocks: from here on the device is done with the step
         if self._compares_clocks:
             origin = origin.after(lag_ms(origin, self._stream, self._clock))
         return assemble(self._notes, origin, end, self._about, counts, pace)

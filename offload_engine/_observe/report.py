@@ -26,7 +26,7 @@ def report_table(records: Iterable[StepRecord]) -> str:
 
 
 def table_of_ranks(ranks: Sequence[RankSums]) -> str:
-    """Return the same tables of what the ranks have summed up."""
+    """Return the same tables, made of the sums of the ranks."""
     return as_text(module_table(ranks), link_table(ranks)) if ranks else "no step was recorded\n"
 
 
@@ -36,7 +36,7 @@ def why_text(records: Sequence[StepRecord], pattern: str = "") -> str:
 
 
 def summary_of_stats(stats: IterationStats) -> str:
-    """Return what can be said of an iteration that was not recorded."""
+    """Summarize the counters of an iteration that was not recorded."""
     lines = [
         f"{stats.num_offloaded_groups} of {stats.num_groups} groups offloaded: {_mib(stats.copied_out_bytes)} MiB "
         f"copied out, {_mib(stats.copied_in_bytes)} MiB copied in",

@@ -43,7 +43,7 @@ class Executor:
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
-     5. A backward that begins right after its forward, unannounced, recalls what its chunk is copying out.
+     5. A backward that begins right after its forward, unannounced, recalls the groups that its chunk is copying out.
 
     Args:
         store: owns the storages of the groups.
@@ -142,7 +142,7 @@ class Executor:
     def turn_around(self, chunk: ChunkProgress) -> None:
         """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).
 
-        Unlike `at` it releases nothing first: what has completed would have to come back.
+        Unlike `at` it releases nothing first: completed copy-outs would have to be copied in again.
         """
         if self._context.recorder is not None:
             self._note_boundary(self._context.recorder, TURN_AROUND, chunk, None)
@@ -208,7 +208,7 @@ class Executor:
                 self._moves.release(issued)
         else:
             self._moves.release(issued)
-        released = issued.group.on_host_bytes - before  # not what was recalled, or what others hold
+        released = issued.group.on_host_bytes - before  # without storages that were recalled, or that others hold
         if self._context.recorder is not None and released > 0:
             self._context.recorder.note_move(DROP, issued.group, released)
 

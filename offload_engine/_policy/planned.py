@@ -118,7 +118,7 @@ class PlannedPolicy(Policy):
         return self._planner.plan_step(actions, shapes, self._bounds, is_combined=is_combined)
 
     def _before_others(self, plan: Plan, chunk: ChunkProgress) -> Iterator[Move]:
-        """Yield what is planned where outside references are declared, and what is held back besides."""
+        """Yield the planned moves where outside references are declared, and the copy-outs held back besides."""
         yield from self._moves(plan, Boundary(HELD, chunk.key, len(chunk.groups)))
         yield from self._with_held_back()
 

@@ -43,7 +43,7 @@ class Clocks:
         self.compute: float = 0.0
         self.host: float = 0.0
         self.stalled: dict[str, float] = {}
-        """How long compute has waited for copies, by what for."""
+        """How long compute has waited for copies, by the label of the wait."""
         self.spans: list[Span] = []
         self._link = link
         self._copy_out = self._copy_in = 0.0

@@ -11,7 +11,7 @@ from offload_engine.schedule import Action, ChunkKey
 
 
 class Step(NamedTuple):
-    """One rank's step: what every pass of the planner is made for."""
+    """One rank's step: the input of every pass of the planner."""
 
     actions: tuple[Action, ...]
     shapes: Shapes
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 class Room(Protocol):
-    """Bounds what comes back ahead of its backward."""
+    """Bounds the groups that return ahead of their backward."""
 
     def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
         """Return whether `group` may come back now, or be counted on to stay.
@@ -64,7 +64,7 @@ class HorizonRoom:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ahead: dict[GroupKey, int] = {}  # bytes of what is issued and not reached
+        self._ahead: dict[GroupKey, int] = {}  # bytes of groups that are issued and not reached
         self._ahead_bytes = 0
 
     def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
@@ -88,7 +88,7 @@ class CopyInOrder:
     Args:
         step: whose boundaries come.
         away: the groups to bring back; read at each boundary, and left to the caller to change.
-        room: bounds what comes back ahead.
+        room: bounds the groups that return ahead.
         is_last_layer_first: of a chunk whose backward has not begun only the last layer comes back; and after a tail
             a group comes back when the backward is at the last of its name, and no earlier.
     """

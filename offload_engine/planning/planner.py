@@ -219,7 +219,7 @@ PASSES: Final[tuple[Callable[[Sequence[Line], Step], list[Line]], ...]] = (
     leave_when_unkept,
     delay_before_experts,
     place_copy_ins,
-    drop_before_peaks,  # what is back by then is not released
+    drop_before_peaks,  # groups that are back by then are not released
     fit_budget,
 )
 """In order. Each may be left out by its name."""

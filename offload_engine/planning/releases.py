@@ -68,7 +68,7 @@ class Releases:
         return number
 
     def _trim(self) -> None:
-        """Forget what the limit in flight has released."""
+        """Forget groups that the limit in flight has released."""
         limit = self._step.inflight_limit()
         while self._step.largest_bytes and self._queue_bytes > limit:
             self._queue_bytes -= self._step.size(self._queue.popleft())

@@ -1,4 +1,4 @@
-"""Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, what is where.
+"""Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, where the bytes are.
 
 Kernels and copies move clocks; ranks wait for each other where the schedule says so. Where forward and backward of two
 chunks run together, they are simulated one after the other.

@@ -1,4 +1,4 @@
-"""`RecordsSteps`: what every handle of a front-end offers to see what its engine does."""
+"""`RecordsSteps`: records and reports steps, for the handle of every front-end."""
 
 from __future__ import annotations
 
