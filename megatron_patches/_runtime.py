@@ -150,7 +150,7 @@ class ModelRuntime:
             with attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined):
                 yield
         except BaseException:
-            attachment.abandon_iteration()
+            attachment.reset()
             raise
         finally:
             self._running = outer
@@ -161,7 +161,7 @@ class ModelRuntime:
         attached.second_step.after_step(attachment.engine)
 
     def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
-        """In the first step, take part in the collective checks of ranks of the pipeline that do offload.
+        """Take part, in the first step, in the collective checks of ranks of the pipeline that do offload.
 
         They wait for this rank. In the second one it may have to log what they have recorded.
         """
@@ -247,6 +247,6 @@ class ModelRuntime:
         if "layer_input" in names and step.config.recompute_granularity == "full":
             is_uniform = step.config.recompute_method == "uniform"
             per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
-            # with recompute_method="block" the layers behind the block save their own input
+            # with recompute_method="block" the layers after the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)

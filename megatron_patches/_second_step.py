@@ -1,4 +1,4 @@
-"""`SecondStep`: what is recorded of the second training step of a model, and logged for all ranks."""
+"""`SecondStep`: records the second training step of a model, and logs its tables for all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SecondStep:
     has enough to do while the host makes its record, and no rank waits for another one.
 
     Args:
-        reports: takes what the ranks have recorded to rank 0; None: nothing is logged.
+        reports: takes the records of the ranks to rank 0; None: nothing is logged.
         trace: file for this rank's recording; None: none.
         may_record: False: rank 0 logs its own counters instead, unless a trace is asked for.
     """
@@ -53,7 +53,7 @@ class SecondStep:
             self._gather(engine, self._num_steps == 3)
 
     def close(self, engine: OffloadEngine | None) -> None:
-        """Log what is there by now, if two steps are over, before the engine closes."""
+        """Log the records that are there by now, if two steps are over, before the engine closes."""
         if self._num_steps >= 2 and not self._is_over:
             self._gather(engine, self._num_steps == 2, is_last_look=True)
 

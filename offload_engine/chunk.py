@@ -247,7 +247,7 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         self._executor.copy_out(self._group(group_to_offload))
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
-        """Copy in the group with this index; what is still being copied out stays. No-op for resident storages."""
+        """Copy in the group with this index, or recall its copy-out. No-op for resident storages."""
         self._executor.copy_in(self._group(group_to_reload))
 
     def _group(self, index: int) -> TensorGroup:

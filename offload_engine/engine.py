@@ -93,6 +93,7 @@ class OffloadEngine(EngineView):
 
         Raises:
             OffloadError: if an iteration is running, the engine is closed, or a CUDA graph is being captured.
+            TypeError: if `actions` holds something else.
         """
         if self._is_closed:
             raise OffloadError("begin_iteration() after close(): make a new engine")
@@ -101,9 +102,11 @@ class OffloadEngine(EngineView):
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
                 "reset_iteration() if it raised"
             )
+        if actions and not isinstance(actions[0], Action):
+            raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
         self._executor.refuse_capture("an iteration begins")
         self._store.begin(weights)
-        self._executor.policy.begin(actions or (), is_combined)
+        self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
         self._store.context.recorder = self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True
@@ -172,7 +175,7 @@ class OffloadEngine(EngineView):
             num_copies: number of further detached aliases that cannot be passed.
         """
         chunk = None if self.current_chunk is None else self.current_chunk.groups.progress
-        self._executor.at(HELD, chunk)  # issues delayed copy-outs first: what is not leaving cannot be emptied
+        self._executor.at(HELD, chunk)  # issues delayed copy-outs first: only a leaving storage can be emptied
         self._store.empty_for_holders(holders, num_copies)
 
     def set_allocation_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -228,7 +231,7 @@ class OffloadEngine(EngineView):
     def reset_iteration(self) -> None:
         """Recover after an exception: wait for copies in flight, then retire every saved storage. Idempotent.
 
-        Parameters and gradients are not touched. A graph of the abandoned step can no longer run its backward. No-op
+        Parameters and gradients are not touched. A graph of the step that raised can no longer run its backward. No-op
         after `close()`, which resets too.
         """
         if self._is_closed:  # a closed device accepts no work, not even the events of a reset
@@ -237,7 +240,7 @@ class OffloadEngine(EngineView):
         if recorder is not None:
             recorder.discard()
         self._executor.reset()
-        self._store.abandon_all()
+        self._store.reset()
         self.pool.take_all_back()  # no copy is in flight
         self._is_in_iteration = False
         self.current_chunk = None

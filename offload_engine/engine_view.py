@@ -1,4 +1,4 @@
-"""`EngineView`: what an engine shows of itself, and `EngineSnapshot`, its bytes and copies at one moment."""
+"""`EngineView`: the readable state of an engine; `EngineSnapshot`: its bytes and copies at one moment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineView:
     Attributes:
         current_chunk: the chunk whose forward has begun last in this iteration.
         failures: tells whether a copy has failed since the last `reset_iteration()`: saved tensors may be incomplete.
-        ranges: in profiles, around what the engine issues.
+        ranges: shown in profiles, around the copies and waits that the engine issues.
     """
 
     def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:
@@ -96,7 +96,7 @@ class EngineView:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
+        """Return the plan of the running step, or of the last one; None without the policy `Planned`, or a schedule.
 
         `planning.plan.format_plan` prints it.
         """
@@ -128,9 +128,9 @@ class EngineView:
 
     @property
     def last_record(self) -> StepRecord | None:
-        """The last iteration that was recorded, of this rank; blocks until the device has come to its end."""
+        """Return the last recorded iteration of this rank; blocks until the device has reached its end."""
         return self._observer.record
 
     def report(self) -> str:
-        """Return the tables of the last recorded iteration, else what the counters of the last one tell."""
+        """Return the tables of the last recorded iteration; without one, a summary of the last one's counters."""
         return self._observer.report(self.stats)

@@ -76,7 +76,7 @@ def group_start(
 
 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
-    """Commit the open group of `chunk` behind a submodule; use the returned tensor as its output."""
+    """Commit the open group of `chunk` after a submodule; use the returned tensor as its output."""
     group, node = chunk.groups.innermost, tensor.grad_fn
     if group is not None and node is not None and not group.storages and not group.has_made(node):
         # The group returned its own input, as an identity does: there is nothing to copy in, and a mark would sum the

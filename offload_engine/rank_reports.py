@@ -1,6 +1,6 @@
 """`RankReports`: one table of a recorded step of all ranks, without a collective.
 
-Ranks leave what they have summed up in the store of the process group, and rank 0 fetches it. So no rank has to take
+Ranks leave their sums in the store of the process group, and rank 0 fetches it. So no rank has to take
 part, no group of GPUs is used, and a rank that does not come costs the others nothing but a table without it.
 """
 
@@ -21,14 +21,14 @@ _ANNOUNCED: Final = "announced"
 
 
 class RankReports:
-    """What the ranks of the process group have recorded of one step, on its way to rank 0.
+    """Gathers the records that the ranks of the process group have of one step on rank 0.
 
     A rank calls `announce`, trains at least one step that waits for the others, as the reduction of gradients does,
-    and calls `share`. Rank 0 then knows who will come, and looks after each step who has, by `table`. No call waits
-    for another rank. Without a process group there is one rank.
+    and calls `share`. Rank 0 then knows which ranks will share, and looks after each step, by `table`, which have.
+    No call waits for another rank. Without a process group there is one rank.
 
     Args:
-        name: told apart by it from others that are under way at the same time; the same on all ranks.
+        name: distinguishes reports that are gathered at the same time; the same on all ranks.
         timeout_s: how long rank 0 looks for those that are announced, from its first look on.
     """
 
@@ -48,7 +48,7 @@ class RankReports:
             self._ticket = store.add(_ANNOUNCED, 1)
 
     def share(self, record: StepRecord | None) -> bool:
-        """Give what was announced.
+        """Send what `announce` declared.
 
         Args:
             record: of this rank, if it has one.
@@ -85,7 +85,7 @@ class RankReports:
         return text
 
     def _look(self, store: Any) -> None:
-        """Take out of the store what ranks have put there since the last look."""
+        """Take the sums that ranks have shared since the last look out of the store."""
         if self._missing is None:
             num_announced = store.add(_ANNOUNCED, 0)
             store.add(_ANNOUNCED, -num_announced)

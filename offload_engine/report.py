@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         records = [record for file in options.files for record in read_records(file)]
         text = _answer(records, options)
-    except (OSError, ValueError, re.error) as error:
+    except re.error as error:
+        sys.stderr.write(f"--why {options.why}: not a regular expression: {error}\n")
+        return 1
+    except (OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(text)
@@ -58,7 +61,7 @@ def _answer(records: Sequence[StepRecord], options: argparse.Namespace) -> str:
     chosen = [record for record in records if options.rank in (None, record.rank)]
     if not chosen:
         ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
-        raise ValueError(f"no step of rank {options.rank}: the files have ranks {ranks or 'none'}")
+        raise ValueError(f"no step of rank {options.rank}: the files have ranks {ranks}")
     if options.moves or options.group:
         return moves_text(chosen, options.group)
     return report_table(chosen) if options.why is None else why_text(chosen, options.why)

@@ -131,7 +131,7 @@ def backward_at_once(actions: Sequence[Action], is_combined: bool = False) -> fr
 
     Args:
         actions: of one rank.
-        is_combined: a forward and the backward behind it run together, unless they are of the same chunk. (A pipeline
+        is_combined: a forward and the backward after it run together, unless they are of the same chunk. (A pipeline
             so short that it combines nothing is treated alike: it keeps the last groups of one chunk more.)
     """
     steps: list[list[Action]] = []

@@ -14,6 +14,7 @@ import torch
 from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, IterationStats, OffloadConfig, OffloadEngine
 from offload_engine._devices.regions import new_buffer
 from offload_engine.planning.clocks import Clocks, Link
+from offload_engine.planning.moves import HELD
 from offload_engine.planning.shapes import ChunkShape
 from offload_engine.planning.simulate import PipelineJob, RankJob
 from offload_engine.schedule import Action, backward_at_once
@@ -178,7 +179,8 @@ class EngineRank:
         saved: list[Saved] = []
         for index, group in enumerate(shape.groups):
             self.device.compute(group.lead_ms)
-            traits = GroupTraits(keep=index in kept, layer=group.layer, may_delay=group.may_delay)
+            is_kept = index in kept or (is_at_once and group.unkeep_count is not None)
+            traits = GroupTraits(keep=is_kept, layer=group.layer, may_delay=group.may_delay)
             opened = chunk.open_group(group.name, traits)
             nbytes = group.nbytes // SCALE
             handles = [chunk.tensor_push(torch.empty(nbytes, dtype=torch.uint8))] if nbytes else []
@@ -192,10 +194,14 @@ class EngineRank:
             self.device.compute(shape.head_ms)
         return chunk, saved
 
-    @staticmethod
-    def _mark(chunk: ChunkOffloadHandler, shape: ChunkShape, num_committed: int) -> None:
+    def _mark(self, chunk: ChunkOffloadHandler, shape: ChunkShape, num_committed: int) -> None:
         if num_committed in shape.launch_counts:
             chunk.note_launch()
+        if num_committed in shape.held_counts:
+            self.engine._executor.at(HELD, chunk.groups.progress)
+        for group in shape.groups:
+            if group.unkeep_count == num_committed:
+                chunk.offload_kept_groups(group.name)
         if num_committed == shape.tail_index:
             chunk.begin_tail()
 

@@ -22,7 +22,7 @@ def is_in_backward(window: Any, key: ChunkKey) -> bool:
 
 
 def is_free(lock: Any) -> bool:
-    """Whether another thread gets it."""
+    """Return whether another thread gets it."""
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(run_if_free(lock, lambda: None)))
     thread.start()

@@ -20,6 +20,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -103,8 +104,14 @@ def make_parser() -> argparse.ArgumentParser:
     moves.add_argument("--tail", metavar="NAME", help="the last block of a forward begins with this group")
     moves.add_argument("--head-ms", type=float, metavar="MS", help="the last stage ends with a head that takes so long")
     moves.add_argument(
-        "--resident-mib", type=bytes_flag("MiB"), metavar="MIB", help="a budget of groups on the device, or as 2GiB"
+        "--delay", metavar="NAME", help="copy-outs of this group wait until what follows is launched, as before experts"
     )
+    for name, what in {
+        "resident": "a budget of groups on the device",
+        "horizon": "copy-ins ahead of the backward",
+        "inflight": "copy-outs in flight",
+    }.items():
+        moves.add_argument(f"--{name}-mib", type=bytes_flag("MiB"), metavar="MIB", help=f"{what}; or a size, as 2GiB")
     return parser
 
 
@@ -192,7 +199,7 @@ def plan_moves(options: argparse.Namespace) -> Moves:
         ValueError: for contents of chunks that are none.
     """
     num_virtual = options.vpp or 1
-    bounds = Bounds(resident_bytes=options.resident_mib)
+    bounds = Bounds(options.horizon_mib, options.inflight_mib, options.resident_mib)
     ranks = []
     for rank in range(options.pp):
         is_last = [rank == options.pp - 1 and stage == num_virtual - 1 for stage in range(num_virtual)]
@@ -207,20 +214,24 @@ def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
     """Make a chunk with the groups that the options name.
 
     Raises:
-        ValueError: for a name that is not followed by bytes and milliseconds, and for a tail that is none of them.
+        ValueError: for a name that is not followed by bytes and milliseconds, and for an option with another name.
     """
     if options.layers < 1:
         raise ValueError(f"--layers must be at least 1, got {options.layers}")
     groups = [parse_group(text, layer) for layer in range(options.layers) for text in options.names]
     names = [group.name for group in groups]
-    if options.tail is not None and options.tail not in names:
-        raise ValueError(f"--tail must be one of {', '.join(dict.fromkeys(names))}, got {options.tail}")
+    for option in ("tail", "delay"):
+        if getattr(options, option) not in (None, *names):
+            known = ", ".join(dict.fromkeys(names))
+            raise ValueError(f"--{option} must be one of {known}, got {getattr(options, option)}")
     # Without several layers there is no tail: see megatron_patches/_model/sites.py.
     has_tail = options.tail is not None and options.layers > 1
     tail_index = len(names) - 1 - names[::-1].index(options.tail) if has_tail else None
+    groups = [replace(group, may_delay=group.name == options.delay) for group in groups]
+    launches = tuple(index for index, group in enumerate(groups, 1) if group.may_delay)
     head_ms = (options.head_ms or 0.0) if is_last else 0.0
     has_head = is_last and options.head_ms is not None
-    return ChunkShape(tuple(groups), options.layers, tail_index, (), has_head, head_ms, 2 * head_ms)
+    return ChunkShape(tuple(groups), options.layers, tail_index, launches, has_head, head_ms, 2 * head_ms)
 
 
 def parse_group(text: str, layer: int) -> GroupShape:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._hooks.bracket import GroupBracket, HooksPause
+from megatron_patches._hooks.bracket import ChunksAtOnce, GroupBracket, HooksPause
 from megatron_patches._hooks.held import HeldTensors
 from megatron_patches._hooks.module_hooks import ModuleHooks
 from megatron_patches._hooks.nodes import PlanNodes
@@ -23,7 +23,6 @@ from megatron_patches._model.experts import linears_of_experts
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._model.unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
-from offload_engine.schedule import backward_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +57,8 @@ class Attachment:
         """
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
-        self._ranges: list[GroupBracket] = []
         self._pause: HooksPause = HooksPause(engine)  # one is enough: modules without hooks are never nested
-        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._ranges, self._pause)
+        self.nodes: PlanNodes = PlanNodes(engine, self.held, self._pause)
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
         self._weights: list[weakref.ref[torch.Tensor]] = []
@@ -71,7 +69,7 @@ class Attachment:
         self._unused_names: set[str] = set()
         self._called: _Called | None = None  # the chunk whose forward runs; None if it runs as the nodes of a plan
         self._num_forwards: list[int] = [0] * len(chunks)
-        self._comes_back_at_once: set[ChunkKey] = set()  # of the running step; shared with the brackets of last sites
+        self._at_once: ChunksAtOnce = ChunksAtOnce()
         self.note_weights(chunks)
         for stage, chunk in enumerate(chunks):
             sites = find_sites(chunk, names)
@@ -114,8 +112,7 @@ class Attachment:
         """
         self.held.begin_step()
         self._num_forwards = [0] * len(self._num_forwards)
-        self._comes_back_at_once.clear()
-        self._comes_back_at_once |= backward_at_once(actions, is_combined)
+        self._at_once.begin_step(actions, is_combined)
 
     def start_chunk(self, stage: int, has_head: bool = False) -> ChunkOffloadHandler | None:
         """Start the next forward of virtual stage `stage`; return its handler, or None while the engine is passive.
@@ -129,11 +126,11 @@ class Attachment:
             return None
         key = ChunkKey(stage, self._num_forwards[stage])
         self._num_forwards[stage] += 1
-        at_once = key in self._comes_back_at_once
+        at_once = key in self._at_once
         last_groups = self._last_groups[stage] if at_once else frozenset()
         return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head and at_once)
 
-    def abandon_iteration(self) -> None:
+    def reset(self) -> None:
         """Leave every bracket that is still open after an exception."""
         self._pause.leave()  # first: while hooks are paused a bracket has none to pop
         for bracket in reversed(self._brackets):
@@ -155,7 +152,7 @@ class Attachment:
             return
         self._is_closed = True
         self._hooks.remove()
-        self.abandon_iteration()
+        self.reset()
         self.engine.close()
 
     def bracket(self, site: Site, is_last: bool = False) -> GroupBracket:
@@ -163,8 +160,8 @@ class Attachment:
 
         By site, not by group index: a layer does not always run its modules in the order of the table.
         """
-        # The set, not a method of self: without a reference cycle an attachment is freed together with its model.
-        keeps = self._comes_back_at_once if is_last else ()
+        # Not a method of self: without a reference cycle an attachment is freed together with its model.
+        keeps = self._at_once if is_last else None
         traits = GroupTraits(layer=site.layer, may_delay=site.is_before_experts)
         bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, traits)
         self._brackets.append(bracket)
@@ -221,7 +218,7 @@ class Attachment:
         last = {sites[ordinal] for ordinal in last_of_each_name(chunk, sites)}
         brackets = [self.bracket(site, site in last) for site in sites]
         ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
-        self._ranges += (bracket for _, bracket in ranges)
+        self.nodes.add_ranges(bracket for _, bracket in ranges)
         for site, bracket in ranges:
             self._hooks.leave_before(modules[str(site.until)], bracket)
         for site, bracket in zip(sites, brackets, strict=True):

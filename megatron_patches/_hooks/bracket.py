@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_patches._model.experts import saves_only_weights_behind
-from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine, group_commit
+from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine, group_commit
+from offload_engine.schedule import backward_at_once
 
 _Replace = Callable[[torch.Tensor], torch.Tensor]
 _NO_TRAITS = GroupTraits()
+
+
+class ChunksAtOnce:
+    """The chunks of the running step whose backward follows their forward at once."""
+
+    def __init__(self) -> None:
+        self._keys: frozenset[ChunkKey] = frozenset()
+
+    def begin_step(self, actions: Sequence[Action], is_combined: bool) -> None:
+        """Find them in the actions of a step; see `Attachment.begin_iteration`."""
+        self._keys = frozenset(backward_at_once(actions, is_combined))
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._keys
 
 
 class GroupBracket:
@@ -26,7 +41,7 @@ class GroupBracket:
         engine: OffloadEngine,
         name: str,
         counter: Counter[str],
-        keeps: Collection[ChunkKey] = (),
+        keeps: ChunksAtOnce | None = None,
         traits: GroupTraits = _NO_TRAITS,
     ) -> None:
         """Make a closed bracket.
@@ -35,7 +50,7 @@ class GroupBracket:
             engine: moves the groups.
             name: of the groups.
             counter: counts the groups opened, by name.
-            keeps: the chunks in which groups of this site stay resident.
+            keeps: the chunks in which groups of this site stay resident; None: none.
             traits: of the groups.
         """
         self._engine = engine
@@ -63,7 +78,7 @@ class GroupBracket:
             self.leave()  # the site is entered again before its end was reached
         if not chunk.hooks.are_innermost():
             return False  # torch's checkpoint recomputes without this group, and must see the same saves in both runs
-        is_kept = chunk.key in self._keeps
+        is_kept = self._keeps is not None and chunk.key in self._keeps
         if is_kept:
             chunk.offload_kept_groups(self._name)  # the site is called again: only its last call needs no copy
         chunk.open_group(self._name, self._traits._replace(keep=True) if is_kept else self._traits)

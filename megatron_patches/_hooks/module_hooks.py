@@ -15,7 +15,7 @@ class ModuleHooks:
     """Owns the hooks on one list of model chunks. On one submodule, hooks run in the order of their registration.
 
     Attributes:
-        handles: of the hooks; whoever registers one itself adds it.
+        handles: of the hooks; a caller that registers one itself adds it.
     """
 
     def __init__(self) -> None:

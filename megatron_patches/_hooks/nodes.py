@@ -20,7 +20,7 @@ A group that spans several nodes is suspended in between, while the other chunk'
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,6 @@ class PlanNodes:
     Args:
         engine: moves the groups.
         held: treats a node that runs attention as a layer.
-        ranges: brackets that may begin in one node and end in another; the list may grow.
         pause: left after each node, because a KeyboardInterrupt may skip the hook that leaves it.
     """
 
@@ -47,17 +46,20 @@ class PlanNodes:
         self,
         engine: OffloadEngine,
         held: HeldTensors,
-        ranges: Sequence[GroupBracket],
         pause: HooksPause,
     ) -> None:
         self._engine: OffloadEngine = engine
         self._held: HeldTensors = held
-        self._ranges: Sequence[GroupBracket] = ranges
+        self._ranges: list[GroupBracket] = []
         self._pause: HooksPause = pause
         self._is_input_of_others: bool = False  # the input of the forward's first attention node may be read later
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Residual of the last combined MoE layer. Weak: its backward may run before it is declared.
         self._residual: Callable[[], torch.Tensor | None] = _none
+
+    def add_ranges(self, brackets: Iterable[GroupBracket]) -> None:
+        """Add brackets that may begin in one node and end in another."""
+        self._ranges += brackets
 
     def start_plan(self, is_input_of_others: bool) -> None:
         """Called when a plan is built: the computation stream has waited for all nodes of the previous one."""

@@ -64,7 +64,7 @@ class SavedTensorHooks:
             self._store.note_staying(tensor, group, Reason.WEIGHT)
             return StayingTensor(tensor)
         if self._checker is not None and not self._checker(tensor):
-            self._store.note_staying(tensor, group, Reason.EXCLUDED)
+            self._store.note_excluded(tensor, group)
             return StayingTensor(without_graph(tensor))
         packed = self._store.pack(tensor, group)
         return packed if isinstance(packed, PackedTensor) else StayingTensor(packed)

@@ -68,14 +68,13 @@ class _AsyncGroupOffloadHandler(_GroupOffloadHandler):
         raise NotImplementedError
 
 
-def _find_base() -> tuple[type, bool]:
+def _find_base() -> Any:
     for name in _TE_MODULES:
         try:
-            return importlib.import_module(name).AsyncDoubleBufferGroupOffloadHandler, True
+            return importlib.import_module(name).AsyncDoubleBufferGroupOffloadHandler
         except (*_IMPORT_FAILURES, AttributeError):
             continue
-    return _AsyncGroupOffloadHandler, False
+    return _AsyncGroupOffloadHandler
 
 
-HandlerBase: Any
-HandlerBase, USES_TRANSFORMER_ENGINE = _find_base()
+HandlerBase: Any = _find_base()

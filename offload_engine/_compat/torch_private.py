@@ -34,7 +34,7 @@ SCHEDULE_ATTRIBUTES: Final = ("_n_microbatches", "_stage", "_stages")
 
 
 def take(path: str) -> Any:
-    """What `path`, such as "torch._C._storage_Use_Count", names.
+    """Return the object that `path`, such as "torch._C._storage_Use_Count", names.
 
     Raises:
         ImportError: if this torch has nothing of that name.
@@ -48,7 +48,7 @@ def take(path: str) -> Any:
 
 
 def take_or_refuse(path: str) -> Any:
-    """As `take`, for what only some builds of torch have: where it is missing, a function that raises when called."""
+    """Work as `take`, for names that only some builds of torch have; return a function that raises if it is missing."""
     try:
         return take(path)
     except ImportError as error:
@@ -79,7 +79,7 @@ def _import_error(path: str) -> ImportError:
     )
 
 
-# -- saved tensors: hooks and who is innermost; the context manager for these has no way to ask
+# -- saved tensors: hooks, and which are innermost; the context manager for these has no way to ask
 
 innermost_hooks: Final[Callable[[bool], tuple[Any, Any] | None]] = take(
     "torch._C._autograd._top_saved_tensors_default_hooks"
@@ -146,8 +146,10 @@ check_attributes(torch.nn.Module(), "torch.nn.Module()", MODULE_ATTRIBUTES)
 
 
 def class_behind_fsdp(module: torch.nn.Module) -> type:
-    """The class of `module`; if `fully_shard` has derived another from it, the one it had before."""
-    from torch.distributed.fsdp import FSDPModule  # here: it takes a second, and who has such a module has paid it
+    """Return the class of `module`, or the class it had before `fully_shard` derived another from it."""
+    from torch.distributed.fsdp import (
+        FSDPModule,
+    )  # here: it takes a second, which a program with such a module has spent already
 
     own: type = type(module)
     while issubclass(own, FSDPModule):
@@ -159,7 +161,7 @@ def class_behind_fsdp(module: torch.nn.Module) -> type:
 
 
 def of_schedule(schedule: object, name: str) -> Any:
-    """An attribute, one of `SCHEDULE_ATTRIBUTES`, of a schedule of `torch.distributed.pipelining`.
+    """Return one of `SCHEDULE_ATTRIBUTES` of a schedule of `torch.distributed.pipelining`.
 
     Raises:
         ImportError: if this torch's schedules have none of that name.

@@ -11,7 +11,7 @@ from offload_engine._devices.cpu import CpuDevice, resolve_directory
 from offload_engine._devices.file_slab import check_directory
 
 if TYPE_CHECKING:
-    from ..config import OffloadConfig
+    from offload_engine.config import OffloadConfig
 
 __all__ = [
     "CopyError",

@@ -9,7 +9,7 @@ from typing import Any
 def run_if_free(lock: Any, work: Callable[[], None]) -> bool:
     """Run `work` under `lock` unless it is held, by this thread or another; return whether it ran.
 
-    An interrupt at any point leaves the lock as it was. Python delivers one behind each call, so also behind the one
+    An interrupt at any point leaves the lock as it was. Python delivers one after each call, so also after the one
     that has taken the lock and in front of the line that would remember it. So the lock itself has to know its owner.
 
     Args:

@@ -1,4 +1,4 @@
-"""Makes a `StepRecord` of what was noted: marks become milliseconds, storages get the reason of their fate."""
+"""Makes a `StepRecord` of notes: marks become milliseconds, storages get the reason of their fate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 
 class About(NamedTuple):
-    """What is known of a step when it begins; see `Recorder`."""
+    """The facts about a step that are known when it begins; see `Recorder`."""
 
     rank: int
     step: int

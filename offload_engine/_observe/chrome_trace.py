@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -40,24 +41,30 @@ def write_trace(records: StepRecord | Sequence[StepRecord], file: File, pace: Pa
 
 
 def read_records(file: File) -> list[StepRecord]:
-    """Read back what `write_trace` or `merge` has written.
+    """Read the records from a file of `write_trace` or `merge`.
 
     Raises:
-        ValueError: if there is no recorded step in the file, or it is of another version.
+        ValueError: if there is no recorded step in the file, or it is of another version; names the file.
     """
     found = _read(file).get(RECORDS)
-    if found is None:
-        raise ValueError(f"{os.fspath(file)} has no recorded step: expected a file that write_trace() has written")
-    return [from_json(data) for data in found]
+    if not found:
+        raise ValueError(
+            f"{os.fspath(file)} has no recorded step: expected a file of engine.record(FILE) or --offload-trace"
+        )
+    try:
+        return [from_json(data) for data in found]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = error if isinstance(error, ValueError) else "it is damaged"
+        raise ValueError(f"{os.fspath(file)}: {reason}") from error
 
 
 def merge(files: Sequence[File], file: File) -> Path:
-    """Write one trace of several: recorded steps and what `torch.profiler` has exported of the same time.
+    """Write one trace of several: recorded steps, and traces of `torch.profiler` from the same time.
 
     Returns the path of the merged trace. Its time begins where that of the last of `files` does.
 
     Raises:
-        ValueError: if one of `files` does not say when its time begins.
+        ValueError: if one of `files` is no trace, or does not say when its time begins; names the file.
     """
     traces = [_read(each) for each in files]
     for each, trace in zip(files, traces, strict=True):
@@ -116,7 +123,7 @@ def _stages(
 
 
 def _lanes(record: StepRecord) -> dict[str, int]:
-    """Give each group the first track on which no other group lives at the same time."""
+    """Assign each group to the first track on which no other group lives at the same time."""
     lives: dict[str, tuple[float, float]] = {}
     for stage in record.stages:
         begin, end = lives.get(stage.group, (stage.begin_ms, stage.end_ms))
@@ -138,7 +145,7 @@ def _counters(record: StepRecord, at: Callable[[float], int]) -> Iterator[Event]
 
 
 def _slice(name: str, tid: int, begin_ns: int, end_ns: int, **more: Any) -> Event:
-    # Whole nanoseconds on both sides, so that what follows does not overlap.
+    # Whole nanoseconds on both sides, so that the next slice does not overlap.
     times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
     return {"ph": "X", "cat": "offload", "name": name, "tid": tid, **times, "args": more}
 
@@ -169,6 +176,11 @@ def _write(trace: dict[str, Any], file: File, pace: Pace = at_once) -> Path:
 
 def _read(file: File) -> dict[str, Any]:
     path = Path(file)
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as source:
-        trace: dict[str, Any] = json.load(source)
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as source:
+            trace = json.load(source)
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no trace: not complete, or not JSON ({error})") from error
+    if not isinstance(trace, dict):
+        raise ValueError(f"{path} is no trace with a time base: expected a JSON object, got a {type(trace).__name__}")
     return trace

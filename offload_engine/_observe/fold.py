@@ -35,21 +35,21 @@ class ModuleSums:
     num_groups: int = 0
     moved_bytes: int = 0
     kept_bytes: int = 0
-    """Of what stayed on purpose."""
+    """Of storages that stayed on purpose."""
     small_bytes: int = 0
     stayed_bytes: dict[Reason, int] = field(default_factory=dict)
-    """Of what stayed for other reasons."""
+    """Of storages that stayed for other reasons."""
     wait_ms: float = 0.0
     """How long compute waited for its copies."""
 
     @property
     def fates(self) -> Fates:
-        """What became of it, without how much: sizes differ between layers of experts, and waits between all."""
+        """Return what became of the bytes, without amounts: these differ between layers of experts."""
         whats = (self.num_groups > 0, self.moved_bytes > 0, self.kept_bytes > 0, self.small_bytes > 0)
         return whats, frozenset(self.stayed_bytes)
 
     def add(self, other: ModuleSums) -> None:
-        """Add what another layer, rank or step has."""
+        """Add the sums of another layer, rank or step."""
         self.num_groups += other.num_groups
         self.moved_bytes += other.moved_bytes
         self.kept_bytes += other.kept_bytes
@@ -183,12 +183,14 @@ def place_of(record: StepRecord, saved: SavedRecord, places: dict[str, Place]) -
     place = places.get(saved.group)
     if place is not None:
         return place
-    module, layer = _without_numbers(_WRAPPER.sub("", saved.module))
-    return Place(record.rank, record.stage_of(saved.group), module or _nameless(saved), layer)
+    module, layer = _module_of(saved)
+    return Place(record.rank, record.stage_of(saved.group), module or "(no module)", layer)
 
 
-def _nameless(saved: SavedRecord) -> str:
-    return "(model)" if saved.module else "(no module)"
+def _module_of(saved: SavedRecord) -> tuple[str, int]:
+    """Return the path of the module that saved a tensor, with `*` for its numbers, and the first of them, else -1."""
+    module, number = _without_numbers(_WRAPPER.sub("", saved.module))
+    return module or ("(model)" if saved.module else ""), number
 
 
 def _without_numbers(path: str) -> tuple[str, int]:
@@ -219,11 +221,14 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 class WhyRow(NamedTuple):
-    """Tensors that are alike, and what became of them."""
+    """Tensors that are alike, and their fate."""
 
     ranks: tuple[int, ...]
     stage: int
+    group: str
+    """Name of the group; empty where none was open."""
     module: str
+    """That saved the tensors; empty where it is not known."""
     layers: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
@@ -240,23 +245,24 @@ def why_rows(records: Sequence[StepRecord], pattern: str = "") -> list[WhyRow]:
         pattern: a regular expression, looked for in the module, the group, the shape, the dtype and the reason.
     """
     asked = re.compile(pattern, re.IGNORECASE)
-    found: dict[tuple[int, str, tuple[int, ...], str, Reason], list[tuple[int, int, int]]] = defaultdict(list)
+    found: dict[tuple[Any, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for record in records:
         places = group_places(record)
         for saved in record.saved:
             place = place_of(record, saved, places)
             shape = "x".join(map(str, saved.shape))
+            name, (module, number) = place.module if saved.group in places else "", _module_of(saved)
             names = f"{place.module} {saved.name} {saved.module} {saved.group}"
             text = f"{names} {shape} {saved.dtype} {saved.reason.value}"
             if asked.search(text):
-                key = (place.stage, place.module, saved.shape, saved.dtype, saved.reason)
-                found[key].append((place.rank, place.layer, saved.nbytes))
+                key = (place.stage, name, module, saved.shape, saved.dtype, saved.reason)
+                found[key].append((place.rank, place.layer if place.layer >= 0 else number, saved.nbytes))
     rows = [
-        WhyRow(_sorted(r for r, _, _ in of), stage, module, _sorted(n for _, n, _ in of), shape, dtype, len(of),
+        WhyRow(_sorted(r for r, _, _ in of), stage, group, module, _sorted(n for _, n, _ in of), shape, dtype, len(of),
                sum(nbytes for _, _, nbytes in of), reason)
-        for (stage, module, shape, dtype, reason), of in found.items()
+        for (stage, group, module, shape, dtype, reason), of in found.items()
     ]  # fmt: skip
-    return sorted(rows, key=lambda row: (-row.nbytes, row.module, row.shape))
+    return sorted(rows, key=lambda row: (-row.nbytes, row.group, row.module, row.shape))
 
 
 def _sorted(numbers: Iterable[int]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ _record_function: Final[Any] = torch_private.record_function
 
 
 class LabelledGroup(Protocol):
-    """What a label needs of a group."""
+    """The attributes of a group that a label shows."""
 
     @property
     def chunk(self) -> ChunkKey: ...

@@ -1,4 +1,4 @@
-"""Which module runs: its qualified name, for tensors that are saved outside every group."""
+"""Which module runs: its qualified name, for saved tensors."""
 
 from __future__ import annotations
 

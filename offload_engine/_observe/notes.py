@@ -1,4 +1,4 @@
-"""What a recorder collects during a step, as cheaply as it can be noted, and what it needs of the engine's objects."""
+"""The notes that a recorder collects during a step, and protocols of the engine's objects that it reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload_engine.schedule import ChunkKey
 
 
 class ObservedGroup(Protocol):
-    """What a recorder reads of a group, and keeps no reference to."""
+    """The attributes of a group that a recorder reads; it keeps no reference to the group."""
 
     @property
     def chunk(self) -> ChunkKey: ...
@@ -37,7 +37,7 @@ class ObservedGroup(Protocol):
 
 
 class ObservedStorage(Protocol):
-    """What a recorder reads of a saved storage; it keeps a reference until the storage retires."""
+    """The attributes of a saved storage that a recorder reads; it keeps a reference until the storage retires."""
 
     @property
     def group(self) -> ObservedGroup: ...
@@ -107,7 +107,7 @@ class NotedSave(NamedTuple):
     nbytes: int
     storage: int
     reason: Reason | None
-    """None: to be told by the fate of the storage, or of its group."""
+    """None: the reason follows from the fate of the storage, or of its group."""
 
 
 class NotedGroup(NamedTuple):
@@ -120,7 +120,7 @@ class NotedGroup(NamedTuple):
 
 
 class StorageFate:
-    """What has become of one storage so far."""
+    """The fate of one storage so far."""
 
     __slots__ = ("group", "reason")
 
@@ -145,5 +145,5 @@ class Notes:
 
 
 def key_of(group: ObservedGroup) -> GroupKey | None:
-    """Return the key of a group; None for what a chunk saves outside its groups."""
+    """Return the key of a group; None for tensors that a chunk saves outside its groups."""
     return None if group.is_ungrouped else GroupKey(group.chunk, group.index)

@@ -1,4 +1,4 @@
-"""`Observer`: which steps of an engine are recorded, where the records go, and what is reported of them."""
+"""`Observer`: which steps of an engine are recorded, where the records go, and how they are reported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from offload_engine._devices.base import Device
+from offload_engine._observe.modules import ModuleHooks
 from offload_engine._observe.pending import PendingRecord, TraceWriter
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import StepRecord
@@ -21,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Makes the recorders of one engine. Between `begin` and `end` of a step that nothing asked for it does nothing.
+    """Makes the recorders of one engine. In a step that `ask` did not request it does nothing.
 
     Args:
         pipeline: rank and number of ranks of the pipeline whose stages the chunks are.
-        logs_first_step: log what the counters of the first step with groups tell, on rank 0.
+        logs_first_step: log a summary of the counters of the first step with groups, on rank 0.
     """
 
     def __init__(self, pipeline: tuple[int, int] = (0, 1), logs_first_step: bool = True) -> None:
@@ -34,13 +35,14 @@ class Observer:
         self._writer: TraceWriter | None = None  # of the last file
         self._asked: str | None = None  # for a file
         self._is_asked = False
+        self._modules: ModuleHooks | None = None  # for the next step that is recorded
         self._file: Path | None = None  # of the step that is recorded now
         self._num_steps = 0
         self._has_logged = not logs_first_step
 
     @property
     def record(self) -> StepRecord | None:
-        """The record of the last step that was recorded; blocks until the device has come to the end of that step."""
+        """Return the record of the last recorded step; blocks until the device has reached the end of that step."""
         if self._pending is None:
             return None
         if self._writer is not None:
@@ -48,13 +50,17 @@ class Observer:
         return self._pending.get()
 
     def ask(self, file: str | os.PathLike[str] | None = None) -> None:
-        """Record the next step that begins.
+        """Record the next step that begins. Hooks on all modules are on from now on, to know which one saves what.
+
+        Not from the begin of the step: where that begins with the first saved tensor, the model runs already.
 
         Args:
             file: for `write_trace`; `{rank}` and `{step}` in its name are replaced, and among several ranks the rank is
                 added where it is missing. None: only `record`.
         """
         self._is_asked, self._asked = True, None if file is None else os.fspath(file)
+        if self._modules is None:
+            self._modules = ModuleHooks()
 
     def begin(self, device: Device, is_dry_run: bool = False) -> Recorder | None:
         """Start a step; returns its recorder if it is to be recorded."""
@@ -62,6 +68,7 @@ class Observer:
         if not self._is_asked:
             return None
         self._is_asked = False
+        modules, self._modules = self._modules, None
         rank = _rank()
         self._file = None if self._asked is None else _path(self._asked, {"{rank}": rank, "{step}": step})
         return Recorder(
@@ -70,6 +77,7 @@ class Observer:
             step=step,
             pipeline=self._pipeline,
             fallback=Reason.DRY_RUN if is_dry_run else Reason.FITS,
+            modules=modules,
             compares_clocks=self._file is not None,
         )
 
@@ -78,7 +86,7 @@ class Observer:
         if recorder is not None:
             self._pending = recorder.finish(counts_of(stats))
             if self._file is not None:
-                self.close()  # one file at a time: else they would pile up where each step has one
+                self._finish_file()  # one file at a time: else they would pile up where each step has one
                 self._writer = TraceWriter(self._pending, self._file)
                 self._writer.begin()
         if not self._has_logged and stats.num_groups and _rank() == 0:
@@ -86,12 +94,19 @@ class Observer:
             logger.info("activation offload in the first step:\n%s", summary_of_stats(stats))
 
     def report(self, stats: IterationStats) -> str:
-        """Return the tables of the last recorded step, else what the counters of the last step tell."""
+        """Return the tables of the last recorded step; without one, a summary of the last step's counters."""
         record = self.record
         return summary_of_stats(stats) if record is None else report_table([record])
 
     def close(self) -> None:
-        """Wait until the file of the last recorded step is written. Idempotent."""
+        """Wait until the file of the last recorded step is written; record no other step. Idempotent."""
+        self._is_asked = False
+        if self._modules is not None:
+            self._modules.remove()
+            self._modules = None
+        self._finish_file()
+
+    def _finish_file(self) -> None:
         if self._writer is not None:
             self._writer.finish()
             self._writer = None

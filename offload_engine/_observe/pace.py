@@ -1,4 +1,4 @@
-"""How fast a record is made of what was noted: at once for somebody who waits, at leisure beside a training step."""
+"""How fast a record is made of its notes: at once for a waiting caller, slowly beside a training step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def at_once(items: Iterable[T], /) -> Iterable[T]:
 
 
 class AtLeisure:
-    """Rests ten times as long as it works, until somebody waits.
+    """Rests ten times as long as it works, until a caller waits for the record.
 
     Python code of two threads never runs at the same time: a thread that worked without a rest would keep another one
     from launching kernels for nearly as long as it works.
@@ -42,5 +42,5 @@ class AtLeisure:
             yield item
 
     def hurry(self) -> None:
-        """Rest no more. Called by any thread, before it waits."""
+        """Stop resting. A thread calls it before it waits for the record."""
         self._is_awaited.set()

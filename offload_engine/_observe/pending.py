@@ -1,4 +1,4 @@
-"""`PendingRecord`: a recorded step that the host is done with, of which a `StepRecord` is yet to be made."""
+"""`PendingRecord`: a recorded step that is over on the host, and whose `StepRecord` is still to be made."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TraceWriter(threading.Thread):
         self._pace = AtLeisure()
 
     def begin(self) -> None:
-        """Start the thread; where there can be none, write the file now."""
+        """Start the thread; write the file now if no thread can start."""
         try:
             self.start()
         except RuntimeError:  # out of threads, or the interpreter is exiting
@@ -70,13 +70,13 @@ class TraceWriter(threading.Thread):
         try:
             record = self._pending.get(self._pace)
             write_trace(record, self._file, self._pace)
-        except Exception as error:  # whatever it is must not end the training
+        except Exception as error:  # no failure to write may end the training
             logger.error("a step was recorded, but could not be written to %s: %s", self._file, error)
         else:
             logger.info("recorded step %d in %s", record.step, self._file)
 
     def hurry(self) -> None:
-        """Rest no more: somebody is about to wait for the record."""
+        """Stop resting: a caller is about to wait for the record."""
         self._pace.hurry()
 
     def finish(self) -> None:

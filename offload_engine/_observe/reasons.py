@@ -29,7 +29,7 @@ class Reason(enum.Enum):
     SHARED = "shared"
     """Other tensors hold its storage, more than were declared, so that no byte would have been freed."""
     MODIFIED = "modified"
-    """Written in place between its save and its copy-out."""
+    """Written in place after its save: the bytes on the device are no longer those that its backward needs."""
     TOO_SMALL = "too small"
     """Its storage is smaller than the least size that moves."""
     WEIGHT = "weight"

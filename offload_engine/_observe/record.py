@@ -1,8 +1,8 @@
-"""One recorded step of one rank, as plain data: what moved when, what waited, and what every saved tensor became.
+"""One recorded step of one rank, as plain data: moves, copies and waits with times, and the fate of saved tensors.
 
 Times are milliseconds since the device began the step. Times of the host are read when the engine is called, which may
-be much earlier than the device gets there, and even earlier than it begins: then they are negative. Where nobody asked
-for a file the clocks are not compared, and times of the host count from when the host began.
+be much earlier than the device gets there, and even earlier than it begins: then they are negative. Without a
+file the clocks are not compared, and times of the host count from when the host began.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CopyRecord:
     issued_ms: float
     """Host time."""
     begin_ms: float
-    """Device time, as the next: the copy stream had passed what it waits for."""
+    """Device time, as the next one: the copy stream had passed its own waits."""
     end_ms: float
 
 
@@ -81,7 +81,7 @@ class WaitRecord:
 
     @property
     def exposed_ms(self) -> float:
-        """Return how long compute stood still; 0 for what is within the error of two marks."""
+        """Return how long compute stood still; 0 if that is within the error of two marks."""
         milliseconds = self.end_ms - self.begin_ms
         return milliseconds if milliseconds > _SHORTEST_WAIT_MS else 0.0
 
@@ -122,7 +122,7 @@ class SavedRecord:
     nbytes: int
     """Of its storage."""
     storage: int
-    """Number of its storage in this step, equal for tensors that share one; -1 for what never was a candidate."""
+    """Number of its storage in this step, equal for tensors that share one; -1 if it was no candidate to move."""
     reason: Reason
 
 
@@ -168,7 +168,7 @@ T = TypeVar("T")
 
 
 def to_json(record: StepRecord, pace: Pace = at_once) -> dict[str, Any]:
-    """Convert a record into what `json.dumps` takes; each table is its columns and its rows."""
+    """Convert a record into objects for `json.dumps`; each table is its columns and its rows."""
     plain = {field.name: getattr(record, field.name) for field in fields(record) if field.name not in _TABLES}
     tables = {name: _to_table(kind, pace(getattr(record, name))) for name, kind in _TABLES.items()}
     return {"version": VERSION, **plain, **tables}

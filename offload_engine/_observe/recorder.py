@@ -1,4 +1,4 @@
-"""`Recorder`: notes what the engine does in one step, and makes a `StepRecord` of it."""
+"""`Recorder`: notes the calls of the engine in one step, and makes a `StepRecord` of them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Recorder:
         step: its number, for the reader.
         pipeline: rank and number of ranks of the pipeline.
         fallback: why a group that is not kept and that no move took out stayed.
-        has_modules: find out which module saves what outside groups, by hooks on all modules. Compiled modules are
-            compiled again for it.
-        compares_clocks: find out, when the record is made, how far the device was behind the host. It blocks who asks
-            until the device has done all that is queued by then, and clocks drift apart: ask soon.
+        modules: hooks on all modules, which know the one that runs; taken off at the end. None: no names. Compiled
+            modules are compiled again for them.
+        compares_clocks: find out, when the record is made, how far the device was behind the host. The call
+            for it blocks until the device has done all that is queued by then, and clocks drift apart: make it soon.
         clock: host time in nanoseconds; has an origin of its own.
     """
 
@@ -60,7 +60,7 @@ class Recorder:
         step: int = 0,
         pipeline: tuple[int, int] = (0, 1),
         fallback: Reason = Reason.FITS,
-        has_modules: bool = True,
+        modules: ModuleHooks | None = None,
         compares_clocks: bool = False,
         clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
@@ -73,7 +73,7 @@ class Recorder:
         self._num_committed: dict[ChunkKey | None, int] = {}
         self._forward: ChunkKey | None = None  # the chunk whose forward began last
         self._storages = StorageLog(device, self._notes)
-        self._modules: ModuleHooks | None = ModuleHooks() if has_modules else None
+        self._modules = modules
         self._stream = device.current_stream()
         self._origin = Origin(device, device.mark_time(self._stream), host_ns=clock(), unix_ns=time.time_ns())
 
@@ -101,7 +101,7 @@ class Recorder:
         self._boundary = NotedBoundary(kind, chunk, index)
 
     def note_group(self, group: ObservedGroup) -> None:
-        """Note what is known of a group by now: whether it is kept, and what it saved."""
+        """Note the state of a group by now: whether it is kept, and how many bytes it saved."""
         traits = NotedGroup(group.name, group.layer, group.is_kept, group.own_bytes)
         self._notes.groups[GroupKey(group.chunk, group.index)] = traits
 
@@ -118,11 +118,11 @@ class Recorder:
     # -- times of the device -----------------------------------------------------------------------------------------
 
     def mark(self, stream: Stream) -> TimeMark:
-        """Mark when `stream` comes so far: before and after what `note_copy` and `note_wait` tell of."""
+        """Mark when `stream` comes so far: before and after a copy or wait that `note_copy` or `note_wait` records."""
         return self._device.mark_time(stream)
 
     def note_copy(self, op: Op, group: ObservedGroup, nbytes: int, begin: TimeMark, end: TimeMark) -> None:
-        """Note that copies of a group were issued between two marks, the first behind all that they wait for."""
+        """Note that copies of a group were issued between two marks, the first after all that they wait for."""
         key = GroupKey(group.chunk, group.index)
         self._notes.copies.append(NotedCopy(op, key, nbytes, self._clock(), begin, end))
         self._storages.note_copy(op, key, begin)
@@ -147,7 +147,7 @@ class Recorder:
 
         Args:
             tensor: as it was saved.
-            group: the open one, or that of what the chunk saves outside its groups.
+            group: the open one, or the one that stands for tensors outside the groups.
             storage: that the store keeps for it; None: it stays, for `reason`.
             reason: why it stays.
         """
@@ -170,7 +170,7 @@ class Recorder:
         self._storages.note_residency(storage, to if isinstance(to, str) else to.value)
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
-        """Note bytes on the device, under way out, and lent on the host; what has not changed is not noted again."""
+        """Note bytes on the device, in flight, and lent on the host, if they have changed."""
         counters = self._notes.counters
         if not counters or counters[-1][1:] != (resident_bytes, inflight_bytes, host_bytes):
             counters.append((self._clock(), resident_bytes, inflight_bytes, host_bytes))
@@ -189,13 +189,13 @@ class Recorder:
 
     def _make(self, end: TimeMark, counts: dict[str, int], pace: Pace) -> StepRecord:
         origin = self._origin
-        origin.device_ms(end)  # blocks: what follows finds a device that is done with the step
+        origin.device_ms(end)  # blocks: from here on the device is done with the step
         if self._compares_clocks:
             origin = origin.after(lag_ms(origin, self._stream, self._clock))
         return assemble(self._notes, origin, end, self._about, counts, pace)
 
     def discard(self) -> None:
-        """Give up the recording, as after an exception in the step. Idempotent."""
+        """Discard the recording, as after an exception in the step. Idempotent."""
         if self._modules is not None:
             self._modules.remove()
             self._modules = None  # it knows the model, which may go before the record is made

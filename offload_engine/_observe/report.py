@@ -26,7 +26,7 @@ def report_table(records: Iterable[StepRecord]) -> str:
 
 
 def table_of_ranks(ranks: Sequence[RankSums]) -> str:
-    """Return the same tables of what the ranks have summed up."""
+    """Return the same tables, made of the sums of the ranks."""
     return as_text(module_table(ranks), link_table(ranks)) if ranks else "no step was recorded\n"
 
 
@@ -36,7 +36,7 @@ def why_text(records: Sequence[StepRecord], pattern: str = "") -> str:
 
 
 def summary_of_stats(stats: IterationStats) -> str:
-    """Return what can be said of an iteration that was not recorded."""
+    """Summarize the counters of an iteration that was not recorded."""
     lines = [
         f"{stats.num_offloaded_groups} of {stats.num_groups} groups offloaded: {_mib(stats.copied_out_bytes)} MiB "
         f"copied out, {_mib(stats.copied_in_bytes)} MiB copied in",
@@ -127,14 +127,14 @@ def _link_cells(ranks: Sequence[RankSums]) -> list[str]:
 def why_table(records: Sequence[StepRecord], pattern: str = "") -> Table:
     """Return the table of saved tensors that match, folded where they are alike, with what to do about each."""
     table = Table(title="What became of saved tensors", title_justify="left")
-    for name in ("rank", "stage", "layers", "module", "shape", "dtype"):
+    for name in ("rank", "stage", "layers", "group", "module", "shape", "dtype"):
         table.add_column(name, overflow="fold")
     for name in ("tensors", "MiB"):
         table.add_column(name, justify="right")
     for name in ("reason", "what to do"):
         table.add_column(name, overflow="fold")
     for row in why_rows(records, pattern):
-        place = (numbers_text(row.ranks), str(row.stage), numbers_text(row.layers), row.module)
+        place = (numbers_text(row.ranks), str(row.stage), numbers_text(row.layers), row.group, row.module)
         shape = "x".join(map(str, row.shape)) or "scalar"
         cells = (shape, row.dtype, str(row.num_tensors), _mib(row.nbytes), row.reason.value, ADVICE[row.reason])
         table.add_row(*place, *cells)

@@ -17,7 +17,7 @@ USED: Final = "used"
 """On the device again."""
 RETIRED: Final = "retired"
 _STAGE_OF: Final = {OUT: "copying out", IN: "copying in", Awaited.COPY_OUT: ON_HOST, Awaited.COPY_IN: USED}
-"""What a copy begins, and what a wait for it."""
+"""The stage that begins with a copy, and with the wait for it."""
 
 
 class StorageLog:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch.autograd import profiler
@@ -27,6 +27,7 @@ from offload_engine.planning.moves import (
     UNKEEP,
     BoundaryKind,
 )
+from offload_engine.schedule import Action
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
 
@@ -43,7 +44,7 @@ class Executor:
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
-     5. A backward that begins right behind its forward, unannounced, recalls what its chunk is copying out.
+     5. A backward that begins right after its forward, unannounced, recalls the groups that its chunk is copying out.
 
     Args:
         store: owns the storages of the groups.
@@ -66,6 +67,10 @@ class Executor:
         self._context = store.context
         self._ranges = store.context.ranges
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
+
+    def begin_iteration(self, actions: Sequence[Action], is_combined: bool) -> None:
+        """Start an iteration; see `Policy.begin`."""
+        self.policy.begin(actions, is_combined)
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
         """Perform the moves with which the policy answers a boundary; see `Policy.at`.
@@ -154,7 +159,7 @@ class Executor:
     def turn_around(self, chunk: ChunkProgress) -> None:
         """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).
 
-        Unlike `at` it releases nothing first: what has completed would have to come back.
+        Unlike `at` it releases nothing first: completed copy-outs would have to be copied in again.
         """
         if self._context.recorder is not None:
             self._note_boundary(self._context.recorder, TURN_AROUND, chunk, None)
@@ -178,7 +183,7 @@ class Executor:
         self.policy.clear()
 
     def reset(self) -> None:
-        """Forget the iteration. Call it before `ActivationStore.abandon_all`."""
+        """Forget the iteration. Call it before `ActivationStore.reset`."""
         self._produced.clear()
         self.leaving.clear()
         self.policy.clear()
@@ -220,7 +225,7 @@ class Executor:
                 self._moves.release(issued)
         else:
             self._moves.release(issued)
-        released = issued.group.on_host_bytes - before  # not what was recalled, or what others hold
+        released = issued.group.on_host_bytes - before  # without storages that were recalled, or that others hold
         if self._context.recorder is not None and released > 0:
             self._context.recorder.note_move(DROP, issued.group, released)
 

@@ -58,6 +58,7 @@ class PlannedPolicy(Policy):
         self._bounds = bounds
         self._reactive = reactive
         self._planner = Planner()
+        self._is_whole_step = False
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # that the plan was made of
         self._chunks: dict[ChunkKey, ChunkProgress] = {}
@@ -67,7 +68,8 @@ class PlannedPolicy(Policy):
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """See `Policy`."""
         self.clear()
-        shapes = self._log.shapes({action.chunk.stage for action in actions}) if _is_whole_step(actions) else None
+        self._is_whole_step = _is_whole_step(actions)
+        shapes = self._log.shapes({action.chunk.stage for action in actions}) if self._is_whole_step else None
         self._shapes = shapes or ()
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
         # A copy-out under a plan comes back by that plan, released early or not.
@@ -95,7 +97,7 @@ class PlannedPolicy(Policy):
             self._log.mark(kind, chunk)
         elif kind is UNKEEP and chunk is not None and group is not None:
             self._log.mark_unkept(chunk, group)
-        elif kind is ITERATION_END:
+        elif kind is ITERATION_END and self._is_whole_step:  # not from an evaluation, which saves other groups or none
             self._log.learn(self._chunks.values())
         if self.plan is None:
             return self._reactive.at(kind, chunk, group)
@@ -116,7 +118,7 @@ class PlannedPolicy(Policy):
         return self._planner.plan_step(actions, shapes, self._bounds, is_combined=is_combined)
 
     def _before_others(self, plan: Plan, chunk: ChunkProgress) -> Iterator[Move]:
-        """Yield what is planned where outside references are declared, and what is held back besides."""
+        """Yield the planned moves where outside references are declared, and the copy-outs held back besides."""
         yield from self._moves(plan, Boundary(HELD, chunk.key, len(chunk.groups)))
         yield from self._with_held_back()
 

@@ -91,8 +91,8 @@ class ResidentLayersPolicy(ResidentBudgetPolicy):
     """A budget of `num_layers` times the bytes of the largest layer so far.
 
     Bytes that a layer shares with an earlier layer, such as its input, are added on top: without them there would be no
-    room for a second layer. Until a first layer is over everything leaves as soon as it can: what that layer kept would
-    be spread over memory that stays reserved.
+    room for a second layer. Until a first layer is over everything leaves as soon as it can: kept groups of that layer
+    would be spread over memory that stays reserved.
     """
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, num_layers: int) -> None:

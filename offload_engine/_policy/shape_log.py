@@ -110,6 +110,6 @@ def _joined(shapes: list[ChunkShape]) -> ChunkShape | None:
     if not is_same:
         return None
     has_head = any(shape.has_head for shape in shapes)
-    # Of the moments that only some of the chunks had, the plan knows nothing: what it put there might not leave.
+    # Moments that only some of the chunks had are left out: a copy-out planned there might never be issued.
     held = set(first.held_counts).intersection(*(shape.held_counts for shape in shapes))
     return replace(first, groups=tuple(groups), has_head=has_head, held_counts=tuple(sorted(held)))

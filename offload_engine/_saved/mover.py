@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -96,6 +96,8 @@ class StorageMover:
             OffloadError: if there is no host room and `is_room_required`.
         """
         storages, nbytes = _movable(group)
+        if self._context.recorder is not None:
+            self._note_modified(group.storages)
         if not storages:
             return None
         lent = lend(self._pool, [saved.nbytes for saved in storages], self._context.device.host_alignment)
@@ -121,6 +123,8 @@ class StorageMover:
             CopyError: if the copy-out failed; names the group.
         """
         leaving = [s for s in storages if s.residency is COPYING_OUT and not s.is_modified()]
+        if self._context.recorder is not None:
+            self._note_modified(storages)
         self._wait_for_copy_out(leaving)
         self.leave_device(leaving)
 
@@ -249,6 +253,13 @@ class StorageMover:
         if recorder is not None:
             for saved in storages:
                 recorder.note_residency(saved, to)
+
+    def _note_modified(self, storages: Iterable[SavedStorage]) -> None:
+        recorder = self._context.recorder
+        if recorder is not None:
+            for saved in storages:
+                if saved.residency in (RESIDENT, COPYING_OUT) and saved.is_modified():
+                    recorder.note_storage_stays(saved, Reason.MODIFIED)
 
     def _count_no_room(self, group: TensorGroup, nbytes: int) -> None:
         self.counters.stats.num_host_limit_groups += 1

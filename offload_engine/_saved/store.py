@@ -91,7 +91,7 @@ class ActivationStore:
         stats.num_storages_left = len(self.live)
         return stats
 
-    def abandon_all(self) -> None:
+    def reset(self) -> None:
         """Wait for every copy, then retire every storage. Handles that autograd still holds can not be unpacked."""
         with self._retired, self._lock:
             self._mover.wait_for_all_copies()
@@ -119,7 +119,7 @@ class ActivationStore:
 
     @property
     def lent_bytes(self) -> int:
-        """Host bytes that are lent now."""
+        """Return the host bytes that are lent now."""
         self.retire_dropped()
         return self._pool.lent_bytes
 
@@ -167,6 +167,11 @@ class ActivationStore:
         """Record, while a step is recorded, why a tensor stays that never came to `pack`."""
         if self._context.recorder is not None:
             self._context.recorder.note_saved(tensor, group, reason=reason)
+
+    def note_excluded(self, tensor: torch.Tensor, group: TensorGroup) -> None:
+        """Record, while a step is recorded, that the checker of the chunk rejected a tensor, a weight for instance."""
+        if self._context.recorder is not None:
+            self.note_staying(tensor, group, self.eligibility.reason_to_stay(tensor) or Reason.EXCLUDED)
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` would move and no group has saved its storage yet."""

@@ -1,4 +1,4 @@
-"""What a budget of resident bytes changes: what fits stays, the rest leaves late and comes back early."""
+"""Fits a plan into a budget of resident bytes: groups that fit stay, others leave late and return early."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ copy-outs."""
 def fit_resident_bytes(lines: Sequence[Line], step: Step, limit_bytes: int) -> list[Line]:
     """Fit a step into `limit_bytes` of groups on the device, the one that runs included.
 
-    - Nothing is released before another group, as large as the largest, would not fit; in a backward, too, for what
-      comes back. Then it is the oldest, whose copy-out has had the most time. (To release what is needed last
-      instead makes compute wait for its copies: the simulator's step takes 1.023 instead of 1.011 times no
-      offload, with 2000 MiB for five modules.)
-    - What was not released by the time its backward came does not leave at all: a copy in vain would do more harm than
-      load the link, for a backward that has used the group would wait for a copy that stands behind all the others.
-      (A reactive policy has to guess how much is still to be saved. A plan knows.)
-    - Copy-ins are issued as long as there is room. During a forward within a quarter of the budget, and always one
-      group: that forward would have to wait for the copies of what it saves as soon as all of the room is taken.
+    - A group is released only if another one, as large as the largest, would not fit, also for groups that return in a
+      backward. It is the oldest, whose copy-out has had the most time. (Releasing the group that is needed last makes
+      compute wait for copies: the simulator's step takes 1.023 instead of 1.011 times no offload, with 2000 MiB for
+      five modules.)
+    - A group that is not released before its backward does not leave at all. A useless copy would not only load the
+      link: a backward that has used the group would wait for that copy, which is queued behind all the others. (A
+      reactive policy has to guess how much is still to be saved. A plan knows.)
+    - Copy-ins are issued as long as there is room. During a forward they get a quarter of the budget, and always one
+      group: with all of the room taken, that forward would wait for the copies of the groups that it saves.
 
     Where everything that may leave has left, the step exceeds the budget.
     """
@@ -43,7 +43,7 @@ def fit_resident_bytes(lines: Sequence[Line], step: Step, limit_bytes: int) -> l
 
 
 class _Walk:
-    """What is on the device between two lines of a step; it is the `Room` of its copy-ins, too."""
+    """Groups on the device between two lines of a step; also the `Room` of its copy-ins."""
 
     def __init__(self, lines: Sequence[Line], step: Step, limit_bytes: int) -> None:
         self.released: set[GroupKey] = set()
@@ -76,7 +76,7 @@ class _Walk:
 
     def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
         """See `Room`."""
-        held_bytes = nbytes or self._leaving.get(group, 0)  # what is still leaving would have to stay
+        held_bytes = nbytes or self._leaving.get(group, 0)  # a group that is still leaving would have to stay
         ahead_bytes = self._ahead_bytes + held_bytes
         if is_in_forward and held_bytes and self._ahead_bytes and ahead_bytes > SHARE_IN_FORWARD * self._limit:
             return False
@@ -100,12 +100,12 @@ class _Walk:
                 self._resident_bytes += self._step.size(group)
 
     def _begun_behind(self, position: int) -> int:
-        """Bytes of the group that begins behind the line at `position`."""
+        """Return the bytes of the group that begins after the line at `position`."""
         following = self._lines[position + 1].boundary if position + 1 < len(self._lines) else None
         return self._step.size(following.group) if following and following.kind is COMMIT else 0
 
     def _make_room(self) -> list[GroupKey]:
-        """Choose what is released, so that the largest group would fit."""
+        """Choose groups to release, so that the largest group would fit."""
         dropped = []
         while self._leaving and self._resident_bytes + self._step.largest_bytes > self._limit:
             group = next(iter(self._leaving))

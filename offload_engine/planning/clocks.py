@@ -43,7 +43,7 @@ class Clocks:
         self.compute: float = 0.0
         self.host: float = 0.0
         self.stalled: dict[str, float] = {}
-        """How long compute has waited for copies, by what for."""
+        """How long compute has waited for copies, by the label of the wait."""
         self.spans: list[Span] = []
         self._link = link
         self._copy_out = self._copy_in = 0.0
@@ -57,14 +57,14 @@ class Clocks:
             self.spans.append(Span("compute", start, self.compute, label))
 
     def wait(self, until: float, label: str) -> None:
-        """Have compute wait for a copy that completes at `until`."""
+        """Make compute wait for a copy that completes at `until`."""
         if until > self.compute:
             self.stalled[label] = self.stalled.get(label, 0.0) + until - self.compute
             self.spans.append(Span("wait", self.compute, until, label))
             self.compute = until
 
     def receive(self, at: float) -> None:
-        """Have compute wait for another rank, which has sent at `at`."""
+        """Make compute wait for another rank, which has sent at `at`."""
         self.compute = max(self.compute, at)
 
     def copy_out(self, nbytes: int, after: float, label: str) -> float:
@@ -75,12 +75,12 @@ class Clocks:
         return self._copy_out
 
     def copy_in(self, nbytes: int, label: str) -> float:
-        """Issue a copy-in, behind what compute has been given by now; returns when it completes."""
+        """Issue a copy-in, after the work that compute has been given by now; returns when it completes."""
         start = max(self._copy_in, self.compute, self.host)
         self._copy_in = start + nbytes / self._link.in_gbps / 1e6
         self.spans.append(Span("copy-in", start, self._copy_in, label))
         return self._copy_in
 
     def is_over(self, at: float) -> bool:
-        """Tell whether the host, asking now, finds a copy complete that completes at `at`."""
+        """Return whether a copy that completes at `at` is complete for a host that asks now."""
         return self.host >= at

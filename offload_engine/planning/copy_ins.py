@@ -11,7 +11,7 @@ from offload_engine.schedule import Action, ChunkKey
 
 
 class Step(NamedTuple):
-    """One rank's step: what every pass of the planner is made for."""
+    """One rank's step: the input of every pass of the planner."""
 
     actions: tuple[Action, ...]
     shapes: Shapes
@@ -41,10 +41,10 @@ class Step(NamedTuple):
 
 
 class Room(Protocol):
-    """Bounds what comes back ahead of its backward."""
+    """Bounds the groups that return ahead of their backward."""
 
     def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
-        """Tell whether `group` may come back now, or be counted on to stay.
+        """Return whether `group` may come back now, or be counted on to stay.
 
         Args:
             group: comes next.
@@ -64,7 +64,7 @@ class HorizonRoom:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ahead: dict[GroupKey, int] = {}  # bytes of what is issued and not reached
+        self._ahead: dict[GroupKey, int] = {}  # bytes of groups that are issued and not reached
         self._ahead_bytes = 0
 
     def has_room(self, group: GroupKey, nbytes: int, is_in_forward: bool) -> bool:
@@ -88,8 +88,8 @@ class CopyInOrder:
     Args:
         step: whose boundaries come.
         away: the groups to bring back; read at each boundary, and left to the caller to change.
-        room: bounds what comes back ahead.
-        is_last_layer_first: of a chunk whose backward has not begun only the last layer comes back; and behind a tail
+        room: bounds the groups that return ahead.
+        is_last_layer_first: of a chunk whose backward has not begun only the last layer comes back; and after a tail
             a group comes back when the backward is at the last of its name, and no earlier.
     """
 
@@ -140,9 +140,9 @@ class CopyInOrder:
         return {before.chunk} if self._step.is_combined and before.kind == "F" else set()
 
     def _upcoming(self, position: int, running: set[ChunkKey]) -> list[ChunkKey]:
-        """List the chunks whose backward comes behind `position` and before any other forward, soonest first.
+        """List the chunks whose backward comes after `position` and before any other forward, soonest first.
 
-        A forward that runs together with the backward behind it does not come before that one.
+        A forward that runs together with the backward after it does not come before that one.
         """
         chunks: list[ChunkKey] = []
         num_forwards_to_pass = int(self._step.is_combined)
@@ -187,14 +187,14 @@ class CopyInOrder:
         return True
 
     def _is_due(self, group: GroupKey, is_away: bool) -> bool:
-        """Whether the backward is near `group`; what never left may be passed over."""
+        """Return whether the backward is near `group`; a group that never left may be passed over."""
         if group.chunk != self._in_backward:
             return False
         last = self._last_index_by_name[group.chunk.stage][self._step.group(group).name]
         return last >= self._near[group.chunk] or not is_away
 
     def _is_needed_first(self, group: GroupKey) -> bool:
-        """Whether `group` may come back before the backward is near any group of its chunk."""
+        """Return whether `group` may come back before the backward is near any group of its chunk."""
         if not self._is_last_layer_first:
             return True
         groups = self._step.shape(group.chunk).groups

@@ -35,8 +35,8 @@ class Lent:
 class HostBytes:
     """The host pool of one rank, as that of an engine: it grows by slabs, and may become one slab between two steps.
 
-    What a copy-in still reads that compute has not awaited is lent last: a copy-out would wait for it instead of
-    running beside it.
+    Bytes are lent last while a copy-in reads them that compute has not awaited: a copy-out would wait for that instead
+    of running beside it.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ A boundary is a moment at which the engine is called. As text:
     F0.3:end      the forward is over
     B0.3:loss     its backward has come through the loss
     B0.3          its backward begins
-    B0.3:turn     its backward begins right behind its forward, and nothing had announced it
+    B0.3:turn     its backward begins right after its forward, and nothing had announced it
     B0.3:5        the backward of its group 5 begins
     B0.3:5/end    the backward of its group 5 is over
     end           the iteration ends

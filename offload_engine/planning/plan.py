@@ -3,11 +3,11 @@
 As text, one line for each boundary that has moves:
 
     F0.3:2     OUT 0.3:2
-    F0.3:5     OUT 0.3:4 0.3:5          # 4 was delayed behind the launch of the experts
+    F0.3:5     OUT 0.3:4 0.3:5          # 4 was delayed until the launch of the experts
     F0.3:head  DROP 0.3:0 0.3:1 0.3:2
     B0.2       IN 0.2:7
 
-A group without a move is kept. What a plan does not say is left to whatever executes it: a copy-out that has completed
+A group without a move is kept. All else is left to the executor of the plan: a copy-out that has completed
 may be released at any boundary, compute waits for the oldest copy-outs beyond the limit in flight, and an unpack brings
 what is missing.
 """
@@ -119,8 +119,8 @@ def validate_plan(plan: Plan, actions: Sequence[Action], shapes: Shapes) -> None
 
     Raises:
         ValueError: naming line and move: a boundary or group that the step does not have, or out of order; an OUT
-            before its commit, or behind an OUT that has not come back; a DROP of what has not left, or left twice; an
-            IN of what has not left, or behind its own backward; an OUT without an IN.
+            before its commit, or after an OUT that has not come back; a DROP of a group that has not left, or twice; an
+            IN of a group that has not left, or after its own backward; an OUT without an IN.
     """
     order = {boundary: position for position, boundary in enumerate(step_boundaries(actions, shapes))}
     checker = _Checker(order, frozenset(group_keys(actions, shapes)))
@@ -134,7 +134,7 @@ def validate_plan(plan: Plan, actions: Sequence[Action], shapes: Shapes) -> None
 
 
 def diff_plans(a: Plan, b: Plan) -> str:
-    """Say which moves two plans make at different boundaries, a line for each; empty where they are equal.
+    """List the moves that two plans make at different boundaries, a line for each; empty where they are equal.
 
     As text `OUT 0.3:4  F0.3:4 -> F0.3:5`; `none` where a plan does not make the move.
     """
@@ -205,7 +205,7 @@ def _parse_line(words: Sequence[str]) -> Line:
             if not following or following in _OPS:
                 raise ValueError(f"{word} without a group")
         elif op is None:
-            raise ValueError(f"expected one of {', '.join(_OPS)} behind {boundary}, got {word!r}")
+            raise ValueError(f"expected one of {', '.join(_OPS)} after {boundary}, got {word!r}")
         else:
             moves.append(PlannedMove(op, parse_group(word)))
     if not moves:

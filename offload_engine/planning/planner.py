@@ -95,10 +95,10 @@ class Planner:
 
 
 def everything_leaves(lines: Sequence[Line], step: Step) -> list[Line]:
-    """State that each group is copied out when it commits, and copied in when its backward begins.
+    """Copy each group out when it commits, and in when its backward begins.
 
-    The copy-out at the commit runs beside the rest of the forward, so the link is in use from the first group on. With
-    nothing else, no copy-in runs beside anything: the plan of horizon 0.
+    A copy-out at the commit overlaps the rest of the forward, so the link is in use from the first group on. Without
+    the other passes no copy-in overlaps anything: this is the plan of horizon 0.
     """
     ops = {COMMIT: OUT, BACKWARD: IN}
     result = []
@@ -111,17 +111,17 @@ def everything_leaves(lines: Sequence[Line], step: Step) -> list[Line]:
 def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:
     """Keep the groups that a backward which comes at once needs first: see `ChunkShape.kept_at_once`.
 
-    To copy them would only make that backward wait: their copies could not be out and back before. The last of each
-    name, not the last layer: the order in which a layer runs its modules is not always that of their names.
+    Their copies could not be out and back in time, so they would only make that backward wait. It is the last group of
+    each name, not the last layer: a layer does not always run its modules in the order of their names.
     """
     kept = _kept(step)
     return [Line(boundary, tuple(move for move in moves if move.group not in kept)) for boundary, moves in lines]
 
 
 def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Copy out, where it is no longer kept, a group that was kept for a backward that does not come at once after all.
+    """Copy a group out late, if it was kept for a backward that does not come at once after all.
 
-    As where a module runs twice in a chunk: it cannot know at its first run that only its last one has its backward
+    This is so where a module runs twice in a chunk: its first run cannot know that only the last one has its backward
     next.
     """
     result = []
@@ -135,14 +135,14 @@ def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
 def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     """Delay the copy-out of groups in front of a layer's experts until those are launched.
 
-    While something is copied, the host takes two to four times as long for what it has not cached, and behind the
-    dispatcher's wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds of
-    c-moe with `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half
-    of what may be in flight is delayed, so that compute never waits for a copy because that was issued late. A delayed
+    During a copy the host takes two to four times as long for data that it has not cached, and after the dispatcher's
+    wait for split sizes the device waits for the host to launch the experts' first kernels: two rounds of c-moe with
+    `core_attn` took 1.0084 and 1.0037 times no offload, and 1.0019 and 1.0059 with the delay. At most half of the bytes
+    that may be in flight are delayed, so that compute never waits for a copy because it was issued late. A delayed
     group goes in front of the next that is copied at once, at the latest where outside references are declared as no
     longer read (their storage frees nothing before it leaves), the tail begins, or the forward ends.
-    Not under a budget of resident bytes, whose room it would take. (Where the link is behind, a reactive policy does
-    not delay; a plan does not know.)
+    Under a budget of resident bytes nothing is delayed, because delayed bytes would take its room. (A reactive policy
+    also stops delaying once the link has fallen behind, which a plan cannot know.)
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
@@ -162,20 +162,20 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def drop_before_peaks(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Release, with a wait if it must be, what has been copied out where memory has its peak.
+    """Release copied-out groups where memory has its peak, with a wait if their copies are not complete.
 
-    - Behind another forward (1F1B, interleaved) the peak is where a chunk's backward begins: all is saved, and the
-      backward of an MLP needs the most room. What left before the tail of that forward is released there: the wait
-      costs little, for the tail took about as long as the copies. It comes with the backward, not with the end of the
-      forward, so that it does not delay the next stage. What the tail copied out has just been issued, and stays: to
-      wait for half of it as well was one reason why steps took 1.596 instead of 1.384 times no offload. Not where
-      `Bounds.max_inflight_bytes` is set, which means what it says.
-    - Where the backward comes at once the peak is in the loss. With a head: everything is released when the logits are
-      made; and at the first kept group what is a layer older than it, else the last layer would take memory from
-      elsewhere, and that stays reserved. Without a head: everything, at each kept group.
+    - After another forward (1F1B, interleaved) the peak is where a chunk's backward begins: everything is saved, and
+      the backward of an MLP needs the most room. Groups that left before the tail of that forward are released there.
+      This wait costs little, because the tail took about as long as the copies. It comes with the backward, not with
+      the end of the forward, so that it does not delay the next stage. The copy-outs of the tail have just been issued
+      and are not released: waiting for half of them as well was one reason why steps took 1.596 instead of 1.384 times
+      no offload. With `Bounds.max_inflight_bytes` set nothing is released here: that bound alone decides.
+    - Where the backward comes at once the peak is in the loss. With a head, everything is released when the logits are
+      made, and groups a layer older than the first kept group at that group: otherwise the last layer would take other
+      memory, which stays reserved. Without a head, everything is released at each kept group.
 
-    What is beyond the limit in flight has been released before, by the executor, and is not named. Under a budget
-    releases follow from that alone, see `fit_budget`.
+    Groups beyond the limit in flight are released earlier, by the executor, and are not named. Under a budget releases
+    follow from the budget alone, see `fit_budget`.
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
@@ -186,11 +186,11 @@ def drop_before_peaks(lines: Sequence[Line], step: Step) -> list[Line]:
 def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
     """Issue copy-ins ahead of the backward, within a horizon of bytes, by default twice the largest group.
 
-    So that the backward does not wait, and no further ahead than that, because what has come back is at the peak again.
-    Only for chunks whose backward comes before the next forward. Of a chunk whose backward has not begun only the last
-    layer comes back: what the loss has just freed is for the weight gradients of the tail, which would find it in
-    pieces. Groups of the layers before follow when the backward is at the last of their name, and have the backward of
-    a whole layer to come. Where `Bounds.horizon_bytes` is set it alone decides, and the last layer has no precedence.
+    The horizon keeps the backward from waiting; a longer one would raise the peak. Only chunks whose backward comes
+    before the next forward return. Of a chunk whose backward has not begun, only the last layer returns: the weight
+    gradients of the tail need the memory that the loss has just freed in large pieces. Groups of earlier layers return
+    when the backward reaches the last group of their name, which leaves them the backward of a whole layer. With
+    `Bounds.horizon_bytes` set that bound alone decides, and the last layer has no precedence.
     """
     if step.bounds.resident_bytes is not None:
         return list(lines)
@@ -204,9 +204,9 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
 
 
 def fit_budget(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Have no more leave, and no later come back, than a budget of resident bytes asks for: see `fit_resident_bytes`.
+    """Keep in place all that fits into a budget of resident bytes, and bring the rest back early.
 
-    Nothing changes without a budget, or without bytes.
+    See `fit_resident_bytes`. Nothing changes without a budget, or without bytes.
     """
     if step.bounds.resident_bytes is None or not step.largest_bytes:
         return list(lines)
@@ -219,7 +219,7 @@ PASSES: Final[tuple[Callable[[Sequence[Line], Step], list[Line]], ...]] = (
     leave_when_unkept,
     delay_before_experts,
     place_copy_ins,
-    drop_before_peaks,  # what is back by then is not released
+    drop_before_peaks,  # groups that are back by then are not released
     fit_budget,
 )
 """In order. Each may be left out by its name."""

@@ -1,4 +1,4 @@
-"""What a plan releases where memory has its peaks: see `drop_before_peaks` in the planner."""
+"""`Releases`: the groups that a plan releases at the peaks of memory; see `drop_before_peaks` in the planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload_engine.planning.plan import Line
 
 
 class Releases:
-    """What has been copied out and perhaps not been released, oldest first, between two lines of a step.
+    """Groups that have left and may not be released yet, oldest first, between two lines of a step.
 
     Args:
         step: whose lines come.
@@ -27,7 +27,7 @@ class Releases:
         self._gone: set[GroupKey] = set()  # released here, or back
 
     def at(self, line: Line) -> list[GroupKey]:
-        """Return what is released at `line`, oldest first, and take in what leaves and comes back there."""
+        """Return the groups released at `line`, oldest first; record those that leave and return there."""
         for op, group in line.moves:
             if op is OUT:
                 self._queue.append(group)
@@ -68,7 +68,7 @@ class Releases:
         return number
 
     def _trim(self) -> None:
-        """Forget what the limit in flight has released."""
+        """Forget groups that the limit in flight has released."""
         limit = self._step.inflight_limit()
         while self._step.largest_bytes and self._queue_bytes > limit:
             self._queue_bytes -= self._step.size(self._queue.popleft())

@@ -51,7 +51,7 @@ class GroupShape:
     lead_backward_ms: float = 0.0
     """Of compute in backward, from the end of its backward to the begin of the next."""
     may_delay: bool = False
-    """Its copy-out may wait for the launch of the experts behind it."""
+    """Its copy-out may wait for the launch of the experts after it."""
     keep: bool = False
     """Stays resident where the backward of its chunk comes at once, whatever its name and layer."""
     unkeep_count: int | None = None

@@ -1,7 +1,7 @@
-"""Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, what is where.
+"""Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, where the bytes are.
 
 Kernels and copies move clocks; ranks wait for each other where the schedule says so. Where forward and backward of two
-chunks run together, they are simulated one behind the other.
+chunks run together, they are simulated one after the other.
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ class _Rank:
         self._executor.at(Boundary(ITERATION_END))
 
     def _run_to(self, boundary: Boundary) -> None:
-        """Run what comes before a boundary, pass it, and run what comes right behind it."""
+        """Run what comes before a boundary, pass it, and run what comes right after it."""
         kind, chunk, index = boundary
         assert chunk is not None
-        before, behind = self._around(boundary)
+        before, after = self._around(boundary)
         if kind is COMMIT:
             self._run(self._shape(chunk).groups[index].lead_ms, boundary, "before ")
             self._executor.open_group(GroupKey(chunk, index))
@@ -148,10 +148,10 @@ class _Rank:
         if kind is BACKWARD_END:
             self._executor.close_group(GroupKey(chunk, index))
         self._executor.at(boundary)
-        self._run(behind, boundary, "behind ")
+        self._run(after, boundary, "after ")
 
     def _around(self, boundary: Boundary) -> tuple[float, float]:
-        """Milliseconds of compute before and behind a boundary."""
+        """Return the milliseconds of compute before and after a boundary."""
         kind, chunk, index = boundary
         assert chunk is not None
         shape = self._shape(chunk)

@@ -1,4 +1,4 @@
-"""Executes the plan of one rank on clocks, as an engine would, with what no plan decides."""
+"""Executes the plan of one rank on clocks, with the decisions that an engine makes beside every plan."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Counters(NamedTuple):
 class SimulatedExecutor:
     """Performs planned moves; besides, and in spite of the plan:
 
-    - What has been copied out is released at the next boundary.
+    - Groups whose copy-out is complete are released at the next boundary.
     - Compute waits for the oldest copy-outs beyond the limit in flight. Not under a budget of resident bytes: there the
       plan says when.
     - A group that is on host when its backward begins is copied in then.
@@ -86,12 +86,12 @@ class SimulatedExecutor:
 
     @property
     def counters(self) -> Counters:
-        """Return what has been counted."""
+        """Return the counts so far."""
         peaks = self._peak_resident_bytes, self._host.peak_lent_bytes
         return Counters(*peaks, self._out_bytes, self._in_bytes, self._num_misses)
 
     def open_group(self, key: GroupKey) -> None:
-        """Begin the forward of a group: what it saves is resident from now on."""
+        """Begin the forward of a group: its bytes are resident from now on."""
         shape = self._shapes[key.chunk.stage].groups[key.index]
         self.groups[key] = Group(key, shape.name, shape.nbytes)
         self._hold(shape.nbytes)
@@ -162,7 +162,7 @@ class SimulatedExecutor:
         self._host.give_back(group.lent, read_until, is_unawaited)
 
     def _release(self, limit: int | None = None) -> None:
-        """Release what has been copied out, and as much more as the limit asks for."""
+        """Release groups whose copy-out is complete, and the oldest others beyond the limit."""
         limit = self._limit if limit is None else limit
         while self._queue and (self._is_over(limit) or self._clocks.is_over(self._queue[0].copied_out)):
             group = self._queue.popleft()

@@ -236,7 +236,7 @@ def test_a_retained_graph_gets_its_inputs_again(device: AdversarialDevice, horiz
     with device.observe_compute():
         found = gradients(offload.checkpoint)
     assert all_equal(found, gradients(torch_checkpoint))
-    # And two for the part, of which the very last, with room for two, had not left.
+    # And two for the part, of which the last, with room for two, had not left.
     assert offload.stats.copied_in_bytes == (3 * DEPTH + 3 - horizon) * INPUT_BYTES
     assert offload.engine.pool.num_leases == 0 and not offload.engine.is_in_iteration
     offload.close()

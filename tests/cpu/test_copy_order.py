@@ -36,7 +36,7 @@ class Bench:
         return handle
 
     def read(self, handle: object) -> torch.Tensor:
-        """What a kernel of the current stream reads."""
+        """Return what a kernel of the current stream reads."""
         return self.chunk.tensor_pop(handle) * 1
 
     def finish(self) -> None:

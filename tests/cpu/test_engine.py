@@ -658,3 +658,9 @@ def test_tracker_and_engine_count_on_one_meter() -> None:
     assert meter.current_bytes == 0
     assert meter.peak_bytes == 2 * 4 * NUMEL
     engine.close()
+
+
+def test_actions_as_text_are_refused(engine: OffloadEngine) -> None:
+    with pytest.raises(TypeError, match=r"Action objects, got 'F0.0'; parse_actions\(\)"):
+        engine.begin_iteration(["F0.0", "B0.0"])  # type: ignore[list-item]
+    assert not engine.is_in_iteration

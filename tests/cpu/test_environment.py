@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif("OFFLOAD_TESTS_EXPECT_TE" not in os.environ, reason="this run did not promise TransformerEngine")
 def test_transformer_engine_is_the_base() -> None:
-    assert te_base.USES_TRANSFORMER_ENGINE
     assert te_base.HandlerBase.__module__.startswith("transformer_engine.")
 
 
@@ -29,7 +28,6 @@ def test_without_transformer_engine_our_own_class_is_the_base() -> None:
     try:
         metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:
-        assert not te_base.USES_TRANSFORMER_ENGINE
         assert te_base.HandlerBase.__module__ == "offload_engine._compat.te_base"
     else:
         pytest.skip("TransformerEngine is installed")

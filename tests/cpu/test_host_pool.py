@@ -299,7 +299,9 @@ def test_room_is_the_largest_lease():
 def test_full_host_tier():
     pool, device = make_pool(slab_bytes=64, capacity=80)
     first, second = pool.lend(60), pool.lend(16)
-    assert [slab.nbytes for slab in device.slabs] == [64, 16], "not room for a whole slab, but for what is needed"
+    assert [slab.nbytes for slab in device.slabs] == [64, 16], (
+        "no room for a whole slab, only for the bytes that are needed"
+    )
     assert pool.lend(8) is None
     pool.give_back(first)
     assert pool.lend(64) is not None

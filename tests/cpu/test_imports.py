@@ -200,7 +200,7 @@ def test_only_the_seam_imports_transformer_engine() -> None:
 
 
 def test_megatron_patches_uses_public_names_only() -> None:
-    """But for the private names of torch, which both packages take from one place."""
+    """Private names of torch are the exception: both packages take them from one place."""
     wrong = [
         f"{module}:{found.line} {found.module}"
         for module, found in _all_imports("megatron_patches")

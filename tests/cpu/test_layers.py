@@ -673,7 +673,7 @@ def test_memory_goes_down() -> None:
 @pytest.mark.parametrize("is_compiled_first", [False, True])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
 def test_compiled_layers(enable_ckpt: bool, is_compiled_first: bool) -> None:
-    """`Module.compile` compiles hooks of the module as well, but for these."""
+    """`Module.compile` compiles hooks of the module as well, except these."""
     torch._dynamo.reset()
     model, plain = Net().eval(), Net().eval()
     compiled: list[str] = []

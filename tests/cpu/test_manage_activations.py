@@ -450,7 +450,7 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
 
 @pytest.fixture
 def activations(device: AdversarialDevice) -> Iterator[ManagedActivations]:
-    # Nothing waits for its release: so everything is on host before the backward begins, but for the last group.
+    # Nothing waits for its release: so everything except the last group is on host before the backward begins.
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
     activations = manage_activations(group_bytes=2 * TENSOR_BYTES, engine=engine)
     yield activations

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload_engine._observe.modules import ModuleHooks
 from offload_engine._observe.reasons import ADVICE, Reason, reason_to_stay
 from offload_engine._observe.record import Awaited, CounterRecord, StageRecord, from_json, to_json
 from offload_engine._observe.recorder import Recorder
@@ -62,7 +63,7 @@ class Step:
         self.recorder = Recorder(
             self.device,  # type: ignore[arg-type]
             clock=lambda: round(self.device.clocks.host * 1e6),
-            **{"has_modules": False, **options},
+            **options,
         )
 
     def save(self, group: Group) -> Storage:
@@ -350,7 +351,7 @@ class Outer(torch.nn.Module):
 def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: type[BaseException]) -> None:
     holder: list[Recorder] = []
     model = Outer(holder)
-    recorder = Step(has_modules=True).recorder
+    recorder = Step(modules=ModuleHooks()).recorder
     holder.append(recorder)
     model(torch.zeros(3), error)
     recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
@@ -361,7 +362,7 @@ def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: typ
 def test_the_hooks_are_off_after_the_step() -> None:
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     for end in (Recorder.finish, Recorder.discard):
-        recorder = Step(has_modules=True).recorder
+        recorder = Step(modules=ModuleHooks()).recorder
         assert len(hooks) == 1
         end(recorder)
         recorder.discard()
@@ -444,14 +445,14 @@ class Counting(ClockDevice):
 def test_neither_begin_nor_end_waits_for_the_device() -> None:
     device: Any = Counting()
     device.compute(50.0)
-    pending = Recorder(device, has_modules=False, compares_clocks=True).finish()
+    pending = Recorder(device, compares_clocks=True).finish()
     assert device.num_blocking == 0
     assert pending.get().duration_ms == 0.0 and device.num_blocking > 0
 
 
 def test_a_record_is_made_once_and_gives_its_marks_back() -> None:
     device: Any = Counting()
-    recorder = Recorder(device, has_modules=False)
+    recorder = Recorder(device)
     pending, gone = recorder.finish(), weakref.ref(recorder)
     del recorder
     found = pending.get()
@@ -469,7 +470,6 @@ def test_times_begin_where_the_device_does(compares_clocks: bool) -> None:
     assert lag_ms > 1.0 or not compares_clocks
     recorder = Recorder(
         device,
-        has_modules=False,
         compares_clocks=compares_clocks,
         clock=lambda: round(device.clocks.host * 1e6),
     )

@@ -113,7 +113,7 @@ def test_groups_that_are_named_by_their_layer_fold() -> None:
     record = a_step(names="model.layers.{}")
     rows = [(row.module, numbers_text(row.layers), row.sums.num_groups) for row in module_rows(record)]
     assert rows[:1] == [("model.layers.*", "0-2", 3)] and ("model.layers.*", "3", 1) in rows
-    assert "model.layers.*" in why_text([record], "moved")
+    assert [row.group for row in why_rows([record], "moved")] == ["model.layers.*"]
 
 
 def test_the_number_in_the_name_of_a_group_is_its_layer_where_no_other_is_known() -> None:
@@ -173,6 +173,7 @@ def test_why_answers_for_module_shape_and_reason() -> None:
     records = [a_step()]
     assert {row.reason for row in why_rows(records, "attn")} == {Reason.MOVED, Reason.KEPT}
     assert [row.module for row in why_rows(records, "not asked")] == ["decoder.layers.*.mlp.fc2"]
+    assert [row.group for row in why_rows(records, "moved|not asked")] == ["attn", ""]
     assert [row.layers for row in why_rows(records, r"layers\.2\.")] == [(2,)]
     (row,) = why_rows(records, "too small")
     assert (row.num_tensors, row.nbytes, row.layers) == (4, 4096, (0, 1, 2, 3))
@@ -230,7 +231,10 @@ def test_the_command_gathers_files(files: list[str], capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--rank", "7"], "no step of rank 7: the files have ranks 0, 1"), (["--why", "("], "unterminated")],
+    [
+        (["--rank", "7"], "no step of rank 7: the files have ranks 0, 1"),
+        (["--why", "("], "--why (: not a regular expression: missing ), unterminated"),
+    ],
 )
 def test_mistakes_are_one_line(
     arguments: list[str], message: str, files: list[str], capsys: pytest.CaptureFixture[str]
@@ -252,6 +256,35 @@ def test_the_command_merges_with_a_profile(
     assert "gemm" in {event["name"] for event in json.loads(gzip.decompress(both.read_bytes()))["traceEvents"]}
 
 
+FOREIGN = {
+    "prose.json": (b"# A readme", "is no trace: not complete, or not JSON"),
+    "cut.json": (b'{"traceEvents": [', "is no trace: not complete, or not JSON"),
+    "binary.json": (b"\xff\xfe", "is no trace: not complete, or not JSON"),
+    "list.json": (b"[1, 2]", "expected a JSON object, got a list"),
+    "plain.json.gz": (b"{}", "is no trace: not complete, or not JSON"),
+    "cut.json.gz": (gzip.compress(b"{}" * 999)[:20], "is no trace: not complete, or not JSON"),
+    "profile.json": (b'{"traceEvents": []}', "has no recorded step: expected a file of engine.record(FILE)"),
+    "empty.json": (b'{"offloadEngineSteps": []}', "has no recorded step"),
+    "damaged.json": (b'{"offloadEngineSteps": [{"version": 1}]}', "it is damaged"),
+    "damaged_too.json": (b'{"offloadEngineSteps": [3]}', "it is damaged"),
+    "other.json": (b'{"offloadEngineSteps": [{"version": 0}]}', "a recorded step of version 0, expected 1"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_is_no_recording_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, message = FOREIGN[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main([str(path)]) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error and message in error and error.count("\n") == 1
+    if "Steps" not in str(content):
+        assert main([str(path), "--merge", str(tmp_path / "both.json")]) == 1
+        assert str(path) in capsys.readouterr().err
+
+
 def test_a_missing_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nowhere.json"]) == 1
-    assert "nowhere.json" in capsys.readouterr().err
+    for path in ("nowhere.json", "."):
+        assert main([path]) == 1
+        assert path in capsys.readouterr().err

@@ -10,13 +10,23 @@ import torch
 
 from offload_engine import IS_COMPILED, ChunkOffloadHandler
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.moves import BACKWARD, DROP, IN, LAUNCH, OUT, Boundary, BoundaryKind, GroupKey, PlannedMove
+from offload_engine.planning.moves import (
+    BACKWARD,
+    DROP,
+    HELD,
+    IN,
+    LAUNCH,
+    OUT,
+    Boundary,
+    BoundaryKind,
+    GroupKey,
+    PlannedMove,
+)
 from offload_engine.planning.plan import Line, Plan, diff_plans
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.shapes import Bounds
 from offload_engine.planning.simulate import RankJob
-from tests.cpu.test_planner import shapes_of
-from tests.cpu.test_schedule import GOLDEN, Shape
+from tests.cpu.test_planner import PLANS, Golden
 from tests.dense_jobs import MIB
 from tests.engine_on_clocks import EngineRank
 
@@ -62,7 +72,7 @@ class RecordingRank(EngineRank):
 
     def _recording(self, at: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
         def record(kind: BoundaryKind, chunk: Any, group: Any) -> Iterator[Any]:
-            index = len(chunk.groups) if kind is LAUNCH else -1 if group is None else group.index
+            index = len(chunk.groups) if kind in (HELD, LAUNCH) else -1 if group is None else group.index
             boundary = Boundary(kind, None if chunk is None else chunk.key, index)
             for move in at(kind, chunk, group):
                 op, moved = move
@@ -84,10 +94,17 @@ def _counts(move: PlannedMove, away: set[GroupKey]) -> bool:
 
 @pytest.mark.parametrize("gbps", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
-@pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
-def test_policies_make_the_planned_moves(shape: Shape, bounds: Bounds, gbps: float) -> None:
+@pytest.mark.parametrize(
+    "golden",
+    [golden for golden in PLANS if golden.bounds == Bounds()],
+    ids=lambda golden: golden.file.stem.removeprefix("plan_"),
+)
+def test_policies_make_the_planned_moves(golden: Golden, bounds: Bounds, gbps: float) -> None:
+    shape = golden.shape
+    if golden.contents in ("experts", "shared") and bounds.max_inflight_bytes and shape.pp > 1:
+        pytest.skip("no plan knows which groups a bound has not released: they are recalled early, and end all delays")
     for rank in range(shape.pp):
-        job = RankJob(tuple(shape.actions(rank)), shapes_of(shape, rank), bounds)
+        job = RankJob(tuple(shape.actions(rank)), golden.shapes(rank), bounds)
         plan = plan_step(job.actions, job.shapes, bounds, is_combined=shape.overlap)
         moves = ((line, tuple(move for move in line.moves if move.op is not DROP)) for line in plan.lines)
         planned = Plan(tuple(Line(line.boundary, copies) for line, copies in moves if copies))

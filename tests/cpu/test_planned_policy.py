@@ -208,3 +208,23 @@ def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions
     planned = [(str(boundary), str(move)) for boundary, move in engine.plan.moves() if move.op is not DROP]
     made = [(m.boundary, f"{m.op.value} {m.group}") for m in engine.last_record.moves if m.op is not DROP]
     assert made == planned
+
+
+@pytest.mark.parametrize("order", ["", "F0.0 F0.1", "F0.0 F0.1 F0.2 F0.3"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_evaluation_in_between_changes_no_plan(order: str, saves: bool) -> None:
+    bench = Bench()
+    for _ in range(2):
+        bench.step(PIPELINE)
+    plan = bench.engine.plan
+    assert plan is not None
+    actions = parse_actions(order)
+    with bench.engine.iteration(actions):
+        for _, key in actions or PIPELINE[:2]:
+            chunk = bench.engine.start_chunk(key)
+            if saves:  # what no backward will read
+                bench._save(chunk, "c", 0)
+            chunk.end_forward()
+    assert bench.engine.plan is None
+    bench.step(PIPELINE)
+    assert bench.engine.plan is plan and bench.engine.stats.num_unplanned_groups == 0

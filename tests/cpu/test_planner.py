@@ -82,9 +82,11 @@ def _experts(has_head: bool) -> ChunkShape:
 
 def _with_a_shared_module(has_head: bool) -> ChunkShape:
     """The module `shared` runs in both layers; only its second run is the last."""
-    shared = GroupShape("shared", 0, 50 * MIB, unkeep_count=2), GroupShape("shared", 1, 50 * MIB, keep=True)
-    attention = GroupShape("core_attn", 0, 100 * MIB, may_delay=True)
-    return ChunkShape((shared[0], attention, shared[1]), num_layers=1 << 30, has_head=has_head)
+    first = GroupShape("shared", 0, 50 * MIB, 10.0, 20.0, unkeep_count=3)
+    attention = GroupShape("core_attn", 0, 100 * MIB, 10.0, 20.0, may_delay=True)
+    mlp = GroupShape("mlp", 0, 400 * MIB, 10.0, 20.0)
+    last = GroupShape("shared", 1, 50 * MIB, 10.0, 20.0, keep=True)
+    return ChunkShape((first, attention, mlp, last), num_layers=1 << 30, has_head=has_head)
 
 
 PLANS = [

@@ -398,7 +398,7 @@ def defined_symbols() -> Iterator[str]:
 
 
 def names_of(node: ast.stmt) -> list[str]:
-    """What a statement defines."""
+    """Return what a statement defines."""
     if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []

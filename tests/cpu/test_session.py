@@ -222,7 +222,7 @@ def test_a_storage_counts_once_for_the_size_of_a_group(session: Session, groups:
 def test_full_group_stays_open_for_tensors_of_its_storages(
     session: Session, groups: AutomaticGroups, last: str
 ) -> None:
-    """Else the last group of the forward would have no bytes, and all that its backward needs would have left."""
+    """Otherwise the last group of the forward would have no bytes, and all that its backward needs would have left."""
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with groups.hooks():
         y = (x * 1).exp().exp()  # the two results make a group

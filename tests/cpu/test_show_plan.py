@@ -121,12 +121,29 @@ def test_a_budget_keeps_what_fits(capsys):
     assert "OUT" in show(capsys, f"{MOVES} --names attention=200MiB mlp=0.1g --resident-mib 0.7GiB")
 
 
+def test_copies_may_be_delayed(capsys):
+    names = "--names attention=100 experts=400"
+    assert "F0.0:0     OUT 0.0:0" in show(capsys, f"{MOVES.replace('mlp', 'experts')} {names}")
+    assert "F0.0:launch1 OUT 0.0:0" in show(capsys, f"{MOVES.replace('mlp', 'experts')} {names} --delay attention")
+
+
+def test_bounds_are_those_of_plans(capsys):
+    printed = show(capsys, f"{MOVES} --names attention=200 mlp=100 --horizon-mib 0")
+    assert "F0.1       IN" not in printed and "F0.1       IN" in show(capsys, f"{MOVES} --names attention=200 mlp=100")
+    assert "DROP 0.1" not in show(capsys, f"{MOVES} --names attention=200 mlp=100 --inflight-mib 900 --rank 0")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ("--microbatches 1 --moves --layers 0", "--layers must be at least 1, got 0"),
         ("--microbatches 1 --moves --names a=x", "expected NAME, NAME=MIB or NAME=MIB,MS, got 'a=x'"),
         ("--microbatches 1 --moves --names a --tail b", "--tail must be one of a, got b"),
+        ("--microbatches 1 --moves --names a --delay b", "--delay must be one of a, got b"),
+        (
+            "--microbatches 1 --moves --resident-mib 1 --horizon-mib 1",
+            "resident_bytes bounds what horizon_bytes bounds",
+        ),
         ("--microbatches 1 --moves --names a=-1", "expected NAME, NAME=MIB or NAME=MIB,MS, got 'a=-1'"),
         ("--microbatches 0", "num_microbatches must be at least 1, got 0"),
         ("--pp 0 --microbatches 1", "--pp must be at least 1, got 0"),

@@ -14,6 +14,8 @@ PACKAGES = ("offload_engine", "megatron_patches")
 MAX_CLASS_LINES = 250
 MAX_PUBLIC_NAMES = 20  # methods and properties, also those inherited from a class of the packages
 MEDIAN_FUNCTION_LINES = 10  # more than half of the functions are shorter
+DECISIONS = ("offload_engine/_policy", "offload_engine/planning")  # executor, policies, planner, simulator
+MAX_DECISION_LINES = 300
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -64,6 +66,14 @@ def test_most_functions_are_short() -> None:
     lines = _function_lines(_trees())
     assert len(lines) > 1000
     assert statistics.median(lines) < MEDIAN_FUNCTION_LINES
+
+
+def test_each_file_of_decisions_can_be_read_at_one_go() -> None:
+    lines = {
+        path.name: len(path.read_text().splitlines()) for folder in DECISIONS for path in (ROOT / folder).glob("*.py")
+    }
+    assert {"executor.py", "planned.py", "lowest_peak.py", "planner.py", "simulate.py"} <= lines.keys()
+    assert not {name: number for name, number in lines.items() if number >= MAX_DECISION_LINES}
 
 
 @pytest.mark.parametrize("is_inherited", [False, True])

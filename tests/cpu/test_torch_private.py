@@ -55,7 +55,7 @@ def test_the_use_count_counts_tensors_and_the_storage_in_hand() -> None:
 def test_the_use_count_counts_what_a_graph_saved() -> None:
     x = torch.ones(4, requires_grad=True)
     middle = x * 2
-    y = middle.sin()  # saves its input: the very tensor
+    y = middle.sin()  # saves its input: the same tensor object
     assert num_users(middle) == 2
     z = middle.exp()  # saves its result: an alias, or else a cycle
     assert num_users(middle) == 2 and num_users(z) == 3

@@ -67,7 +67,7 @@ def test_they_wait_until_the_device_has_work_again() -> None:
 
 
 def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
-    """Else the copy would stand behind the very work that it has waited for."""
+    """Otherwise the copy would be queued behind the work that it has waited for."""
     bench = Bench()
     with bench.device.observe_compute():
         bench.commit()

@@ -79,7 +79,7 @@ class Buffer:
         return torch.cat(parts)
 
     def _sum(self, part: torch.Tensor, routes: Routes) -> torch.Tensor:
-        """What all ranks return for the tokens of this one."""
+        """Return what all ranks return for the tokens of this one."""
         total = part.new_zeros(routes.num_tokens, *part.shape[1:], dtype=torch.float32)
         total[routes.rows] = part.float()
         dist.all_reduce(total, group=self._group)

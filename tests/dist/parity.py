@@ -80,7 +80,7 @@ class References:
 
 
 def _model_of(case: Case) -> tuple[Any, ...]:
-    """All that a step without offload depends on, but for its number of microbatches."""
+    """Return all that a step without offload depends on, except its number of microbatches."""
     # A step leaves the weights as they are, so it depends on no other.
     return case.kind, case.dtype, repr(sorted(case.settings.items())), case.wrap, case.change
 
@@ -145,7 +145,7 @@ def _backward_at_once(case: Case, num_microbatches: int) -> frozenset[ChunkKey]:
 
 
 def actions(case: Case, num_microbatches: int) -> list[Action]:
-    """What this rank runs in a step."""
+    """Return what this rank runs in a step."""
     from megatron.core import parallel_state as ps
 
     size, rank = ps.get_pipeline_model_parallel_world_size(), ps.get_pipeline_model_parallel_rank()

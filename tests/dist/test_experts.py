@@ -62,7 +62,7 @@ def _check_saved(name: str, is_quantized: bool, settings: dict[str, Any]) -> Non
 
 @contextmanager
 def _saved_tensors() -> Iterator[list[tuple[torch.Tensor, ...]]]:
-    """What the backward of each linear layer of experts gets back."""
+    """Return what the backward of each linear layer of experts gets back."""
     seen: list[tuple[torch.Tensor, ...]] = []
     backward = GroupedProduct.backward
 

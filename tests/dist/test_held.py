@@ -48,7 +48,7 @@ def _check_stage_inputs(case: Case) -> None:
         result = forward_step(batches, model, *more)
         decoder = unwrap(model).decoder
         if not decoder.pre_process:
-            inputs.append(decoder.input_tensor)  # the very tensor that the schedule keeps
+            inputs.append(decoder.input_tensor)  # the same tensor object that the schedule keeps
             sizes.append(decoder.input_tensor.untyped_storage().nbytes())
         return result
 

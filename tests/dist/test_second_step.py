@@ -25,7 +25,7 @@ NUM_STEPS = 4
 
 
 def tables() -> list[str]:
-    """What is logged from now on; nothing else is at this level."""
+    """Return what is logged from now on; nothing else is at this level."""
     logging.getLogger("megatron_patches._second_step").setLevel(logging.INFO)
     return messages()
 
@@ -110,7 +110,7 @@ def _see_on_one(offloading: int) -> Seen:
 
 
 @pytest.mark.parametrize("offloading", [0, 1])
-def test_a_rank_without_patches_keeps_nobody_waiting(offloading: int) -> None:
+def test_no_rank_waits_for_a_rank_without_patches(offloading: int) -> None:
     """Two data-parallel ranks, of which one was started without offload."""
     logged = run_ranks(_train_with_patches_on, offloading, world_size=2, timeout_s=30)
     assert [len(texts) for texts in logged] == [int(offloading == 0), 0]
@@ -148,7 +148,7 @@ def test_it_can_be_switched_off() -> None:
 
 
 def test_the_recorded_step_empties_what_other_steps_empty() -> None:
-    """Its hooks on all modules are none of somebody who may read the inputs of stages later."""
+    """Its hooks on all modules do not count as other readers of the inputs of stages."""
     for seen in on_ranks(Pipeline(2), ["attn_norm"]):
         assert seen.num_emptied[0] > 0 and len(set(seen.num_emptied)) == 1, seen.num_emptied
 

@@ -60,7 +60,7 @@ def test_a_dense_layer_waits_for_nothing() -> None:
 
 
 def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
-    """What each layer of one forward finds and leaves, but for the last, whose groups stay."""
+    """Return what each layer of one forward finds and leaves, without the last, whose groups stay."""
     layers: list[Layer] = []
     names = [name for name in BEFORE_THE_EXPERTS if name != "router" or "recompute_modules" not in settings]
     with apply(GENEROUS, modules=names) as handle:

@@ -37,7 +37,7 @@ def deterministic_algorithms(warn_only: bool = False) -> Iterator[None]:
 
 
 def run_twice(run: Callable[[], T], are_equal: Callable[[T, T], bool]) -> T:
-    """What two runs without offload give alike.
+    """Return what two runs without offload give alike.
 
     Args:
         run: builds and trains the model, without offload.

@@ -14,7 +14,7 @@ from tests.gpu.parity import deterministic_algorithms
 
 
 def run_example(arguments: Sequence[str]) -> str:
-    """What `python examples/NAME OPTIONS...` prints.
+    """Return what `python examples/NAME OPTIONS...` prints.
 
     Args:
         arguments: the name and the options.

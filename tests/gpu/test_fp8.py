@@ -162,7 +162,7 @@ def test_bitwise_equal(name: str, module: str, engine: OffloadEngine) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_fused_weight_gradients(name: str, engine: OffloadEngine) -> None:
-    """They are added to `main_grad` of the very parameter, which says so."""
+    """They are added to `main_grad` of the same parameter object, which says so."""
 
     def prepare(layers: torch.nn.ModuleList) -> None:
         for parameter in layers.parameters():

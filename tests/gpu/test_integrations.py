@@ -31,13 +31,13 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExec
 
 
 def see_one_gpu(directory: Path) -> None:
-    """Else a Trainer takes them all, and makes processes of its own for them."""
+    """Otherwise a Trainer takes them all, and makes processes of its own for them."""
     os.chdir(directory)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def run_ranks(name: str, *options: str) -> str:
-    """What an example prints under torchrun, on two GPUs if there are as many."""
+    """Return what an example prints under torchrun, on two GPUs if there are as many."""
     num_ranks = min(2, torch.cuda.device_count())  # one rank has both of its stages
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m"]
     command = [sys.executable, "-m", *launcher, "tests.gpu.run_example", name, *options]

@@ -1,4 +1,4 @@
-"""`RecordsSteps`: what every handle of a front-end offers to see what its engine does."""
+"""`RecordsSteps`: records and reports steps, for the handle of every front-end."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class RecordsSteps(ABC):
         self.engine.record(file)
 
     def report(self) -> str:
-        """Return the tables of the last recorded step of this rank, else what the counters of the last one tell."""
+        """Return the tables of the last recorded step of this rank, or a summary of its counters."""
         return self.engine.report()

@@ -38,7 +38,7 @@ class RecordsTraining:
         self._offload.record(file)
 
     def report(self) -> str | None:
-        """Return the tables of the last recorded step of this rank, else what the counters of the last one tell.
+        """Return the tables of the last recorded step of this rank, or a summary of its counters.
 
         None before the first training.
         """
