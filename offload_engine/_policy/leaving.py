@@ -59,5 +59,5 @@ class LeavingQueue:
 
     def clear(self) -> None:
         """Forget all copy-outs, after the store has abandoned them."""
-        self.queue.clear()
+        self.queue = deque()
         self.inflight_bytes = 0
