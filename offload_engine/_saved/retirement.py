@@ -64,14 +64,15 @@ class RetireQueue:
 
     def retire(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle was dropped, now or with the next operation; for destructors."""
-        try:
-            self.dropped.append(saved)
-            if saved.buffer is not None or saved.emptied is not None:  # else the next operation retires it, with others
-                self.drain()
-        except BaseException as error:
-            if isinstance(error, Exception):
-                raise
-            self._failures.defer_interrupt(error)
+        self.dropped.append(saved)
+        if saved.buffer is not None or saved.emptied is not None:  # else the next operation retires it, with others
+            self.drain()
+
+    def defer_interrupt(self, error: BaseException) -> None:
+        """Keep an interrupt that came in a destructor for the next boundary; raise any other error."""
+        if isinstance(error, Exception):
+            raise error
+        self._failures.defer_interrupt(error)
 
     def drain(self) -> None:
         """Retire the dropped storages, unless an operation is running, which drains at its end, or has been torn."""

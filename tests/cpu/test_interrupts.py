@@ -190,8 +190,8 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
         chunk = engine.start_chunk()
         chunk.open_group("group")
         handle, kept = chunk.tensor_push(torch.ones(64)), chunk.tensor_push(torch.ones(64))
-        handle.storage.handles[0] = handle.place
         assert engine.has_saved
+        handle.storage.handles[0] = handle.place
         del handle
         with pytest.raises(KeyboardInterrupt):
             engine.has_saved  # noqa: B018
