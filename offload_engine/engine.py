@@ -16,6 +16,7 @@ from offload_engine._observe.observer import Observer
 from offload_engine._policy.choose import make_policy
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.chunk import ChunkOffloadHandler
@@ -66,13 +67,12 @@ class OffloadEngine(EngineView):
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter
-        unawaited, leaving = UnawaitedCopies(), LeavingQueue()
-        self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=unawaited)
-        store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
-        policy = make_policy(self.config.policy or LowestPeak(), store.counters, leaving)
-        executor = Executor(store, self.device, policy, leaving, self.config.dry_run)
-        super().__init__(store, executor, Observer(pipeline, logs_first_step))
-        self._is_closed = False
+        self._context = TransferContext(self.device)
+        self._unawaited, self._leaving, self._counters = UnawaitedCopies(), LeavingQueue(), ByteCounters(meter)
+        self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=self._unawaited)
+        self._policy = make_policy(self.config.policy or LowestPeak(), self._counters, self._leaving)
+        super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
+        self._is_closed = self._is_device_closed = False
         self._num_chunks = 0
 
     def begin_iteration(
@@ -97,6 +97,8 @@ class OffloadEngine(EngineView):
         """
         if self._is_closed:
             raise OffloadError("begin_iteration() after close(): make a new engine")
+        if self.failures.is_torn:
+            self.reset_iteration()
         if self._is_in_iteration:
             raise OffloadError(
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
@@ -108,7 +110,7 @@ class OffloadEngine(EngineView):
         self._store.begin(weights)
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
-        self._store.context.recorder = self._observer.begin(self.device, self.config.dry_run)
+        self._context.recorder = self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True
 
     def start_chunk(
@@ -218,7 +220,7 @@ class OffloadEngine(EngineView):
         self._is_in_iteration = False
         self.current_chunk = None
         stats = self._store.finish()
-        recorder, self._store.context.recorder = self._store.context.recorder, None
+        recorder, self._context.recorder = self._context.recorder, None
         self._observer.end(recorder, stats)
         if stats.num_storages_left:
             logger.warning(
@@ -229,21 +231,23 @@ class OffloadEngine(EngineView):
         return stats
 
     def reset_iteration(self) -> None:
-        """Recover after an exception: wait for copies in flight, then retire every saved storage. Idempotent.
+        """Recover after an exception: wait for copies in flight, then drop every saved storage. Idempotent.
 
         Parameters and gradients are not touched. A graph of the step that raised can no longer run its backward. No-op
         after `close()`, which resets too.
         """
         if self._is_closed:  # a closed device accepts no work, not even the events of a reset
             return
-        recorder, self._store.context.recorder = self._store.context.recorder, None
+        recorder, self._context.recorder = self._context.recorder, None
         if recorder is not None:
             recorder.discard()
-        self._executor.reset()
-        self._store.reset()
+        # An interrupt may have come between any two lines, so nothing is undone: the books begin anew. After an
+        # interrupt in this function, too, the next call begins again.
+        self._store.abandon_all()
         self.pool.take_all_back()  # no copy is in flight
-        self._is_in_iteration = False
-        self.current_chunk = None
+        for books in (self._unawaited, self._leaving, self._counters, self._policy):
+            books.clear()
+        self._use(*self._new_books())
 
     @contextlib.contextmanager
     def iteration(
@@ -264,10 +268,15 @@ class OffloadEngine(EngineView):
 
     def close(self) -> None:
         """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent."""
-        if self._is_closed:
-            return
-        self._observer.close()
-        self.reset_iteration()
-        self.pool.close()
-        self.device.close()
-        self._is_closed = True  # last: after an interrupt the next call continues
+        if not self._is_closed:
+            self._observer.close()
+            self.reset_iteration()
+            self.pool.close()
+            self._is_closed = True  # not before: after an interrupt the next call continues
+        if not self._is_device_closed:
+            self.device.close()
+            self._is_device_closed = True
+
+    def _new_books(self) -> tuple[ActivationStore, Executor]:
+        store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
+        return store, Executor(store, self.device, self._policy, self._leaving, self.config.dry_run)

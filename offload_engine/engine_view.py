@@ -52,17 +52,22 @@ class EngineView:
 
     Attributes:
         current_chunk: the chunk whose forward has begun last in this iteration.
-        failures: tells whether a copy has failed since the last `reset_iteration()`: saved tensors may be incomplete.
+        failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
+            tensors may be incomplete.
         ranges: shown in profiles, around the copies and waits that the engine issues.
     """
 
     def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:
-        self.current_chunk: ChunkOffloadHandler | None = None
-        self.failures: CopyFailures = store.failures
         self.ranges: Ranges = store.context.ranges
-        self._store = store
-        self._executor = executor
         self._observer = observer
+        self._use(store, executor)
+
+    def _use(self, store: ActivationStore, executor: Executor) -> None:
+        """Begin with new books, outside of an iteration."""
+        self.current_chunk: ChunkOffloadHandler | None = None
+        self._executor = executor
+        self._store = store
+        self.failures: CopyFailures = store.failures
         self._is_in_iteration = False
 
     @property

@@ -174,10 +174,11 @@ class CopyStream:
 
     def close(self) -> None:
         """Finish the queue and join the thread. Idempotent; joins nothing in a forked child."""
-        thread, self._thread, self._pid = self._thread, None, 0
+        thread = self._thread
         if thread is not None and not self._guard.is_foreign:
             self._queue.put(None)
             thread.join()
+        self._thread, self._pid = None, 0  # last: after an interrupt the next call continues
 
     def _put(self, entry: tuple[Any, ...]) -> None:
         if self._pid != os.getpid():

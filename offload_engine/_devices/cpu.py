@@ -156,7 +156,11 @@ class CpuDevice:
         return slab
 
     def close(self) -> None:
-        self._close()
+        alive = self._close.peek()
+        if alive is not None:  # not `self._close()`, which runs once: after an interrupt the next call continues
+            shut_down, arguments = alive[1:3]
+            shut_down(*arguments)
+            self._close.detach()
 
 
 def resolve_directory(directory: str | os.PathLike[str] | None) -> str | None:

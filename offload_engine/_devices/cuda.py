@@ -113,7 +113,11 @@ class CudaDevice:
         return slab
 
     def close(self) -> None:
-        self._close()
+        alive = self._close.peek()
+        if alive is not None:  # not `self._close()`, which runs once: after an interrupt the next call continues
+            shut_down, arguments = alive[1:3]
+            shut_down(*arguments)
+            self._close.detach()
 
 
 def _with_index(device: torch.device | str | int | None) -> torch.device:

@@ -146,14 +146,14 @@ class HostPool:
         """Take back all that is lent, and drop all returned events; call it when no copy is in flight.
 
         For recovery. The event of a failed copy never completes, and the next user of the bytes would raise an error
-        that is not its own. And an interrupt may have lost a lease, so this does not undo the books: it makes new ones.
-        A lease from before has no bytes any more, and its return has no effect.
+        that is not its own. And an interrupt may have lost a lease, or left the lock taken, so this does not undo the
+        books: it makes new ones. A lease from before has no bytes any more, and its return has no effect.
         """
-        with self._lock:
-            self._slabs.free_all()
-            self._returns = deque()
-            self.lent_bytes = self.num_leases = 0
-            self._age += 1
+        self._age += 1
+        self._lock = threading.RLock()
+        self._returns = deque()
+        self._slabs.free_all()
+        self.lent_bytes = self.num_leases = 0
 
     def reset_peak(self) -> None:
         """Restart `peak_lent_bytes` from the bytes lent now."""

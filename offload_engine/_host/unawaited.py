@@ -25,6 +25,10 @@ class UnawaitedCopies:
         """Forget a copy-in that compute waits for, or that is no longer needed. Idempotent."""
         self._events.pop(id(event), None)
 
+    def clear(self) -> None:
+        """Forget all, when no copy is in flight."""
+        self._events = {}
+
     def __len__(self) -> int:
         return len(self._events)
 

@@ -67,6 +67,7 @@ class Executor:
         self._context = store.context
         self._ranges = store.context.ranges
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
+        self._in_backward: TensorGroup | None = None  # the group whose backward has begun last
 
     def begin_iteration(self, actions: Sequence[Action], is_combined: bool) -> None:
         """Start an iteration; see `Policy.begin`."""
@@ -78,7 +79,15 @@ class Executor:
         Raises:
             CopyError: if a copy has failed; names the group.
             OffloadError: if the host tier is full and `host_policy` is "error".
+            KeyboardInterrupt: if one has come in a destructor, where Python drops it.
         """
+        try:
+            self._at(kind, chunk, group)
+        except BaseException as error:
+            self.store.failures.note(error)
+            raise
+
+    def _at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> None:
         store, late_from = self.store, -1
         if self._context.recorder is not None:
             self._note_boundary(self._context.recorder, kind, chunk, group)
@@ -90,6 +99,7 @@ class Executor:
             if kind is BACKWARD:
                 self._await(group)  # Rule 3
                 late_from = group.index
+                self._check_last_backward(group)
             elif kind is COMMIT:
                 self._commit(group)
             elif kind is UNKEEP:
@@ -180,13 +190,13 @@ class Executor:
         """
         self.at(ITERATION_END)
         self._produced.clear()
+        self._in_backward = None
         self.policy.clear()
 
-    def reset(self) -> None:
-        """Forget the iteration. Call it before `ActivationStore.reset`."""
-        self._produced.clear()
-        self.leaving.clear()
-        self.policy.clear()
+    def _check_last_backward(self, following: TensorGroup) -> None:
+        last, self._in_backward = self._in_backward, following
+        if last is not None and last.storages:  # mostly a retained graph
+            self.store.check_handles(last)
 
     def _commit(self, group: TensorGroup) -> None:
         self._count(group)

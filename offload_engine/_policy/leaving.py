@@ -58,6 +58,6 @@ class LeavingQueue:
         return None
 
     def clear(self) -> None:
-        """Forget all copy-outs, after the store was reset."""
-        self.queue.clear()
+        """Forget all copy-outs, after the store has abandoned them."""
+        self.queue = deque()
         self.inflight_bytes = 0

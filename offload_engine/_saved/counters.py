@@ -35,6 +35,10 @@ class ByteCounters:
         """Start the statistics of an iteration."""
         self.stats = IterationStats(peak_resident_bytes=self.resident_bytes)
 
+    def clear(self) -> None:
+        """Forget all storages. The statistics stay."""
+        self.saved_bytes = self.resident_bytes = self.prefetched_bytes = 0
+
     def count_managed(self, nbytes: int) -> None:
         """Count a storage that a group has just saved."""
         # Runs once per storage, so `count_arrival` is inlined.

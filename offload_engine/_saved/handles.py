@@ -62,9 +62,12 @@ class PackedTensor:
             storage = self.storage
         except AttributeError:  # the constructor failed
             return
-        storage.forget_handle(id(self))
-        if not storage.handles:
-            self._retired.retire(storage)
+        try:
+            storage.forget_handle(id(self))
+            if not storage.handles:
+                self._retired.retire(storage)
+        except BaseException as error:
+            self._retired.defer_interrupt(error)
 
 
 class StayingTensor:

@@ -238,15 +238,6 @@ class StorageMover:
         self._forget_address(saved)
         self.live.pop(saved, None)
 
-    def wait_for_all_copies(self) -> None:
-        """Block the host until every copy has completed or failed."""
-        device = self._context.device
-        for stream in (self._context.copy_out_stream, self._context.copy_in_stream):
-            try:
-                device.synchronize(device.record_event(stream))
-            except CopyError as error:
-                logger.warning("a copy had failed before the reset: %s", error)
-
     def _move(self, storages: Sequence[SavedStorage], to: Residency) -> None:
         move(storages, to)
         recorder = self._context.recorder

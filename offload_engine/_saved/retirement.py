@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from offload_engine._host.try_lock import run_if_free
+from offload_engine._saved.failures import CopyFailures
 from offload_engine._saved.storage import SavedStorage
 
 
@@ -22,26 +23,31 @@ class RetireQueue:
     Nothing is retired in a thread that copies, where the collector may run as well: retiring waits for a copy in
     flight, and the thread might wait for itself. The next operation that ends in another thread does it.
 
-    Operations use `with lock`: with separate calls, an interrupt between two lines could leave the lock held.
+    An interrupt may end an operation between any two lines. Nothing is undone then: it is noted, nothing is retired any
+    more, and the reset makes new books, with a new queue and a new lock. Other threads go on until then, so operations
+    use `with lock`: with separate calls, an interrupt between two lines could leave the lock held.
 
     Python drops what a destructor raises, and an interrupt may come in the destructor of a handle: in a backward that
-    runs in the main thread, these are often the first lines of Python for a long time. `reclaim` raises it.
+    runs in the main thread, these are often the first lines of Python for a long time. The next boundary raises it.
 
     Args:
         is_copy_thread: returns True in a thread that copies.
-        retire: releases all memory of a storage, and may be called again; never called while an operation holds `lock`.
+        retire: releases all memory of a storage; never called while an operation holds `lock`.
+        failures: told of interrupts.
 
     Attributes:
         lock: held during an operation.
         dropped: storages without a handle that are not retired yet.
     """
 
-    def __init__(self, is_copy_thread: Callable[[], bool], retire: Callable[[SavedStorage], None]) -> None:
+    def __init__(
+        self, is_copy_thread: Callable[[], bool], retire: Callable[[SavedStorage], None], failures: CopyFailures
+    ) -> None:
         self.lock: Any = threading.RLock()
         self._is_copy_thread = is_copy_thread
         self._retire = retire
+        self._failures = failures
         self.dropped: deque[SavedStorage] = deque()
-        self._is_interrupted: bool = False
 
     def __enter__(self) -> RetireQueue:
         if self.dropped:
@@ -51,48 +57,53 @@ class RetireQueue:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if exc is not None:
+            self._failures.note(exc)
         if self.dropped:
             self.drain()
 
     def retire(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle was dropped, now or with the next operation; for destructors."""
         self.dropped.append(saved)
-        if saved.buffer is None and saved.emptied is None:
-            return  # it has no device bytes: the next operation retires it, together with others
-        try:
+        if saved.buffer is not None or saved.emptied is not None:  # else the next operation retires it, with others
             self.drain()
-        except KeyboardInterrupt:
-            self._is_interrupted = True
+
+    def defer_interrupt(self, error: BaseException) -> None:
+        """Keep an interrupt that came in a destructor for the next boundary; raise any other error."""
+        if isinstance(error, Exception):
+            raise error
+        self._failures.defer_interrupt(error)
 
     def drain(self) -> None:
-        """Retire the dropped storages, unless an operation is running, which drains at its end."""
-        # Again, because the operation that held the lock may have drained before the last one was dropped.
-        while self.dropped and not self._is_copy_thread() and run_if_free(self.lock, self._retire_dropped):
-            pass
+        """Retire the dropped storages, unless an operation is running, which drains at its end, or has been torn."""
+        if self._failures.is_torn:
+            return
+        try:
+            # Again, because the operation that held the lock may have drained before the last one was dropped.
+            while self.dropped and not self._is_copy_thread() and run_if_free(self.lock, self._retire_dropped):
+                pass
+        except BaseException as error:
+            self._failures.note(error)
+            raise
 
-    def reclaim(self, live: Iterable[SavedStorage]) -> None:
-        """Retire the storages among `live` whose handles are gone although no destructor has said so.
+    def check(self, live: Iterable[SavedStorage]) -> None:
+        """Look for storages among `live` whose handles are gone although no destructor has said so.
 
         Raises:
-            KeyboardInterrupt: if one has come in a destructor.
+            KeyboardInterrupt: if there are: it came in the first lines of a destructor, or between its last ones.
         """
-        with self.lock:
-            lost = [saved for saved in live if saved.has_lost_handles()]
-            for saved in lost:
-                saved.handles.clear()
-                self.dropped.append(saved)
+        if self._failures.is_torn:  # the interrupt was raised
+            return
         self.drain()
-        if lost or self._is_interrupted:
-            self._is_interrupted = False
-            raise KeyboardInterrupt("it came while a saved tensor was freed, where Python drops it")
+        with self.lock:
+            is_lost = any([saved.has_lost_handles() and saved not in self.dropped for saved in live])
+        if is_lost:
+            interrupt = KeyboardInterrupt("it came while a saved tensor was freed, where Python drops it")
+            self._failures.note(interrupt)
+            raise interrupt
 
     def _retire_dropped(self) -> None:
         while self.dropped:
-            saved = self.dropped[0]  # stays in the queue if an interrupt ends its retirement
-            try:
-                if not saved.handles:  # otherwise it has been packed again
-                    self._retire(saved)
-            except Exception:
-                self.dropped.popleft()
-                raise
-            self.dropped.popleft()
+            saved = self.dropped.popleft()
+            if not saved.handles:  # otherwise it has been packed again
+                self._retire(saved)

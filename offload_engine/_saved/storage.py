@@ -186,11 +186,12 @@ class SavedStorage:
             self.aliases.pop(handle, None)
 
     def has_lost_handles(self) -> bool:
-        """Return whether handles are registered but gone: an interrupt came in a destructor.
+        """Return whether a handle is gone that is still registered, or none is left.
 
         Each handle refers to `handles` until it is freed, behind its destructor. Call it while nothing is packed.
         """
-        return bool(self.handles) and sys.getrefcount(self.handles) == 2  # that of this storage, and the argument
+        num_left = sys.getrefcount(self.handles) - 2  # that of this storage, and the argument
+        return num_left < len(self.handles) or not num_left
 
     def has_bytes_of(self, tensor: torch.Tensor) -> bool:
         """Return whether the bytes of `tensor`, in this storage, have not changed since they were saved.

@@ -9,6 +9,7 @@ import torch
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine._observe.reasons import Reason
+from offload_engine._saved.abandon import abandon
 from offload_engine._saved.alloc_streams import AllocStreams
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
@@ -28,7 +29,6 @@ from offload_engine._saved.storage import (
 from offload_engine._saved.transfers import TransferContext, record_last_read
 from offload_engine.config import OffloadConfig
 from offload_engine.errors import OffloadError
-from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import IN
 from offload_engine.stats import IterationStats
 
@@ -50,17 +50,17 @@ class ActivationStore:
         context: TransferContext,
         pool: HostPool,
         unawaited: UnawaitedCopies,
-        meter: ResidencyMeter | None,
+        counters: ByteCounters,
         config: OffloadConfig,
     ) -> None:
-        self.counters: ByteCounters = ByteCounters(meter)
+        self.counters: ByteCounters = counters
         self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes)
         self.alloc_streams: AllocStreams = AllocStreams()
         self._mover = StorageMover(context, pool, unawaited, self.counters, config.host_policy == "error")
         self.live: dict[SavedStorage, None] = self._mover.live
         self._by_key = self._mover.by_key
         self.failures: CopyFailures = self._mover.failures
-        self._retired = RetireQueue(context.device.is_copy_thread, self._mover.retire)
+        self._retired = RetireQueue(context.device.is_copy_thread, self._mover.retire, self.failures)
         self.moves: GroupMoves = GroupMoves(self._mover, self._retired, context)
         self._lock = self._retired.lock
         self._dropped = self._retired.dropped
@@ -91,22 +91,17 @@ class ActivationStore:
         stats.num_storages_left = len(self.live)
         return stats
 
-    def reset(self) -> None:
-        """Wait for every copy, then retire every storage. Handles that autograd still holds can not be unpacked."""
-        with self._retired, self._lock:
-            self._mover.wait_for_all_copies()
-            # Storages to be refilled come last, when the memory of all others is free.
-            for saved in sorted(self.live, key=SavedStorage.is_still_held):
-                saved.pending = saved.copied_out = None  # complete or failed: no copy touches these bytes any more
-                self._mover.retire(saved)
-            self._mover.wait_for_all_copies()
-            # Nothing is left, whatever an interrupt may have kept from being undone.
+    def abandon_all(self) -> None:
+        """Wait for every copy, then drop every storage, in whatever state an exception has left it.
+
+        Handles that autograd still holds can not be unpacked. The store is of no use any more: make a new one. After an
+        interrupt in the middle, call it again.
+        """
+        self.failures.is_torn = self.failures.has_failed = True  # until it is replaced: also if this is interrupted
+        with self._lock:
+            abandon(list(self.live), self.counters, self.context)
             self.live.clear()
             self._by_key.clear()
-            self.counters.saved_bytes = self.counters.resident_bytes = self.counters.prefetched_bytes = 0
-            self.eligibility.clear()
-            self.alloc_streams.clear()
-            self.failures.clear()
 
     def has_handles(self) -> bool:
         """Return whether a graph still holds a handle.
@@ -114,8 +109,17 @@ class ActivationStore:
         Raises:
             KeyboardInterrupt: if one has come while a handle was freed.
         """
-        self._retired.reclaim(self.live)
+        self.failures.raise_deferred()
+        self._retired.check(self.live)
         return bool(self.live)
+
+    def check_handles(self, group: TensorGroup) -> None:
+        """Check that the handles of a group, whose backward should be over, are in order.
+
+        Raises:
+            KeyboardInterrupt: if one has come while a handle was freed.
+        """
+        self._retired.check(list(group.storages))
 
     @property
     def lent_bytes(self) -> int:
@@ -159,6 +163,9 @@ class ActivationStore:
                 if recorder is not None:
                     recorder.note_saved(tensor, group, storage=saved)
                 return PackedTensor(tensor, saved, self._retired, is_first)
+        except BaseException as error:
+            self.failures.note(error)
+            raise
         finally:
             if self._dropped:
                 self._retired.drain()
@@ -229,11 +236,9 @@ class ActivationStore:
 
     def _bring_back(self, saved: SavedStorage) -> None:
         """Recall or copy in a storage that prefetch missed, and make the current stream wait for it."""
+        if saved.residency is RETIRED:
+            raise OffloadError(f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again")
         with self._retired, self._lock:
-            if saved.residency is RETIRED:
-                raise OffloadError(
-                    f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again"
-                )
             if saved.residency is COPYING_OUT:
                 self._note_copy_in(saved)
                 self._mover.recall(saved)

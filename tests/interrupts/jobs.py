@@ -1,0 +1,247 @@
+"""Small training steps that go through each front-end, on each device, and give the same numbers every time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from offload_engine import (
+    CheckpointOffload,
+    FixedBounds,
+    GroupWindow,
+    OffloadConfig,
+    OffloadEngine,
+    ResidentLayers,
+    group_commit,
+    group_start,
+    manage_activations,
+    offload_wrapper,
+)
+from offload_engine import checkpoint as offloaded_checkpoint
+from offload_engine._devices import CpuDevice
+from offload_engine.frontends._layers.find_layers import find_layers
+from offload_engine.frontends.layers import LayerOffload
+from offload_engine.policies import PolicySettings
+from tests.adversarial import AdversarialDevice
+
+WIDTH = 16
+NUM_LAYERS = 4
+DEVICES: dict[str, Callable[[], CpuDevice | AdversarialDevice]] = {
+    "cpu": lambda: CpuDevice("none"),
+    "late copies": AdversarialDevice,
+    "early copies": lambda: AdversarialDevice(1),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x)) * x.cos()
+
+
+class Model(nn.Module):
+    """Runs its blocks; `checkpoint` may stand around each."""
+
+    checkpoint: Callable[..., torch.Tensor] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.checkpoint is None else self.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Job(ABC):
+    """A model, and an engine that moves its activations.
+
+    Attributes:
+        engine: None without offload.
+    """
+
+    policy: PolicySettings | None = None
+
+    def __init__(self, device: CpuDevice | AdversarialDevice | None) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.x = torch.randn(8, WIDTH)
+        self.device = device
+        self.engine: OffloadEngine | None = None
+        if device is not None:
+            self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=self.policy), device)
+        self.start()
+
+    def step(self) -> list[torch.Tensor]:
+        """Run a forward and a backward; return the output and all gradients."""
+        self.model.zero_grad()
+        return [self.train().detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
+
+    @abstractmethod
+    def train(self) -> torch.Tensor:
+        """Run forward and backward; return the loss."""
+
+    def recover(self) -> None:
+        """Do what a training loop does behind an exception: nothing for the front-ends, but much may be for torch."""
+        torch.set_grad_enabled(True)  # an interrupt inside `no_grad` may leave it off
+
+    @abstractmethod
+    def start(self) -> None:
+        """Put the front-end around the model."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take the front-end off."""
+
+
+class ByHand(Job):
+    """Two chunks with three groups each; the input of the second is held elsewhere."""
+
+    policy = FixedBounds(max_inflight_bytes=0)
+
+    def start(self) -> None:
+        self.held = self.x
+
+    def train(self) -> torch.Tensor:
+        if self.engine is None:
+            return self._both(None)
+        with self.engine.iteration():
+            return self._both(self.engine)
+
+    def recover(self) -> None:
+        super().recover()
+        if self.engine is not None:
+            self.engine.reset_iteration()
+            assert torch.equal(self.held, self.x), "a tensor that is held elsewhere did not get its bytes back"
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def _both(self, engine: OffloadEngine | None) -> torch.Tensor:
+        self.held = self.x.clone()  # as a schedule keeps the input of a stage
+        first = self._forward(engine, self.x * 1)
+        second = self._forward(engine, self.held)
+        first.backward()
+        second.backward()
+        return first.detach() + second.detach()
+
+    def _forward(self, engine: OffloadEngine | None, x: torch.Tensor) -> torch.Tensor:
+        if engine is None:
+            for block in self.model.blocks:
+                x = block(x)
+            return x.sum()
+        chunk, y = engine.start_chunk(), x
+        for block in self.model.blocks:
+            y = group_start(y, chunk, "block")
+            with chunk.saved_tensors_hooks():
+                y = block(y)
+            y = group_commit(y, chunk)
+            if x is self.held:
+                engine.held_elsewhere(x)
+        return y.sum()
+
+
+class Layers(Job):
+    """`enable_activation_offloading`."""
+
+    policy = ResidentLayers()
+    enable_ckpt = False
+
+    def start(self) -> None:
+        if self.engine is not None:
+            layers = find_layers(self.model, list(self.model.blocks))
+            self._handle = LayerOffload(self.model, layers, self.engine, self.enable_ckpt)
+
+    def train(self) -> torch.Tensor:
+        loss = self.model(self.x).sum()
+        loss.backward()
+        return loss
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self._handle.remove()
+
+
+class CheckpointedLayers(Layers):
+    """The same with `enable_ckpt`."""
+
+    enable_ckpt = True
+
+
+class Managed(Job):
+    """`manage_activations` around the forward."""
+
+    def start(self) -> None:
+        self._activations = manage_activations(self.model, group_bytes=1000, engine=self.engine)
+
+    def train(self) -> torch.Tensor:
+        if self.engine is None:
+            loss = self.model(self.x).sum()
+        else:
+            with self._activations:
+                loss = self.model(self.x).sum()
+        loss.backward()
+        return loss
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self._activations.close()
+
+
+class Wrapped(Layers):
+    """`offload_wrapper`."""
+
+    policy = GroupWindow(2)
+
+    def start(self) -> None:
+        apply_activation_checkpointing(self.model, check_fn=lambda module: isinstance(module, Block))
+        if self.engine is not None:
+            offload_wrapper(self.model, engine=self.engine)
+
+    def close(self) -> None:
+        if (handle := getattr(self.model, "activation_offload", None)) is not None:
+            handle.remove()
+
+
+class Checkpointed(Job):
+    """`checkpoint` inside a `CheckpointOffload`."""
+
+    policy = GroupWindow(2)
+
+    def start(self) -> None:
+        self.model.checkpoint = torch_checkpoint if self.engine is None else offloaded_checkpoint
+        if self.engine is not None:
+            self._offload = CheckpointOffload(engine=self.engine)
+
+    def train(self) -> torch.Tensor:
+        if self.engine is None:
+            loss = self.model(self.x).sum()
+        else:
+            with self._offload:
+                loss = self.model(self.x).sum()
+        loss.backward()
+        return loss
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self._offload.close()
+
+
+JOBS: dict[str, type[Job]] = {
+    "engine by hand": ByHand,
+    "enable_activation_offloading": Layers,
+    "enable_ckpt": CheckpointedLayers,
+    "manage_activations": Managed,
+    "offload_wrapper": Wrapped,
+    "checkpoint": Checkpointed,
+}

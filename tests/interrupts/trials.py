@@ -1,0 +1,191 @@
+"""One trial: an interrupt somewhere in a step or in close(), and what has to be true behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from offload_engine import OffloadEngine
+from offload_engine._compat import torch_private
+from tests.adversarial import AdversarialDevice
+from tests.engine_state import is_free
+from tests.interrupts.inject import AtByteCode, Injector, Timer
+from tests.interrupts.jobs import DEVICES, JOBS, Job
+
+TIMEOUT_S = 60
+PLACES = ("timer", "timer", "timer", "byte code", "byte code", "destructor", "close by timer", "close at byte code")
+
+
+EXPECTED = ("raised", "raised by the next step", "came too late", "dropped")
+
+
+class Trial(NamedTuple):
+    """What came of an interrupt."""
+
+    seed: int
+    front_end: str
+    device: str
+    place: str  # one of `PLACES`
+    outcome: str  # "raised", "raised by the next step", "came too late", "dropped", or what was wrong
+
+
+class Trials:
+    """Runs trials in this process. Jobs are kept from one to the next: what an interrupt has torn may show later."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[str, str], Job] = {}
+        self._expected: dict[str, list[torch.Tensor]] = {}
+        self._sizes: dict[tuple[str, str, str], float] = {}
+        self.swallowed: list[str] = []
+        gc.collect()
+        gc.freeze()
+
+    def run(self, seed: int) -> Trial:
+        """Run the trial of this seed; a hang ends the process with the tracebacks of all threads."""
+        rng = random.Random(seed)
+        front_end, device, place = rng.choice(list(JOBS)), rng.choice(list(DEVICES)), rng.choice(PLACES)
+        faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+        try:
+            with _noting_what_destructors_raise(self.swallowed):
+                outcome = self._check(front_end, device, place, rng)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+            self._jobs.pop((front_end, device), None)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        return Trial(seed, front_end, device, place, outcome)
+
+    def _check(self, front_end: str, device: str, place: str, rng: random.Random) -> str:
+        job = self._jobs.get((front_end, device)) or self._new_job(front_end, device)
+        action = job.close if place.startswith("close") else job.step
+        injector = self._injector(job, front_end, device, place, rng)
+        self.swallowed.clear()
+        has_come = injector.deliver_in(action)
+        where = list(self.swallowed)
+        if place.startswith("close"):
+            del self._jobs[front_end, device]
+            _check_closed(job)
+            return _outcome(has_come, injector, where)
+        for _ in range(rng.randrange(3)):  # a second Ctrl-C, or a third, comes while the first is dealt with
+            AtByteCode(rng.randrange(1, 2000)).deliver_in(job.recover)
+        job.recover()
+        has_come_later = self._steps_are_right(job, front_end, expects_interrupt=injector.has_fired and not has_come)
+        return "raised by the next step" if has_come_later else _outcome(has_come, injector, where)
+
+    def _steps_are_right(self, job: Job, front_end: str, expects_interrupt: bool) -> bool:
+        """Check the next step; return whether it raised the interrupt of the last one."""
+        try:
+            got, has_come = job.step(), False
+        except KeyboardInterrupt:
+            assert expects_interrupt, "the next step was interrupted once more"
+            job.recover()
+            got, has_come = job.step(), True
+        expected = self._expected[front_end]
+        assert len(got) == len(expected) and all(map(torch.equal, got, expected)), "the next step differs"
+        del got
+        gc.collect()  # what was there before the trials is frozen: see `Trials`
+        _check_nothing_left(job)
+        return has_come
+
+    def _new_job(self, front_end: str, device: str) -> Job:
+        if front_end not in self._expected:
+            self._expected[front_end] = JOBS[front_end](None).step()
+        job = self._jobs[front_end, device] = JOBS[front_end](DEVICES[device]())
+        job.step()
+        self._steps_are_right(job, front_end, False)
+        return job
+
+    def _injector(self, job: Job, front_end: str, device: str, place: str, rng: random.Random) -> Injector:
+        if place.endswith("timer"):
+            return Timer(rng.uniform(0, self._size(job, front_end, device, place)))
+        function = "__del__" if place == "destructor" else ""
+        return AtByteCode(rng.randint(1, max(1, int(self._size(job, front_end, device, place)))), function)
+
+    def _size(self, job: Job, front_end: str, device: str, place: str) -> float:
+        """Return how long, in seconds or byte codes, what is interrupted takes."""
+        if place == "close by timer":
+            return 1e-3
+        if place == "close at byte code":
+            return 3000
+        key = front_end, device, place
+        if key not in self._sizes:
+            counter = AtByteCode(0, "__del__" if place == "destructor" else "")
+            if place == "timer":
+                self._sizes[key] = min(_seconds(job.step) for _ in range(3))
+            else:
+                counter.deliver_in(job.step)
+                self._sizes[key] = counter.num_seen
+        return self._sizes[key]
+
+
+def _outcome(has_come: bool, injector: Injector, swallowed: list[str]) -> str:
+    if has_come:
+        return "raised"
+    if not injector.has_fired:
+        return "came too late"
+    if isinstance(injector, AtByteCode) and swallowed:
+        return "dropped"  # by Python, at the end of a destructor, where a signal is never delivered
+    return f"lost: {', '.join(swallowed) or 'without a trace'}"
+
+
+def _check_nothing_left(job: Job) -> None:
+    engine = job.engine
+    assert engine is not None
+    assert engine.stats.copied_out_bytes > 0, "nothing moves any more"
+    snapshot = engine.snapshot()
+    assert snapshot[:4] == (0, 0, 0, 0) and not snapshot.leaving and not snapshot.num_live, f"left: {snapshot}"
+    assert engine.pool.num_leases == 0 == engine.pool.lent_bytes, f"{engine.pool.num_leases} leases are left"
+    assert not engine.is_in_iteration, "the iteration never ends"
+    _check_locks(engine)
+    hooks = torch_private.innermost_hooks(True)
+    assert hooks is None, f"hooks are left: {hooks}"
+    if isinstance(engine.device, AdversarialDevice):
+        assert not engine.device.hazards, engine.device.hazards[:3]
+
+
+def _check_closed(job: Job) -> None:
+    job.close()
+    engine = job.engine
+    assert engine is not None and engine.pool.slab_bytes_total == 0 and engine.pool.num_leases == 0
+    if isinstance(engine.device, AdversarialDevice):
+        assert engine.device.is_closed and not engine.device.hazards and engine.device.host_bytes == 0
+    else:
+        device_threads = [stream._thread for stream in engine.device._streams if stream._thread is not None]
+        assert not device_threads, "a copy thread runs on"
+
+
+def _check_locks(engine: OffloadEngine) -> None:
+    for lock in (engine._store._lock, engine.pool._lock):
+        assert is_free(lock), "a lock stays taken"
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _noting_what_destructors_raise(found: list[str]) -> Iterator[None]:
+    before = sys.unraisablehook
+
+    def note(args: Any) -> None:
+        traceback = args.exc_traceback
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        name = getattr(args.object, "__qualname__", repr(args.object))
+        found.append(f"{args.exc_type.__name__} in {name}" + (f":{traceback.tb_lineno}" if traceback else ""))
+
+    sys.unraisablehook = note
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
