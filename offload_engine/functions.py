@@ -5,6 +5,7 @@ An identity returns an alias of its input that is not a view of it, so a model m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,6 +88,19 @@ def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tens
         # A hook on its node is not enough: if the group did not compute the tensor, the node's backward runs long after
         # the group's; if the model later writes into a view, it never runs.
         return GroupCommitFunction.apply(tensor, chunk)
-    # The group's backward begins with this node, and a hook on it costs a quarter of an identity after it.
-    node.register_prehook(_BackwardBegins(chunk, chunk.on_group_commit_forward()))
+    # The group's backward begins with this node, and a hook on it costs a fraction of an identity after it.
+    _call_before(node, tensor, _BackwardBegins(chunk, chunk.on_group_commit_forward()))
     return tensor
+
+
+def _call_before(node: torch.autograd.graph.Node, tensor: torch.Tensor, hook: Callable[..., None]) -> None:
+    """Have `hook` called before the backward of `node`, which has made `tensor`.
+
+    As `node.register_prehook`, without the handle that could remove it, which takes most of the time.
+    """
+    if type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:  # hooks of others are in the way
+        node.register_prehook(hook)
+        return
+    tensor._backward_hooks = {0: hook}
+    node._register_hook_dict(tensor)  # type: ignore[attr-defined]  # the node takes the dictionary over
+    tensor._backward_hooks = None

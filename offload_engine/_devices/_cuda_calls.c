@@ -122,10 +122,10 @@ static int issue_copies(const Calls *calls, const size_t *head, size_t *arrays, 
 }
 
 /* Parses `count` times target, source and size into three arrays; false, with an exception set, if one is no size. */
-static int parse_copies(PyObject *const *args, Py_ssize_t count, size_t *arrays)
+static int parse_copies(PyObject *list, Py_ssize_t count, size_t *arrays)
 {
     for (Py_ssize_t i = 0; i < 3 * count; i++) {
-        size_t value = PyLong_AsSize_t(args[i]);
+        size_t value = PyLong_AsSize_t(PyList_GET_ITEM(list, i));
         if (value == (size_t)-1 && PyErr_Occurred())
             return 0;
         arrays[i % 3 * count + i / 3] = value;
@@ -136,17 +136,18 @@ static int parse_copies(PyObject *const *args, Py_ssize_t count, size_t *arrays)
 static PyObject *calls_copy_all(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     size_t head[3], on_stack[3 * COPIES_ON_STACK], *arrays = on_stack;
-    Py_ssize_t count = given / 3 - 1;
+    Py_ssize_t count = given == 4 && PyList_Check(args[3]) ? PyList_GET_SIZE(args[3]) / 3 : 0;
     PyObject *result = NULL;
     int code;
-    if (given < 6 || given % 3 != 0)
-        return PyErr_Format(PyExc_TypeError,
-                            "copy_all() takes a stream, an event, a kind and three arguments a copy, got %zd", given);
+    if (count == 0 || PyList_GET_SIZE(args[3]) % 3 != 0) {
+        PyErr_SetString(PyExc_TypeError, "copy_all() takes a stream, an event, a kind and a list: three numbers a copy");
+        return NULL;
+    }
     if (!parse("copy_all", args, 3, 3, head))
         return NULL;
     if (count > COPIES_ON_STACK && (arrays = PyMem_New(size_t, 3 * count)) == NULL)
         return PyErr_NoMemory();
-    if (parse_copies(args + 3, count, arrays)) {
+    if (parse_copies(args[3], count, arrays)) {
         Py_BEGIN_ALLOW_THREADS
         code = issue_copies((Calls *)self, head, arrays, (size_t)count);
         Py_END_ALLOW_THREADS
@@ -190,8 +191,8 @@ static PyMethodDef calls_methods[] = {
      "cudaEventRecord(event, leader) and cudaStreamWaitEvent(stream, event, 0); takes (stream, event, leader)"},
     {"query", (PyCFunction)(void (*)(void))calls_query, METH_FASTCALL, "cudaEventQuery(event)"},
     {"copy_all", (PyCFunction)(void (*)(void))calls_copy_all, METH_FASTCALL,
-     "cudaMemcpyBatchAsync, or cudaMemcpyAsync for each, then cudaEventRecord; takes (stream, event, kind), then target, "
-     "source and size of each copy"},
+     "cudaMemcpyBatchAsync, or cudaMemcpyAsync for each, then cudaEventRecord; takes (stream, event, kind) and a list: "
+     "target, source and size of each copy"},
     {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
     {NULL, NULL, 0, NULL},
 };

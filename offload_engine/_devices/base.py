@@ -9,7 +9,6 @@ Streams, events and time marks are opaque: only the device that made them looks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -136,7 +135,7 @@ class Device(Protocol):
     def restore(self, storage: torch.UntypedStorage, nbytes: int, stream: Stream) -> torch.Tensor:
         """Allocate bytes for a storage that `empty` left without any, for every tensor that holds it."""
 
-    def copy_out(self, stream: Stream, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> Event:
+    def copy_out(self, stream: Stream, copies: list[tuple[torch.Tensor, HostRegion]]) -> Event:
         """Issue the device-to-host copies of whole storages on `stream`, in no order among themselves.
 
         A tensor stands for its storage here, whatever its shape and dtype. The caller keeps it alive, and unchanged,
@@ -153,7 +152,7 @@ class Device(Protocol):
             ValueError: if a target has another size than its source, or is not inside its slab; nothing is issued.
         """
 
-    def copy_in(self, stream: Stream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> Event:
+    def copy_in(self, stream: Stream, copies: list[tuple[HostRegion, torch.Tensor]]) -> Event:
         """Issue the host-to-device copies into whole storages on `stream`; otherwise as `copy_out`."""
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:

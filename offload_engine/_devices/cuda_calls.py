@@ -46,8 +46,8 @@ class Calls(Protocol):
     def query(self, event: int, /) -> int:
         """Call cudaEventQuery."""
 
-    def copy_all(self, stream: int, event: int, kind: int, /, *copies: int) -> int:
-        """Issue copies and record `event` after them; target, source and size in bytes of each copy.
+    def copy_all(self, stream: int, event: int, kind: int, copies: list[int], /) -> int:
+        """Issue copies and record `event` after them; `copies` are target, source and size in bytes of each.
 
         Several copies are one cudaMemcpyBatchAsync where the runtime has that, except on the default stream, for which
         CUDA refuses it.
@@ -75,7 +75,7 @@ class CtypesCalls:
     def wait_stream(self, stream: int, event: int, leader: int, /) -> int:
         return self.record(event, leader) or self.wait(stream, event)
 
-    def copy_all(self, stream: int, event: int, kind: int, /, *copies: int) -> int:
+    def copy_all(self, stream: int, event: int, kind: int, copies: list[int], /) -> int:
         count = len(copies) // 3
         if count > 1 and stream and self._has_batch:
             code = self._copy_batch(stream, count, copies)
@@ -83,13 +83,13 @@ class CtypesCalls:
             code = self._copy_each(stream, kind, count, copies)
         return code or self.record(event, stream)
 
-    def _copy_each(self, stream: int, kind: int, count: int, values: tuple[int, ...]) -> int:
+    def _copy_each(self, stream: int, kind: int, count: int, values: list[int]) -> int:
         code = 0
         for i in range(count):
             code = code or self._copy(*values[3 * i : 3 * i + 3], kind, stream)
         return code
 
-    def _copy_batch(self, stream: int, count: int, values: tuple[int, ...]) -> int:
+    def _copy_batch(self, stream: int, count: int, values: list[int]) -> int:
         addresses, sizes = HANDLE * count, ctypes.c_size_t * count
         attributes = (ctypes.c_int * 6)(STREAM_ORDER, 0, 0, 0, 0, OVERLAP_WITH_COMPUTE)  # cudaMemcpyAttributes
         code: int = self._library.cudaMemcpyBatchAsync(

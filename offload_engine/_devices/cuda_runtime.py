@@ -7,7 +7,6 @@ about fifteen of them. Here a stream is its handle, and an event is a handle tha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ _DEFAULT_STREAM = 0  # `ExternalStream` takes this handle for "none given" and m
 
 _current_device: Final[Any] = torch_private.cuda_current_device
 _current_stream: Final[Any] = torch_private.cuda_current_stream
+_empty_strided: Final[Any] = torch_private.cuda_empty_strided
 
 
 class CudaEvent:
@@ -134,12 +134,14 @@ class CudaRuntime:
 
     def wait_stream(self, stream: int, leader: int) -> None:
         """Make work issued to `stream` from now on wait for all work issued to `leader`; see `Device.wait_stream`."""
-        event = self._unrecorded()  # free again as soon as the wait is issued
+        idle = self._idle
+        event = idle.pop() if idle else self._new_event(_DISABLE_TIMING)
         if (stream and leader) or self._is_current:
-            self._check(self._wait_stream(stream, event.handle, leader))
+            self._check(self._wait_stream(stream, event, leader))
         else:
             with torch.cuda.device(self._device):
-                self._check(self._wait_stream(stream, event.handle, leader))
+                self._check(self._wait_stream(stream, event, leader))
+        idle.append(event)  # free again as soon as the wait is issued; lost if CUDA refuses it
 
     def is_complete(self, event: CudaEvent) -> bool:
         """As `Device.is_complete`: True if `event` has completed without error; never blocks, and never raises."""
@@ -164,7 +166,10 @@ class CudaRuntime:
     def allocate(self, nbytes: int, stream: int, spec: TensorSpec | None = None) -> torch.Tensor:
         """As `Device.allocate`."""
         if stream == _current_stream(self._index):  # nearly always; saves a context manager
-            return new_buffer(nbytes, spec, self._device)
+            if spec is None or not self._is_current:
+                return new_buffer(nbytes, spec, self._device)
+            buffer: torch.Tensor = _empty_strided(tuple(spec[1]), spec[2], spec[3])
+            return buffer
         with self.on(stream):
             return new_buffer(nbytes, spec, self._device)
 
@@ -189,23 +194,29 @@ class CudaRuntime:
             self._last_error()
         return found.value if code == 0 else None
 
-    def copy_out(self, stream: int, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
+    def copy_out(self, stream: int, copies: list[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
         """Issue copies as `Device.copy_out`; the targets are in slabs of pinned memory."""
         values: list[int] = []
         for source, target in copies:
-            values += (_address(target), check_copy(source, target).data_ptr(), target.nbytes)
+            storage = check_copy(source, target)
+            values.append(_address(target))
+            values.append(storage.data_ptr())
+            values.append(target.nbytes)
         return self._copy(stream, _DEVICE_TO_HOST, values)
 
-    def copy_in(self, stream: int, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
+    def copy_in(self, stream: int, copies: list[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
         """Issue copies as `Device.copy_in`; the sources are in slabs of pinned memory."""
         values: list[int] = []
         for source, target in copies:
-            values += (check_copy(target, source).data_ptr(), _address(source), source.nbytes)
+            storage = check_copy(target, source)
+            values.append(storage.data_ptr())
+            values.append(_address(source))
+            values.append(source.nbytes)
         return self._copy(stream, _HOST_TO_DEVICE, values)
 
     def _copy(self, stream: int, kind: int, values: list[int]) -> CudaEvent:
         event = self._unrecorded()
-        self._check(self._copy_all(stream, event.handle, kind, *values))
+        self._check(self._copy_all(stream, event.handle, kind, values))
         return event
 
     def _unrecorded(self) -> CudaEvent:

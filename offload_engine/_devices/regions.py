@@ -41,10 +41,12 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage
         ValueError: if the storage is not of the region's size, or the region is not inside its slab.
     """
     storage = tensor.untyped_storage()
-    nbytes, storage_bytes = region.nbytes, storage.nbytes()
+    nbytes = region.nbytes
+    storage_bytes: int = storage.nbytes()
     if storage_bytes != nbytes:
         raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {storage_bytes:,}")
-    if region.offset < 0 or region.offset + nbytes > region.slab.nbytes:
+    slab_bytes: int = region.slab.nbytes
+    if region.offset < 0 or region.offset + nbytes > slab_bytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
     return storage
 

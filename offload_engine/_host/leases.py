@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from offload_engine._devices.base import Event, HostRegion
+from offload_engine._devices.base import Event
+from offload_engine._devices.regions import HostRegion
 from offload_engine._host.pool import HostLease, HostPool
 
 
@@ -36,21 +35,20 @@ class GroupLease:
             self._pool.give_back(self._lease, self.events)
 
 
-def lend(pool: HostPool, sizes: Sequence[int], alignment: int) -> tuple[GroupLease, list[HostRegion]] | None:
+def lend(pool: HostPool, sizes: list[int]) -> tuple[GroupLease, list[HostRegion]] | None:
     """Lend one region for each of `sizes` from one lease.
 
     Args:
         pool: lends the bytes.
         sizes: bytes of each region.
-        alignment: of each region, in bytes.
 
     Returns:
         The lease and its regions; None if the host tier has no room.
     """
-    mask = -alignment
+    alignment = pool.alignment
     total = 0
     for nbytes in sizes:
-        total += (nbytes + alignment - 1) & mask
+        total += (nbytes + alignment - 1) & -alignment
     lease = pool.lend(total)
     if lease is None:
         return None
@@ -58,5 +56,5 @@ def lend(pool: HostPool, sizes: Sequence[int], alignment: int) -> tuple[GroupLea
     regions = []
     for nbytes in sizes:
         regions.append(HostRegion(slab, offset, nbytes))
-        offset += (nbytes + alignment - 1) & mask
+        offset += (nbytes + alignment - 1) & -alignment
     return GroupLease(pool, lease, len(regions)), regions

@@ -67,6 +67,12 @@ class HostPool:
         slab_bytes: smallest slab to ask for at first, where the limit allows it.
         unawaited: copy-ins whose bytes are lent last; None: there are none.
 
+    Attributes:
+        alignment: of the bytes lent, in bytes.
+        lent_bytes: lent now.
+        peak_lent_bytes: the most that were lent at once since `reset_peak`.
+        num_leases: not returned yet.
+
     Raises:
         ValueError: if the limit is negative or the slab size is not positive.
     """
@@ -83,6 +89,7 @@ class HostPool:
         if slab_bytes <= 0:
             raise ValueError(f"slab_bytes must be positive, got {slab_bytes:,}")
         self._slabs = HostSlabs(device, limit_bytes, UnawaitedCopies() if unawaited is None else unawaited)
+        self.alignment: int = device.host_alignment
         self._slab_bytes = slab_bytes
         self._lock: Any = threading.RLock()
         self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
@@ -194,7 +201,8 @@ class HostPool:
 
     def _take_returns(self) -> None:
         while self._returns:
-            self._take_back(*self._returns.popleft())
+            lease, events = self._returns.popleft()
+            self._take_back(lease, events)
 
     def _take_back(self, lease: HostLease, events: Sequence[Event]) -> None:
         self._slabs.free.put(lease._slab, lease.region.offset, lease._extent_bytes, events)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from offload_engine._saved.storage import SavedStorage
 from offload_engine.meter import ResidencyMeter
 from offload_engine.stats import IterationStats
@@ -61,7 +59,7 @@ class ByteCounters:
         self.prefetched_bytes += nbytes
         self.count_arrival(nbytes)
 
-    def hold(self, storages: Sequence[SavedStorage]) -> None:
+    def hold(self, storages: list[SavedStorage]) -> None:
         """Count the buffers of `storages` on the meter."""
         if self._meter is not None:
             for saved in storages:

@@ -100,7 +100,7 @@ class StorageMover:
             self._note_modified(group.storages)
         if not storages:
             return None
-        lent = lend(self._pool, [saved.nbytes for saved in storages], self._context.device.host_alignment)
+        lent = lend(self._pool, [saved.nbytes for saved in storages])
         if lent is None:
             self._count_no_room(group, nbytes)
             return None
@@ -116,7 +116,7 @@ class StorageMover:
         self.counters.stats.num_offloaded_groups += 1
         return CopyOut(group, storages, nbytes, copied_out)
 
-    def release(self, storages: Sequence[SavedStorage]) -> None:
+    def release(self, storages: list[SavedStorage]) -> None:
         """Release the device bytes of storages copied out together, except those recalled, modified or retired since.
 
         Raises:
@@ -128,11 +128,11 @@ class StorageMover:
         self._wait_for_copy_out(leaving)
         self.leave_device(leaving)
 
-    def leave_device(self, storages: Sequence[SavedStorage]) -> None:
+    def leave_device(self, storages: list[SavedStorage]) -> None:
         """Release or empty buffers whose copy-out is complete; recall those that undeclared references hold."""
         for saved in storages:
             if saved.num_external_refs is None:
-                if not saved.pin_address():
+                if not saved.pin_address() and saved.has_address:
                     self._forget_address(saved)
                 self.counters.drop(saved)
                 drop_buffer(saved, self._context)
@@ -154,7 +154,7 @@ class StorageMover:
         if not saved.group.is_read_once:
             return_region(saved, saved.copied_out)
 
-    def copy_in(self, storages: Sequence[SavedStorage]) -> None:
+    def copy_in(self, storages: list[SavedStorage]) -> None:
         """Issue the copy-in of storages on host; return their leases at once, with the event of the copy.
 
         Storages that are read once keep their leases, because they may have to be copied in again.
@@ -171,7 +171,7 @@ class StorageMover:
         if self.counters.is_metered:
             self.counters.hold(storages)
 
-    def await_copy_in(self, storages: Sequence[SavedStorage]) -> None:
+    def await_copy_in(self, storages: list[SavedStorage]) -> None:
         """Make the current stream wait for the copy-in of `storages`, issued together.
 
         Raises:
@@ -201,7 +201,7 @@ class StorageMover:
 
     def hold_again(self, saved: SavedStorage, holder: torch.Tensor) -> None:
         """Undo the release of a buffer whose bytes an outside reference, `holder`, has kept on the device."""
-        saved.buffer, saved.spec = holder.detach(), None
+        saved.buffer, saved.storage, saved.spec = holder.detach(), holder.untyped_storage(), None
         self.counters.hold([saved])
         self.counters.count_arrival(saved.nbytes)
         self._move([saved], COPYING_OUT)
@@ -235,10 +235,11 @@ class StorageMover:
         saved.group.storages.pop(saved, None)
         for group in saved.sharers:
             group.storages.pop(saved, None)
-        self._forget_address(saved)
+        if saved.has_address:
+            self._forget_address(saved)
         self.live.pop(saved, None)
 
-    def _move(self, storages: Sequence[SavedStorage], to: Residency) -> None:
+    def _move(self, storages: list[SavedStorage], to: Residency) -> None:
         move(storages, to)
         recorder = self._context.recorder
         if recorder is not None:
@@ -264,19 +265,18 @@ class StorageMover:
                 "host_limit_bytes, offload less, or set host_policy='keep' to leave such groups on the device."
             )
 
-    def _end_prefetch(self, storages: Sequence[SavedStorage]) -> None:
+    def _end_prefetch(self, storages: list[SavedStorage]) -> None:
         for saved in storages:
             self.counters.prefetched_bytes -= saved.nbytes
         if storages:  # copied in together
             self._unawaited.discard(storages[0].copied_in)
 
     def _forget_address(self, saved: SavedStorage) -> None:
-        if saved.has_address:
-            saved.has_address = False
-            if self.by_key.get(saved.key) is saved:
-                del self.by_key[saved.key]
+        saved.has_address = False
+        if self.by_key.get(saved.key) is saved:
+            del self.by_key[saved.key]
 
-    def _wait_for_copy_out(self, storages: Sequence[SavedStorage]) -> None:
+    def _wait_for_copy_out(self, storages: list[SavedStorage]) -> None:
         try:
             wait_for_last_copy(storages, self._context)
         except CopyError as error:
@@ -299,9 +299,10 @@ def return_region(saved: SavedStorage, last_copy: Event | None) -> None:
     lease.give_up_part(last_copy)
 
 
-def _return_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
+def _return_regions(storages: list[SavedStorage], last_copy: Event) -> None:
     """Return the regions of storages that are not read once, with one call per lease (mostly one for all)."""
-    num_parts: dict[GroupLease, int] = {}
+    returned: GroupLease | None = None
+    num_parts = 0
     for saved in storages:
         lease = saved.lease
         assert lease is not None
@@ -309,9 +310,13 @@ def _return_regions(storages: Sequence[SavedStorage], last_copy: Event) -> None:
             lease.copied_in = last_copy
             continue
         saved.lease = None
-        num_parts[lease] = num_parts.get(lease, 0) + 1
-    for lease, number in num_parts.items():
-        lease.give_up_part(last_copy, number)
+        if lease is not returned and returned is not None:
+            returned.give_up_part(last_copy, num_parts)
+            num_parts = 0
+        returned = lease
+        num_parts += 1
+    if returned is not None:
+        returned.give_up_part(last_copy, num_parts)
 
 
 def _movable(group: TensorGroup) -> tuple[list[SavedStorage], int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import Event, HostRegion, Stream, TensorSpec
+from offload_engine._devices.base import Event, Stream
+from offload_engine._devices.regions import HostRegion, TensorSpec
 from offload_engine._host.leases import GroupLease
 from offload_engine._saved.places import Place, covers, place_of
 from offload_engine.schedule import ChunkKey
@@ -57,7 +57,7 @@ _sequence_nr: Final[Any] = torch_private.next_sequence_nr
 _storage_use_count: Final[Any] = torch_private.use_count
 
 
-def move(storages: Sequence[SavedStorage], to: Residency) -> None:
+def move(storages: list[SavedStorage], to: Residency) -> None:
     """Change the residency of storages and the byte counters of their groups. No other function changes either.
 
     Raises:
@@ -92,7 +92,7 @@ class SavedStorage:
     """One storage that autograd needs again: the unit that is copied once, however many tensors and groups saved it.
 
     `buffer` is a detached alias of the saved tensor, or the target of a copy-in. It keeps the storage alive, but no
-    autograd graph.
+    autograd graph. `storage` is that of a saved tensor as Python's own object, whose making takes as long as a read.
     """
 
     __slots__ = (
@@ -103,6 +103,7 @@ class SavedStorage:
         "spec",
         "residency",
         "buffer",
+        "storage",
         "stream",
         "readers",
         "pending",
@@ -134,6 +135,7 @@ class SavedStorage:
         self.spec: TensorSpec | None = None  # of the first tensor saved and of `buffer`; only if it covers all bytes
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
+        self.storage: torch.UntypedStorage | None = storage  # of `buffer`, unless that was copied in
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
         self.pending: Event | None = None  # last copy touching `buffer`, until `stream` has waited for it
@@ -161,11 +163,10 @@ class SavedStorage:
         Returns:
             False, and the address is not kept, if no tensor is left that could be saved under it again.
         """
-        assert self.buffer is not None
-        storage = self.buffer.untyped_storage()
-        if _num_tensors(storage) == 1 + self.num_aliases():
+        assert self.storage is not None
+        if self._num_tensors() == 1 + self.num_aliases():
             return False
-        self._pin = _AddressPin(storage)
+        self._pin = _AddressPin(self.storage)
         return True
 
     def watch(self, tensor: torch.Tensor, handle: int) -> None:
@@ -211,15 +212,17 @@ class SavedStorage:
 
     def is_modified_for(self, handle: int) -> bool:
         """Return whether the bytes that a handle needs were written in place, or discarded, since they were saved."""
-        assert self.buffer is not None
+        assert self.buffer is not None and self.storage is not None
         saved = self.buffer if self.aliases is None else self.aliases.get(handle, self.buffer)
-        return saved._version != self.version or self.buffer.untyped_storage().nbytes() != self.nbytes
+        version: int = saved._version  # as a number of the compiled core, which compares it in no time
+        nbytes: int = self.storage.nbytes()
+        return version != self.version or nbytes != self.nbytes
 
     def may_be_emptied(self) -> bool:
         """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""
-        assert self.buffer is not None and self.num_external_refs is not None
-        storage = self.buffer.untyped_storage()
-        return storage.resizable() and _num_tensors(storage) <= 1 + self.num_aliases() + self.num_external_refs
+        assert self.storage is not None and self.num_external_refs is not None
+        num_known = 1 + self.num_aliases() + self.num_external_refs
+        return self.storage.resizable() and self._num_tensors() <= num_known
 
     def may_be_handed_over(self) -> bool:
         """Return whether only the tensor of one handle, on `stream`, needs `buffer`."""
@@ -229,7 +232,13 @@ class SavedStorage:
 
     def is_still_held(self) -> bool:
         """Return whether an outside reference to the emptied storage is left."""
-        return self.emptied is not None and _num_tensors(self.emptied) > 0
+        return self.emptied is not None and self._num_tensors() > 0
+
+    def _num_tensors(self) -> int:
+        """Count the tensors over the storage: aliases and views, in Python, C++ and graphs, each once."""
+        assert self.storage is not None or self.emptied is not None
+        num_tensors: int = _storage_use_count(self.key) - 1  # minus `storage` or `emptied`, which is one object
+        return num_tensors
 
     def __repr__(self) -> str:
         return f"<SavedStorage {self.nbytes:,} bytes {self.residency.value} of {self.group}>"
@@ -246,12 +255,6 @@ class _AddressPin:
 
     def __del__(self) -> None:
         self._free(self._weak)
-
-
-def _num_tensors(storage: torch.UntypedStorage) -> int:
-    """Count the tensors over `storage`: aliases and views, in Python, C++ and graphs, each once."""
-    num_tensors: int = _storage_use_count(storage._cdata) - 1  # minus `storage` itself
-    return num_tensors
 
 
 class TensorGroup:

@@ -60,13 +60,13 @@ class TransferContext:
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
 
 
-def record_produced(storages: Sequence[SavedStorage], context: TransferContext) -> list[Event]:
+def record_produced(storages: list[SavedStorage], context: TransferContext) -> list[Event]:
     """Record the events that the copy-out of `storages` has to wait for: all work queued on their streams by now."""
     return [context.device.record_event(compute) for compute in _streams_of(storages)]
 
 
 def copy_out(
-    storages: Sequence[SavedStorage], lease: GroupLease, produced: Sequence[Event] | None, context: TransferContext
+    storages: list[SavedStorage], lease: GroupLease, produced: Sequence[Event] | None, context: TransferContext
 ) -> Event:
     """Issue the copy-out of `storages` into their regions of `lease`; return the event after the last byte.
 
@@ -101,7 +101,7 @@ def copy_out(
         raise
 
 
-def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event:
+def copy_in(storages: list[SavedStorage], context: TransferContext) -> Event:
     """Allocate a buffer for each of `storages` and issue its copy-in; return the event after the last byte."""
     device, stream, recorder = context.device, context.copy_in_stream, context.recorder
     copies = []
@@ -130,7 +130,7 @@ def copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> Event
         raise
 
 
-def wait_for_last_copy(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+def wait_for_last_copy(storages: list[SavedStorage], context: TransferContext) -> None:
     """Make compute wait for the last copy that touched each buffer of `storages`, before they are released.
 
     Raises:
@@ -161,22 +161,22 @@ def drop_buffer(storage: SavedStorage, context: TransferContext) -> None:
     if context.on_release is not None:
         context.on_release(storage.buffer)
     storage.aliases = None
-    storage.buffer = None
+    storage.buffer = storage.storage = None
 
 
 def hand_over_buffer(storage: SavedStorage) -> None:
     """Leave the buffer to its one reader, on the current stream, which is `storage.stream`."""
     storage.aliases = None
-    storage.buffer = storage.copied_in = None
+    storage.buffer = storage.storage = storage.copied_in = None
 
 
 def empty_buffer(storage: SavedStorage, context: TransferContext) -> None:
     """Release the bytes in place, because outside references hold the buffer; these have no bytes from now on."""
     _follow_readers(storage, context.device)
-    assert storage.buffer is not None
-    storage.emptied = storage.buffer.untyped_storage()
+    assert storage.storage is not None
+    storage.emptied = storage.storage
     storage.aliases = None
-    storage.buffer = None
+    storage.buffer = storage.storage = None
     context.device.empty(storage.emptied)
 
 
@@ -193,7 +193,7 @@ def refill(storage: SavedStorage, context: TransferContext) -> torch.Tensor:
     return target
 
 
-def await_copy_in(storages: Sequence[SavedStorage], context: TransferContext) -> None:
+def await_copy_in(storages: list[SavedStorage], context: TransferContext) -> None:
     """Make the current stream, which is about to read `storages`, wait for their copy-in, issued together.
 
     Raises:
@@ -244,7 +244,7 @@ def _follow_readers(storage: SavedStorage, device: Device) -> None:
     storage.last_read = None
 
 
-def _streams_of(storages: Sequence[SavedStorage]) -> list[Stream]:
+def _streams_of(storages: list[SavedStorage]) -> list[Stream]:
     """Return each compute stream of `storages` once; storages of one group nearly always share theirs."""
     found = [storages[0].stream]
     for storage in storages:

@@ -117,13 +117,13 @@ CALLS = [
     ("wait", (0, EVENT), (2, 0, EVENT, 0, 0, 0), None),
     ("wait_stream", (STREAM, EVENT, LEADER), (2, STREAM, EVENT, 0, 0, 0), (EVENT, LEADER)),
     ("query", (EVENT,), (3, EVENT, 0, 0, 0, 0), None),
-    ("copy_all", (STREAM, EVENT, 2, HOST, DEVICE, NBYTES), (4, HOST, DEVICE, NBYTES, 2, STREAM), (EVENT, STREAM)),
-    ("copy_all", (0, EVENT, 1, DEVICE, HOST, 1), (4, DEVICE, HOST, 1, 1, 0), (EVENT, 0)),
+    ("copy_all", (STREAM, EVENT, 2, [HOST, DEVICE, NBYTES]), (4, HOST, DEVICE, NBYTES, 2, STREAM), (EVENT, STREAM)),
+    ("copy_all", (0, EVENT, 1, [DEVICE, HOST, 1]), (4, DEVICE, HOST, 1, 1, 0), (EVENT, 0)),
     ("last_error", (), (5, 0, 0, 0, 0, 0), None),
     # One attribute for all copies from the first on: sources are read in the order of the stream, beside kernels.
     (
         "copy_all",
-        (STREAM, EVENT, KIND, HOST, DEVICE, NBYTES, HOST + 512, DEVICE + 512, 1),
+        (STREAM, EVENT, KIND, [HOST, DEVICE, NBYTES, HOST + 512, DEVICE + 512, 1]),
         (6, 2, STREAM, 1 << 8 | 1, 0, 1),
         (EVENT, STREAM),
     ),
@@ -222,7 +222,7 @@ def having(runtime: ctypes.CDLL, name: str, value: int) -> Iterator[None]:
 @pytest.mark.parametrize(("name", "arguments", "noted", "recorded"), CALLS)
 def test_arguments_arrive(
     name: str,
-    arguments: tuple[int, ...],
+    arguments: tuple[Any, ...],
     noted: tuple[int, ...] | None,
     recorded: tuple[int, int] | None,
     calls: Calls,
@@ -260,7 +260,7 @@ def test_each_copy_arrives_and_the_event_is_recorded_last(
     copies = [(HOST + 512 * i, DEVICE + 1024 * i, NBYTES + i) for i in range(count)]
     values = [value for copy in copies for value in copy]
     with having(runtime, "num_calls", 0):
-        assert calls.copy_all(stream, EVENT, KIND, *values) == 0
+        assert calls.copy_all(stream, EVENT, KIND, values) == 0
         is_batch = count > 1 and stream != 0  # CUDA refuses a batch on the default stream
         assert number(runtime, "num_calls").value == (1 if is_batch else count) + 1
         if count <= 2:
@@ -286,12 +286,13 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
         native.wait(-1, EVENT)
     with pytest.raises(TypeError, match=r"wait_stream\(\) takes 3 arguments, got 2"):
         native.wait_stream(STREAM, EVENT)
-    for wrong in ((), (STREAM,), (STREAM, EVENT, KIND), (STREAM, EVENT, KIND, HOST, HOST, DEVICE, DEVICE, 1)):
-        with pytest.raises(TypeError, match="three arguments a copy"):
+    lists: tuple[Any, ...] = ([], [HOST], [HOST, HOST, DEVICE, DEVICE, 1], (HOST, DEVICE, 1), HOST)
+    for wrong in ((), (STREAM, EVENT, KIND), *((STREAM, EVENT, KIND, each) for each in lists)):
+        with pytest.raises(TypeError, match="three numbers a copy"):
             native.copy_all(*wrong)
     for count in (1, 100):
         with pytest.raises(TypeError):
-            native.copy_all(STREAM, EVENT, KIND, *(3 * count - 1) * [1], "size")
+            native.copy_all(STREAM, EVENT, KIND, [*(3 * count - 1) * [1], "size"])
     with pytest.raises(ValueError, match="five functions"):
         extension.Calls(1, 2, 3, 4, 0, 6)
 
@@ -306,14 +307,14 @@ def test_a_batch_is_for_runtimes_whose_arguments_are_known(
         assert has_batch_copy(runtime) == has_batch
         calls = made(runtime, None if how == "ctypes" else extension)
         assert isinstance(calls, CtypesCalls) == (how == "ctypes")
-        calls.copy_all(STREAM, EVENT, KIND, HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2)
+        calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2])
         assert last_call(runtime)[0] == (BATCH if has_batch else COPY)
 
 
 @pytest.mark.parametrize("how", ["ctypes", "extension module"])
 def test_without_the_function_each_copy_is_a_call(how: str, extension: Any, runtime_without_batch: ctypes.CDLL) -> None:
     calls = made(runtime_without_batch, None if how == "ctypes" else extension)
-    assert calls.copy_all(STREAM, EVENT, KIND, HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2) == 0
+    assert calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2]) == 0
     assert last_call(runtime_without_batch) == (COPY, HOST + 512, DEVICE + 512, 2, KIND, STREAM)
 
 

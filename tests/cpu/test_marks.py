@@ -116,3 +116,31 @@ def test_without_an_open_group() -> None:
     chunk, x = Chunk(), torch.ones(3, requires_grad=True)
     chunk.commit(x * 1).sum().backward()
     assert chunk.log == ["no group"]
+
+
+def test_the_mark_leaves_hooks_of_others_alone() -> None:
+    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
+    for name, is_hooked in (("first", False), ("second", True)):
+        chunk.open_group(name)
+        x = chunk.run(x, f"backward of {name}")
+        if is_hooked:
+            x.register_hook(lambda _: chunk.log.append("hook before the mark"))
+        hooks = x._backward_hooks
+        x = chunk.commit(x)
+        assert x._backward_hooks is hooks
+        x.register_hook(lambda _, name=name: chunk.log.append(f"hook after the mark of {name}"))
+    x.sum().backward()
+    before_second, mark_of_second = chunk.log[:3], chunk.log.index("second")
+    assert set(before_second) == {"hook before the mark", "hook after the mark of second", "second"}
+    assert mark_of_second < chunk.log.index("backward of second") < chunk.log.index("first")
+    assert chunk.log[-3:] == ["first", "hook after the mark of first", "backward of first"]
+
+
+def test_one_output_of_several_marks_the_node() -> None:
+    chunk, x = Chunk(), torch.ones(3, 2, requires_grad=True)
+    chunk.open_group("group")
+    largest, _ = (x * 2).max(dim=1)
+    out = chunk.commit(largest)
+    assert out is largest
+    out.sum().backward()
+    assert chunk.log == ["group"] and x.grad is not None
