@@ -86,7 +86,7 @@ def _with_a_shared_module(has_head: bool) -> ChunkShape:
     attention = GroupShape("core_attn", 0, 100 * MIB, 10.0, 20.0, may_delay=True)
     mlp = GroupShape("mlp", 0, 400 * MIB, 10.0, 20.0)
     last = GroupShape("shared", 1, 50 * MIB, 10.0, 20.0, keep=True)
-    return ChunkShape((first, attention, mlp, last), num_layers=1 << 30, has_head=has_head)
+    return ChunkShape((first, mlp, attention, last), num_layers=1 << 30, has_head=has_head)
 
 
 PLANS = [
