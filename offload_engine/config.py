@@ -14,6 +14,7 @@ from offload_engine.sizes import parse_bytes
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
+_LARGEST_STORAGE = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for field in ("min_tensor_bytes", "host_limit_bytes"):
             self._check_size(field)
+        if self.min_tensor_bytes > _LARGEST_STORAGE:
+            raise ValueError(
+                f"min_tensor_bytes={self.min_tensor_bytes:,} is more than any storage has: nothing could ever be "
+                "offloaded. Lower the threshold; to measure without moving anything, set dry_run=True."
+            )
         if self.policy is not None and not isinstance(self.policy, PolicySettings):
             raise TypeError(
                 f"policy must be an object such as LowestPeak() or ResidentBudget(nbytes), got {self.policy!r}"

@@ -11,6 +11,9 @@ bytes is compared with the accesses it must come after. Two accesses that confli
 hazard, even where this run happened to execute them in the right order: the bytes involved are overwritten with 0xFF,
 so that the result becomes wrong, and `AdversarialDevice.hazards` gets a sentence that says what was not ordered.
 
+Where a kernel writes a part of a storage during a copy-out of the whole, that part is undetermined on the host, and
+only that is overwritten there: autograd may need the other parts, and these are right.
+
 A storage that is emptied in place really is: to use it in between is a hazard too, and an exception.
 
 Words: a *compute stream* is where the model's kernels go (torch runs them at once; the checks treat them as
@@ -230,6 +233,7 @@ class Copy:
         self.will_fail = will_fail
         self.is_done = False
         self.is_poisoned = False
+        self.written_parts: list[tuple[int, int]] = []  # offset and bytes: by kernels, while it may have run
         self.hazards: list[str] | None = None  # where to report what is found when it runs
 
     def __repr__(self) -> str:
@@ -244,6 +248,12 @@ class Copy:
         self.is_poisoned = True
         if self.is_done:
             self._spoil_target()
+
+    def note_written(self, offset: int, nbytes: int) -> None:
+        """Make a part of what this copy-out delivers wrong: a kernel writes it before or after the copy."""
+        self.written_parts.append((offset, nbytes))
+        if self.is_done:
+            self._spoil_parts()
 
     def execute(self) -> str | None:
         """Move the bytes; returns why it failed, if it was told to."""
@@ -261,7 +271,12 @@ class Copy:
         assert span is not None
         device, host = span[0], slab.address(self.region)
         ctypes.memmove(*((host, device) if self.is_out else (device, host)), nbytes)
+        self._spoil_parts()
         return None
+
+    def _spoil_parts(self) -> None:
+        for offset, nbytes in self.written_parts:
+            ctypes.memset(self.region.slab.address(self.region) + offset, POISON, nbytes)
 
     def _spoil_target(self) -> None:
         if self.is_out:
@@ -691,11 +706,20 @@ class AdversarialDevice:
         before = len(self.hazards)
         self._require(access, "reads or writes a buffer", memory.writes)
         if is_write:
-            self._require(access, "overwrites a buffer", [a for a in memory.reads.values() if a.copy is not None])
+            self._check_write(tensor, access, [a for a in memory.reads.values() if a.copy is not None])
         else:
             memory.reads[access.stream.index, 0] = access
         if len(self.hazards) > before:
             memory.poison()
+
+    def _check_write(self, tensor: torch.Tensor, access: Access, copies: list[Access]) -> None:
+        if not _is_part(tensor):
+            self._require(access, "overwrites a buffer", copies)
+            return
+        nbytes = tensor.element_size()
+        for earlier in copies:
+            if earlier.copy is not None and not self._knows(access.stream, earlier):
+                earlier.copy.note_written(tensor.storage_offset() * nbytes, tensor.numel() * nbytes)
 
     def _note_result(self, tensor: torch.Tensor, access: Access, written: set[int]) -> None:
         storage = tensor.untyped_storage()
@@ -705,7 +729,8 @@ class AdversarialDevice:
         elif storage._cdata not in written:
             return
         memory.writes = [access]
-        memory.reads.clear()
+        copies = {key: read for key, read in memory.reads.items() if read.copy is not None} if _is_part(tensor) else {}
+        memory.reads = copies
 
     def _prune(self) -> None:
         self._num_operations += 1
@@ -765,6 +790,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
                 yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is dense, and its storage has other bytes, too."""
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() < tensor.untyped_storage().nbytes()
 
 
 def _describe(memory: Memory) -> str:

@@ -164,6 +164,30 @@ class UnusedBranch(Dense):
         return torch.cos(x)
 
 
+class _Keeps(torch.autograd.Function):
+    """Keeps the graph of another tensor, through which no gradient comes, until its own backward is over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        ctx.kept = kept
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class Rewritten(Dense):
+    """Saves one storage at three versions; only of the last one a backward asks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, kept = self.linear(x), []
+        for _ in range(2):
+            kept.append(torch.sin(y))
+            y = y.add_(0.1)
+        return _Keeps.apply(torch.cos(y), kept)
+
+
 class _Views(torch.autograd.Function):
     """Saves overlapping views of one storage: a prefix, a transposed middle, every second row; and odd small things."""
 
@@ -223,7 +247,7 @@ class Pair(nn.Module):
 
 _BLOCKS: tuple[type[nn.Module], ...] = (
     *(Dense, InPlace, InPlaceInput, Gated, Attention, Norm, Sigmoid, Gram, HalfPrecision, Complex),
-    *(Pick, Scaled, UnusedBranch, Views),
+    *(Pick, Scaled, UnusedBranch, Rewritten, Views),
 )
 _OUTPUT_UNSAVED = (Dense, InPlaceInput)  # the next block may write into their output
 # A residual connection around a bracket adds one more gradient to its input; with more than two in all, the brackets

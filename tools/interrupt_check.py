@@ -42,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def run(batch: tuple[int, int]) -> None:
             for trial in run_batch(*batch):
                 trials.append(trial)
+                if trial.outcome not in EXPECTED:
+                    bar.write(f"seed {trial.seed}: {trial.outcome[:100]}")
                 bar.update()
 
         list(threads.map(run, batches))

@@ -50,7 +50,11 @@ def summary_of_stats(stats: IterationStats) -> str:
     if stats.prefetch_misses:
         lines.append(f"{stats.prefetch_misses} storages came back late: raise horizon_bytes, or offload less")
     if not stats.num_offloaded_groups and stats.num_groups:
-        lines.append("nothing was offloaded: record a step to see why")
+        lines.append(
+            "nothing was offloaded: record a step to see why"
+            if stats.managed_bytes
+            else "nothing was offloaded: no saved tensor may move. Lower min_tensor_bytes, or record a step to see why"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -154,6 +154,23 @@ def test_a_source_overwritten_in_place_while_its_copy_waits(device: AdversarialD
     assert any("overwrites a buffer" in hazard for hazard in device.hazards)
 
 
+def test_a_part_overwritten_while_the_copy_of_the_whole_waits_spoils_that_part_alone(device: AdversarialDevice) -> None:
+    program, tensor, half = Program(device), torch.full((NUMEL,), 3.0), NUMEL // 2
+    copied_out = program.copy_out(tensor)
+    tensor[half:].add_(1)
+    program.drop(tensor, copied_out)
+    result = program.use(*program.copy_in(copied_out))
+    assert result[:half].eq(3.0).all() and result[half:].isnan().all() and device.hazards == []
+
+
+def test_a_copy_of_a_whole_with_a_part_overwritten_still_has_to_be_awaited(device: AdversarialDevice) -> None:
+    program, tensor = Program(device, skip="drop"), torch.full((NUMEL,), 3.0)
+    copied_out = program.copy_out(tensor)
+    tensor[:1].add_(1)
+    program.drop(tensor, copied_out)
+    assert any("released" in hazard for hazard in device.hazards)
+
+
 def test_a_buffer_dropped_while_its_copy_in_waits_does_not_reach_its_next_owner_unseen() -> None:
     device = AdversarialDevice()
     program = Program(device)

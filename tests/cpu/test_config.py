@@ -67,6 +67,12 @@ def test_zero_is_a_size() -> None:
     assert all(getattr(config, name) == 0 for name in SIZES)
 
 
+def test_a_threshold_above_any_storage_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than any storage has: nothing could ever be offloaded"):
+        OffloadConfig(min_tensor_bytes=2**70)
+    assert OffloadConfig(min_tensor_bytes=2**40).min_tensor_bytes == 2**40
+
+
 def test_limit_below_threshold_is_refused_and_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="nothing could ever be offloaded. Raise the limit or lower the threshold"):
         OffloadConfig(host_limit_bytes=MIB - 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload_engine import (
+    ChunkKey,
     ChunkOffloadHandler,
     FixedBounds,
     GroupWindow,
@@ -19,11 +20,51 @@ from offload_engine import (
     ResidentBudget,
     ResidentLayers,
 )
+from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
+from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice
 
 DEPTH, NUMEL = 8, 64
 GROUP_BYTES = 4 * NUMEL
+
+
+def group(index: int, **nbytes: int) -> TensorGroup:
+    made = TensorGroup(ChunkKey(0, 0), index, "group")
+    for name, value in nbytes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_bytes_copied_in_for_a_backward_that_did_not_come_are_not_ahead() -> None:
+    counters = ByteCounters(None)
+    horizon = HorizonBytes(counters, 100)
+    passed, following = group(0, arriving_bytes=60), group(1, on_host_bytes=60)
+    counters.prefetched_bytes = 60
+    horizon.count_issued(passed)
+    assert not horizon.has_room(following, False)
+    horizon.count_passed()
+    assert horizon.has_room(following, False)
+    horizon.count_reached(passed)
+    assert not horizon.has_room(following, False)
+
+
+def test_recalled_bytes_are_ahead_until_their_backward() -> None:
+    horizon = HorizonBytes(ByteCounters(None), 100)
+    recalled, following = group(0, recalled_bytes=60), group(1, leaving_bytes=60)
+    horizon.count_issued(recalled)
+    assert not horizon.has_room(following, False)
+    horizon.count_reached(recalled)
+    assert horizon.has_room(following, False)
+
+
+def test_groups_brought_back_for_a_backward_that_did_not_come_are_not_ahead() -> None:
+    horizon = HorizonGroups(1)
+    horizon.count_issued(group(0, own_device_bytes=60))
+    assert not horizon.has_room(group(1), False)
+    horizon.count_passed()
+    assert horizon.has_room(group(1), False)
 
 
 class Chain:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +78,30 @@ def test_a_view_may_outlive_its_slab(runtime: Runtime) -> None:
     slab.close()
     assert runtime.registered == {}
     view.fill_(1)
+
+
+def test_a_forked_child_unregisters_nothing(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = PinnedSlab(MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned.os, "getpid", lambda: -1)  # as a data loader's worker that closes what it has inherited
+        slab.close()
+    assert runtime.registered, "it is the parent's"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_forked_child_has_no_pinned_page(runtime: Runtime) -> None:
+    slab = PinnedSlab(MIB)
+    address = slab.view(0, 1).data_ptr()
+    child = os.fork()
+    if child == 0:
+        os._exit(int(_is_mapped(address)))
+    assert _is_mapped(address) and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slab.close()
+
+
+def _is_mapped(address: int) -> bool:
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 def test_a_refused_registration_is_a_memory_error(runtime: Runtime) -> None:

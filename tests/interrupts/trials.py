@@ -15,8 +15,8 @@ import torch
 
 from offload_engine import OffloadEngine
 from offload_engine._compat import torch_private
+from offload_engine._host.try_lock import run_if_free
 from tests.adversarial import AdversarialDevice
-from tests.engine_state import is_free
 from tests.interrupts.inject import AtByteCode, Injector, Timer
 from tests.interrupts.jobs import DEVICES, JOBS, Job
 
@@ -45,8 +45,6 @@ class Trials:
         self._expected: dict[str, list[torch.Tensor]] = {}
         self._sizes: dict[tuple[str, str, str], float] = {}
         self.swallowed: list[str] = []
-        gc.collect()
-        gc.freeze()
 
     def run(self, seed: int) -> Trial:
         """Run the trial of this seed; a hang ends the process with the tracebacks of all threads."""
@@ -91,8 +89,11 @@ class Trials:
         expected = self._expected[front_end]
         assert len(got) == len(expected) and all(map(torch.equal, got, expected)), "the next step differs"
         del got
-        gc.collect()  # what was there before the trials is frozen: see `Trials`
-        _check_nothing_left(job)
+        try:
+            _check_nothing_left(job)
+        except AssertionError:  # perhaps in a cycle with the exception: the collector is slow, so not each time
+            gc.collect()
+            _check_nothing_left(job)
         return has_come
 
     def _new_job(self, front_end: str, device: str) -> Job:
@@ -164,7 +165,7 @@ def _check_closed(job: Job) -> None:
 
 def _check_locks(engine: OffloadEngine) -> None:
     for lock in (engine._store._lock, engine.pool._lock):
-        assert is_free(lock), "a lock stays taken"
+        assert not lock._is_owned() and run_if_free(lock, lambda: None), "a lock stays taken"
 
 
 def _seconds(action: Callable[[], object]) -> float:
