@@ -101,3 +101,21 @@ def test_held_in_another_form() -> None:
         assert restored.shape == (4, 6) and torch.equal(restored, values)
         del handle, other
     engine.close()
+
+
+def test_bytes_discarded_in_place_are_not_copied_and_not_returned() -> None:
+    """`resize_` leaves no trace in the version counter."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    engine.begin_iteration()
+    chunk = engine.start_chunk()
+    chunk.open_group("group")
+    tensor = torch.ones(4)
+    handle = chunk.tensor_push(tensor)
+    tensor.untyped_storage().resize_(0)
+    chunk.close_group()
+    assert engine.stats.copied_out_bytes == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        chunk.tensor_pop(handle)
+    del handle
+    engine.end_iteration()
+    engine.close()
