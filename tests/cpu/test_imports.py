@@ -92,7 +92,7 @@ LAYERS = {
         ("_versions",),
         ("_model", "_model.modules"),
         ("_model.sites",),
-        ("_model.unshared", "_model.experts", "_model.graphs", "_model.validate"),
+        ("_model.unshared", "_model.experts", "_model.graphs", "_model.recompute", "_model.validate"),
         ("_hooks", "_hooks.bracket", "_hooks.held"),
         ("_hooks.module_hooks", "_hooks.nodes"),
         ("_hooks.attach",),
