@@ -17,7 +17,7 @@ from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for
-from offload_engine.sizes import bytes_flag, parse_bytes
+from offload_engine.sizes import Size, bytes_flag, parse_bytes, parse_size
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
@@ -53,6 +53,15 @@ class _Setting(NamedTuple):
 
 
 _size = bytes_flag()
+
+
+def _budget(text: str) -> str:
+    """Check a size that may be a share or "auto"; it stays text, because what it is a share of is not known yet."""
+    try:
+        return str(parse_size(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
 
 # Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
 _AS_SIZES = " (a size, such as 64MiB)"
@@ -106,6 +115,17 @@ _SETTINGS = (
         _size,
     ),
     _Setting(
+        "offload_gpu_budget",
+        _TEXT,
+        None,
+        "What the process may hold on its GPU, CUDA context included (a size, such as 60GiB, a share as 90%%, or auto, "
+        "which is all there is but a margin). The engine measures a few steps and keeps what fits; the rest moves. It "
+        "switches the offload on, of all names that the model has unless --offload-modules names some. Excludes the "
+        "budget for saved bytes, the horizon and the bytes in flight. Without a GPU: bytes of saved tensors in groups. "
+        "Default: none.",
+        _budget,
+    ),
+    _Setting(
         "offload_planned",
         bool,
         False,
@@ -151,6 +171,9 @@ class Settings(NamedTuple):
     has_report: bool = True
     """Whether rank 0 logs the tables of the second step."""
 
+    gpu_budget: Size | None = None
+    """What the process may hold on its GPU. `modules` may then be empty: all that the model has."""
+
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the offload flags that `parser` does not have yet; return the parser."""
@@ -177,7 +200,8 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
     """
     given = ["--offload-modules"] if getattr(args, "offload_modules", None) else []
     given += [s.flag for s in _SETTINGS if getattr(args, s.name, s.default) != s.default]
-    if given and not args.offload_activation:
+    _check_bounds(args)
+    if given and not is_on(args):
         raise ValueError(f"{', '.join(given)} without --offload-activation moves nothing: give both, or neither")
     return _engine_config(args, OffloadConfig())
 
@@ -188,14 +212,20 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     Raises:
         ValueError: if two settings exclude each other.
     """
-    if not (getattr(config, "offload_activation", False) or defaults.modules):
+    budget = _budget_of(config) or defaults.gpu_budget
+    if not (is_on(config) or defaults.modules or budget):
         return None
     _check_others_are_off(config)
-    own = getattr(config, "offload_modules", None) if getattr(config, "offload_activation", False) else None
-    modules = canonical_names(own or defaults.modules or DEFAULT_MODULES)
+    own = getattr(config, "offload_modules", None) if is_on(config) else None
+    modules = canonical_names(own or defaults.modules or (() if budget else DEFAULT_MODULES))
     _check_no_paged_stash(config, modules)
     trace = getattr(config, "offload_trace", None) or defaults.trace
-    return Settings(_engine_config(config, defaults.engine), modules, trace, has_report(config, defaults))
+    return Settings(_engine_config(config, defaults.engine), modules, trace, has_report(config, defaults), budget)
+
+
+def is_on(source: Any) -> bool:
+    """Return whether a configuration, or parsed flags, ask for offload: by the switch or by a budget."""
+    return bool(getattr(source, "offload_activation", False)) or getattr(source, "offload_gpu_budget", None) is not None
 
 
 def has_report(config: Any, defaults: Settings) -> bool:
@@ -257,8 +287,9 @@ def check_fields(config: Any) -> None:
 
     Raises:
         ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is no size,
-            `offload_modules` is set without `offload_activation`, a budget is combined with a bound that it replaces,
-            megatron-core's own offloading is on too, or its paged stash is on and a name is in the experts.
+            `offload_modules` is set without `offload_activation` or a budget for the GPU, a budget is combined with a
+            bound that it replaces, megatron-core's own offloading is on too, or its paged stash is on and a name is in
+            the experts.
     """
     for name in _SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
@@ -269,7 +300,8 @@ def check_fields(config: Any) -> None:
         raise ValueError(
             f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
         )
-    if config.offload_activation:
+    _budget_of(config)
+    if is_on(config):
         _check_others_are_off(config)
         _check_no_paged_stash(config, canonical_names(config.offload_modules or (), config))
         _check_limit(config)
@@ -300,6 +332,21 @@ def _size_of(source: Any, name: str) -> int | None:
     return value
 
 
+def _budget_of(source: Any) -> Size | None:
+    """Return the budget of a configuration or of parsed flags; None if it is not set.
+
+    Raises:
+        ValueError: if the value is no size; names the setting.
+    """
+    value = getattr(source, "offload_gpu_budget", None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):
+        raise ValueError(f"offload_gpu_budget must be a size, such as '60GiB', '90%' or 'auto', got {value!r}")
+    try:
+        return None if value is None else parse_size(str(value))
+    except ValueError as error:
+        raise ValueError(f"offload_gpu_budget (--offload-gpu-budget): {error}") from None
+
+
 def _check_limit(config: Any) -> None:
     # Without a threshold here, `apply()` may have lowered it: the first step checks the two together.
     if None not in (config.offload_host_limit_bytes, config.offload_min_tensor_bytes):
@@ -307,11 +354,23 @@ def _check_limit(config: Any) -> None:
 
 
 def _check_bounds(config: Any) -> None:
+    if config.offload_gpu_budget is not None:
+        _check_is_alone(config)
     if config.offload_resident_bytes is None:
         return
     for other in ("offload_horizon_bytes", "offload_max_inflight_bytes"):
         if getattr(config, other) is not None:
             raise ValueError(f"offload_resident_bytes bounds what {other} does, and more: set only one of the two")
+
+
+def _check_is_alone(config: Any) -> None:
+    for other in (*(_PREFIX + name for name in _BOUNDS), "offload_dry_run"):
+        if getattr(config, other, None) not in (None, False):
+            raise ValueError(
+                f"offload_gpu_budget={config.offload_gpu_budget} decides what stays on the device, and so does "
+                f"{other}={getattr(config, other)}: leave one of --offload-gpu-budget and "
+                f"--{other.replace('_', '-')} out"
+            )
 
 
 def _check_others_are_off(config: Any) -> None:
@@ -334,7 +393,8 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
 
 
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
-    given = {field.name: _value_of(source, _source_name(field.name)) for field in dataclasses.fields(base)}
+    names = (field.name for field in dataclasses.fields(base) if field.name != "gpu_budget")  # needs the GPU's size
+    given = {name: _value_of(source, _source_name(name)) for name in names}
     changes = {name: value for name, value in given.items() if value is not None and value is not False}
     return base.replace(**changes, **_policy(source))
 
