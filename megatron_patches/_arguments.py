@@ -10,154 +10,20 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
+from megatron_patches._flags import BOUNDS, SETTINGS, SIZES, SWITCHES, Setting
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
 from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for
-from offload_engine.sizes import Size, bytes_flag, parse_bytes, parse_size
+from offload_engine.sizes import Size, parse_bytes, parse_size
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
 _PREFIX = "offload_"
 DEFAULT_MODULES = ("core_attn",)
-
-
-class _Setting(NamedTuple):
-    """One new field of TransformerConfig, and its flag."""
-
-    name: str
-    type: Any  # typing.Optional and not "| None": megatron reads it to make the flag
-    default: Any
-    help: str
-    parse: Callable[[str], Any] | None = None  # None: a switch
-    choices: tuple[str, ...] | None = None
-
-    @property
-    def flag(self) -> str:
-        name = self.name.replace("_", "-")
-        return f"--no-{name}" if self.default is True else f"--{name}"
-
-    def argparse_kwargs(self) -> dict[str, Any]:
-        switch = "store_false" if self.default is True else "store_true"
-        how: dict[str, Any] = {"action": switch} if self.parse is None else {"type": self.parse}
-        if self.choices is not None:
-            how["choices"] = self.choices
-        return {"dest": self.name, "default": self.default, "help": self.help, **how}
-
-    def definition(self) -> tuple[str, Any, Any]:
-        metadata = {"argparse_meta": self.argparse_kwargs()}
-        return self.name, self.type, dataclasses.field(default=self.default, metadata=metadata)
-
-
-_size = bytes_flag()
-
-
-def _budget(text: str) -> str:
-    """Check a size that may be a share or "auto"; it stays text, because what it is a share of is not known yet."""
-    try:
-        return str(parse_size(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-# Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
-_AS_SIZES = " (a size, such as 64MiB)"
-_SIZE = Optional[int]  # noqa: UP045
-_TEXT = Optional[str]  # noqa: UP045
-_SETTINGS = (
-    _Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
-    _Setting(
-        "offload_min_tensor_bytes",
-        _SIZE,
-        None,
-        f"Storages smaller than this stay on the device{_AS_SIZES}. Default: 1 MiB.",
-        _size,
-    ),
-    _Setting(
-        "offload_host_limit_bytes",
-        _SIZE,
-        None,
-        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free.",
-        _size,
-    ),
-    _Setting(
-        "offload_host_policy",
-        _TEXT,
-        None,
-        "A group without room below that bound stays on the device (keep) or ends the step (error). Default: keep.",
-        str,
-        HOST_POLICIES,
-    ),
-    _Setting(
-        "offload_horizon_bytes",
-        _SIZE,
-        None,
-        f"How many bytes may be copied in ahead of their use{_AS_SIZES}. Default: twice the largest group.",
-        _size,
-    ),
-    _Setting(
-        "offload_resident_bytes",
-        _SIZE,
-        None,
-        f"A budget: how many saved bytes of the modules may be on the device at once{_AS_SIZES}; what fits stays. "
-        "Excludes the horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
-        _size,
-    ),
-    _Setting(
-        "offload_max_inflight_bytes",
-        _SIZE,
-        None,
-        f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
-        "bottleneck, more makes steps shorter and the peak higher. Default: twice the largest group, or less.",
-        _size,
-    ),
-    _Setting(
-        "offload_gpu_budget",
-        _TEXT,
-        None,
-        "What the process may hold on its GPU, CUDA context included (a size, such as 60GiB, a share as 90%%, or auto, "
-        "which is all there is but a margin). The engine measures a few steps and keeps what fits; the rest moves. It "
-        "switches the offload on, of all names that the model has unless --offload-modules names some. Excludes the "
-        "budget for saved bytes, the horizon and the bytes in flight. Without a GPU: bytes of saved tensors in groups. "
-        "Default: none.",
-        _budget,
-    ),
-    _Setting(
-        "offload_planned",
-        bool,
-        False,
-        "Plan the moves of each step ahead, by the schedule and the sizes that the step before has shown, instead of "
-        "deciding at each boundary.",
-    ),
-    _Setting(
-        "offload_dir",
-        _TEXT,
-        None,
-        "Without a GPU: directory of the host tier's file, 'none' for plain memory. Default: a temporary directory.",
-        str,
-    ),
-    _Setting(
-        "offload_trace",
-        _TEXT,
-        None,
-        "Record the second training step of each rank in this file, a Chrome trace for Perfetto and for "
-        "`python -m offload_engine.report`. {rank} and {step} in the name are replaced. Default: none.",
-        str,
-    ),
-    _Setting(
-        "offload_report",
-        bool,
-        True,
-        "Log no table of the second training step, and do not record that step for it.",
-    ),
-    _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
-)
-_BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each selects a policy, see `policy_for`
-_SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
-_SWITCHES = tuple(s.name for s in _SETTINGS if s.parse is None)
 
 
 class Settings(NamedTuple):
@@ -178,7 +44,7 @@ class Settings(NamedTuple):
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the offload flags that `parser` does not have yet; return the parser."""
     group = parser.add_argument_group("activation offload")
-    for setting in _SETTINGS:
+    for setting in SETTINGS:
         _add_unless_there(group, setting.flag, **setting.argparse_kwargs())
     names = ", ".join(known_names())
     _add_unless_there(
@@ -199,7 +65,7 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
         ValueError, TypeError: if `OffloadConfig` rejects a value, or flags are given without `--offload-activation`.
     """
     given = ["--offload-modules"] if getattr(args, "offload_modules", None) else []
-    given += [s.flag for s in _SETTINGS if getattr(args, s.name, s.default) != s.default]
+    given += [s.flag for s in SETTINGS if getattr(args, s.name, s.default) != s.default]
     _check_bounds(args)
     if given and not is_on(args):
         raise ValueError(f"{', '.join(given)} without --offload-activation moves nothing: give both, or neither")
@@ -236,7 +102,7 @@ def has_report(config: Any, defaults: Settings) -> bool:
 def config_rows() -> list[Patch]:
     """Return the rows that give TransformerConfig and MLATransformerConfig the new fields."""
     base = f"{_CONFIGS}:TransformerConfig"
-    rows = [_class_default(base, setting) for setting in _SETTINGS]
+    rows = [_class_default(base, setting) for setting in SETTINGS]
     for owner in (base, f"{_CONFIGS}:MLATransformerConfig"):
         rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_add_fields, why=_WHY))
         rows.append(Patch(target=f"{owner}.__init__", wrapper=_wrap_init, why=_WHY))
@@ -252,13 +118,13 @@ def _add_unless_there(group: argparse._ArgumentGroup, flag: str, **kwargs: Any) 
         return
 
 
-def _class_default(owner: str, setting: _Setting) -> Patch:
+def _class_default(owner: str, setting: Setting) -> Patch:
     # A configuration made before `apply()` has no such instance attribute and reads the default on the class.
     return Patch(target=f"{owner}.{setting.name}", wrapper=lambda _: setting.default, why=_WHY, is_new=True)
 
 
 def _add_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    definitions = [setting.definition() for setting in _SETTINGS]
+    definitions = [setting.definition() for setting in SETTINGS]
     new = dataclasses.fields(dataclasses.make_dataclass("_OffloadFields", definitions, kw_only=True))
     return {**fields, **{field.name: field for field in new}}
 
@@ -266,7 +132,7 @@ def _add_fields(fields: dict[str, Any]) -> dict[str, Any]:
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for setting in _SETTINGS:
+        for setting in SETTINGS:
             setattr(self, setting.name, kwargs.pop(setting.name, setting.default))
         original(self, *args, **kwargs)
 
@@ -291,10 +157,10 @@ def check_fields(config: Any) -> None:
             bound that it replaces, megatron-core's own offloading is on too, or its paged stash is on and a name is in
             the experts.
     """
-    for name in _SWITCHES:
+    for name in SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
             raise ValueError(f"{name} must be True or False, got {getattr(config, name)!r}")
-    for name in _SIZES:
+    for name in SIZES:
         _size_of(config, name)
     if config.offload_host_policy not in (None, *HOST_POLICIES):
         raise ValueError(
@@ -364,7 +230,7 @@ def _check_bounds(config: Any) -> None:
 
 
 def _check_is_alone(config: Any) -> None:
-    for other in (*(_PREFIX + name for name in _BOUNDS), "offload_dry_run"):
+    for other in (*(_PREFIX + name for name in BOUNDS), "offload_dry_run"):
         if getattr(config, other, None) not in (None, False):
             raise ValueError(
                 f"offload_gpu_budget={config.offload_gpu_budget} decides what stays on the device, and so does "
@@ -401,13 +267,13 @@ def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
 
 def _policy(source: Any) -> dict[str, PolicySettings]:
     """Return the `policy` field that the flags select; empty if none of them was given."""
-    bounds: dict[str, Any] = {name: _size_of(source, _PREFIX + name) for name in _BOUNDS}
+    bounds: dict[str, Any] = {name: _size_of(source, _PREFIX + name) for name in BOUNDS}
     policy = policy_for(**bounds, planned=getattr(source, "offload_planned", False))
     return {} if policy is None else {"policy": policy}
 
 
 def _value_of(source: Any, name: str) -> Any:
-    return _size_of(source, name) if name in _SIZES else getattr(source, name, None)
+    return _size_of(source, name) if name in SIZES else getattr(source, name, None)
 
 
 def _source_name(field: str) -> str:
@@ -419,7 +285,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
     The script is the first argument that ends in ".py" and is not the value of a flag.
     """
-    takes_value = {setting.flag for setting in _SETTINGS if setting.parse is not None}
+    takes_value = {setting.flag for setting in SETTINGS if setting.parse is not None}
     for position, token in enumerate(argv):
         is_value = position > 0 and argv[position - 1] in takes_value
         if token.endswith(".py") and not is_value and not token.startswith("-"):

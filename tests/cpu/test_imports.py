@@ -95,7 +95,7 @@ LAYERS = {
         ("",),
     ),
     "megatron_patches": (
-        ("_versions",),
+        ("_flags", "_versions"),
         ("_model", "_model.modules"),
         ("_model.sites",),
         (
