@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from offload_engine._budget.controller import BudgetController
-from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, Stream
@@ -78,14 +77,8 @@ class OffloadEngine(EngineView):
         super().__init__(store, executor, Observer(pipeline, logs_first_step))
         self._is_closed = False
         self._num_chunks = 0
-        self._budget = None if self.config.gpu_budget is None else self._make_budget(self.config.gpu_budget)
-
-    def _make_budget(self, nbytes: int) -> BudgetController:
-        gauge = self.device.memory_gauge()
-        is_certain = gauge is not None  # where copies are threads, it is left to chance when they complete
-        return BudgetController(
-            nbytes, self.device, self._executor, gauge or ResidentGauge(self._store.counters), is_certain
-        )
+        if self.config.gpu_budget is not None:
+            self._budget = BudgetController(self.config.gpu_budget, executor, self.device.memory_gauge())
 
     def begin_iteration(
         self,
@@ -228,7 +221,7 @@ class OffloadEngine(EngineView):
         stats = self._store.finish()
         recorder, self._store.context.recorder = self._store.context.recorder, None
         if self._budget is not None:
-            self._budget.end(stats)
+            self._budget.end(stats, self._num_chunks)
         self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
         if stats.num_storages_left:
             logger.warning(

@@ -8,7 +8,15 @@ from offload_engine._devices.base import Device, MemoryGauge, TimeMark
 from offload_engine._observe.notes import ObservedGroup
 from offload_engine._observe.recorder import Recorder
 from offload_engine.planning.memory import MeasuredBoundary
-from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, FORWARD, LOSS_DONE, Boundary, BoundaryKind
+from offload_engine.planning.moves import (
+    BACKWARD,
+    BACKWARD_END,
+    CHUNK_BACKWARD,
+    FORWARD,
+    LOSS_DONE,
+    Boundary,
+    BoundaryKind,
+)
 from offload_engine.schedule import Action, ChunkKey
 
 
@@ -33,6 +41,7 @@ class MeasuringRecorder(Recorder):
         self._gauge = gauge
         self._marks: list[tuple[Boundary, TimeMark]] = []
         self._measured: list[MeasuredBoundary] = []
+        self._backward: dict[ChunkKey | None, int] = {}  # the group that the backward of each chunk has reached
         self._peak_bytes = 0
         gauge.reset()
 
@@ -40,7 +49,14 @@ class MeasuringRecorder(Recorder):
         """See `Recorder`; measures what lies behind."""
         super().note_boundary(kind, chunk, group)
         assert self._boundary is not None
-        self._marks.append((Boundary(*self._boundary), self._device.mark_time(self._device.current_stream())))
+        index = self._boundary.number
+        if kind is BACKWARD:
+            self._backward[chunk] = index
+        elif kind is BACKWARD_END:  # the engine does not say of which group
+            index = self._backward.get(chunk, index)
+        self._marks.append(
+            (Boundary(kind, self._boundary.chunk, index), self._device.mark_time(self._device.current_stream()))
+        )
         self._peak_bytes = self._gauge.peak_bytes()
 
     def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:

@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class OptimizerWatch:
-    """Watches all optimizers of the process until one has stepped."""
+    """Watches all optimizers of the process. Close it outside the step of one, which calls the hooks in turn."""
 
     def __init__(self) -> None:
         self.has_stepped: bool = False
@@ -20,4 +20,3 @@ class OptimizerWatch:
 
     def _note(self, *_: Any) -> None:
         self.has_stepped = True
-        self.close()

@@ -11,7 +11,7 @@ from offload_engine._policy.resident import ResidentBudgetPolicy
 from offload_engine._policy.shape_log import ShapeLog
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
-from offload_engine.planning.choices import Allowance
+from offload_engine.planning.choices import Allowance, Slot
 from offload_engine.planning.moves import (
     BACKWARD,
     COMMIT,
@@ -81,6 +81,10 @@ class PlannedPolicy(Policy):
     def shapes(self, actions: Sequence[Action]) -> Shapes | None:
         """Return the shapes of the chunks that `actions` run, as steps have shown them; None: not all are known."""
         return self._log.shapes({action.chunk.stage for action in actions}) if _is_whole_step(actions) else None
+
+    def slots(self) -> frozenset[Slot]:
+        """Return the slots of all groups that steps have shown."""
+        return self._log.slots()
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """See `Policy`."""

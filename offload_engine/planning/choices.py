@@ -1,15 +1,12 @@
 """What becomes of each group of a chunk: it is kept, offloaded or recomputed, the same for every microbatch.
 
-A group is named by its slot, not by its index, which shifts when a group before it is recomputed. As text, a line for
-each slot:
-
-    0 3 core_attn 0  keep          virtual stage, layer, name, and number among those of the same name in that layer
+A group is named by its slot, not by its index, which shifts when a group before it is recomputed.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -78,6 +75,8 @@ class Allowance:
     """Of groups on the device, by which all others stay as long as there is room; None: they leave."""
     saved_bytes: int | None = None
     """Of groups, wherever they are, when the first backward of a step begins; None: to be learned."""
+    slots: frozenset[Slot] = frozenset()
+    """All that were chosen for; empty: not known."""
 
 
 class Named(Protocol):
@@ -99,70 +98,3 @@ def slots_of(stage: int, groups: Iterable[Named]) -> list[Slot]:
         counts[group.layer, group.name] = part + 1
         slots.append(Slot(stage, group.layer, group.name, part))
     return slots
-
-
-def format_choices(choices: Mapping[Slot, Choice]) -> str:
-    """Format the choice of each slot as text, a line for each."""
-    return "".join(f"{slot}  {choice.value}\n" for slot, choice in sorted(choices.items(), key=_by_slot))
-
-
-def parse_choices(text: str) -> dict[Slot, Choice]:
-    """Parse the text of choices; the inverse of `format_choices`. Empty lines and `# comments` are left out.
-
-    Raises:
-        ValueError: naming the first line that is none, or that names a slot again.
-    """
-    found: dict[Slot, Choice] = {}
-    for number, row in enumerate(text.splitlines(), 1):
-        words = row.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            slot, choice = _parse_line(words)
-        except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from None
-        if slot in found:
-            raise ValueError(f"line {number}: {slot} has a line already")
-        found[slot] = choice
-    return found
-
-
-def all_choices(slots: Iterable[Slot], choices: Choices) -> dict[Slot, Choice]:
-    """Return the choice of each of `slots`."""
-    return {slot: choices.of(slot) for slot in slots}
-
-
-def choices_for(slots: Sequence[Slot], chosen: Mapping[Slot, Choice], source: str) -> Choices:
-    """Return choices that were made before for the same slots.
-
-    Args:
-        slots: of this model.
-        chosen: the choice of each slot, as `parse_choices` returns it.
-        source: where they come from, for the error.
-
-    Raises:
-        ValueError: if the slots are those of another model, or of another layout of it.
-    """
-    here, there = set(slots), set(chosen)
-    differing = sorted(here - there) or sorted(there - here)
-    if differing:
-        where = "has no" if differing[0] in here else "names a"
-        raise ValueError(
-            f"{source} is of another model or layout: it {where} group {differing[0]} (stage, layer, name, part); it "
-            f"has {len(there)} groups, this rank {len(here)}. Remove it, and the next steps make a plan of this model"
-        )
-    return Choices(
-        frozenset(slot for slot in slots if chosen[slot] is Choice.KEEP),
-        frozenset(slot for slot in slots if chosen[slot] is Choice.RECOMPUTE),
-    )
-
-
-def _parse_line(words: Sequence[str]) -> tuple[Slot, Choice]:
-    if len(words) < 5:
-        raise ValueError("expected stage, layer, name, part and choice, as in '0 3 core_attn 0 keep'")
-    stage, layer, *name, part, choice = words
-    return Slot(int(stage), int(layer), " ".join(name), int(part)), Choice(choice)
-
-
-def _by_slot(item: tuple[Slot, Choice]) -> Slot:
-    return item[0]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from offload_engine.planning.budget import fit_resident_bytes
-from offload_engine.planning.choices import Choice, Choices, slots_of
+from offload_engine.planning.choices import Choices
+from offload_engine.planning.chosen import keep_chosen
 from offload_engine.planning.copy_ins import CopyInOrder, HorizonRoom, Step
 from offload_engine.planning.moves import (
     BACKWARD,
@@ -129,24 +130,6 @@ def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:
     """
     kept = _kept(step)
     return [Line(boundary, tuple(move for move in moves if move.group not in kept)) for boundary, moves in lines]
-
-
-def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Move nothing of what is chosen to be kept, in any microbatch, nor of what is recomputed.
-
-    Before copy-ins and releases are placed, so that these are for what does move.
-    """
-    staying = {
-        (stage, index)
-        for stage, shape in enumerate(step.shapes if step.choices else ())
-        for index, slot in enumerate(slots_of(stage, shape.groups))
-        if step.choices.of(slot) is not Choice.OFFLOAD
-    }
-    if not staying:
-        return list(lines)
-    return [
-        Line(b, tuple(m for m in moves if (m.group.chunk.stage, m.group.index) not in staying)) for b, moves in lines
-    ]
 
 
 def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:

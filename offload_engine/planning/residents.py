@@ -79,7 +79,8 @@ class _Walk:
             self.resident_bytes -= self._size(boundary.group)
 
     def move(self, boundary: Boundary, plan: Plan) -> None:
-        """Perform the moves of a boundary, and what follows from them."""
+        """Perform the moves of a boundary, as the executor does."""
+        self._make_room()
         if boundary.kind is BACKWARD:
             self._bring_back(boundary.group)
         for op, group in plan.at(boundary):
@@ -89,7 +90,6 @@ class _Walk:
                 self._bring_back(group)
             else:
                 self._release(group)
-        self._make_room()
 
     def _leave(self, group: GroupKey) -> None:
         self._leaving.append(group)
