@@ -96,6 +96,8 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             trace=args.offload_trace,
             has_report=args.offload_report,
             gpu_budget=args.offload_gpu_budget,
+            plan=args.offload_plan,
+            plan_plot=args.offload_plan_plot,
         )
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")

@@ -40,6 +40,12 @@ class Settings(NamedTuple):
     gpu_budget: Size | None = None
     """What the process may hold on its GPU. `modules` may then be empty: all that the model has."""
 
+    plan: str | None = None
+    """File of the plan to begin with, and to write, if there is a budget for the GPU."""
+
+    plan_plot: str | None = None
+    """File for the picture of that plan."""
+
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the offload flags that `parser` does not have yet; return the parser."""
@@ -86,7 +92,10 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     modules = canonical_names(own or defaults.modules or (() if budget else DEFAULT_MODULES))
     _check_no_paged_stash(config, modules)
     trace = getattr(config, "offload_trace", None) or defaults.trace
-    return Settings(_engine_config(config, defaults.engine), modules, trace, has_report(config, defaults), budget)
+    plan = getattr(config, "offload_plan", None) or defaults.plan
+    plot = getattr(config, "offload_plan_plot", None) or defaults.plan_plot
+    engine = _engine_config(config, defaults.engine)
+    return Settings(engine, modules, trace, has_report(config, defaults), budget, plan, plot)
 
 
 def is_on(source: Any) -> bool:
@@ -167,11 +176,11 @@ def check_fields(config: Any) -> None:
             f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
         )
     _budget_of(config)
+    _check_bounds(config)
     if is_on(config):
         _check_others_are_off(config)
         _check_no_paged_stash(config, canonical_names(config.offload_modules or (), config))
         _check_limit(config)
-        _check_bounds(config)
     elif config.offload_modules and not config.fine_grained_activation_offloading:
         raise ValueError(
             f"offload_modules={config.offload_modules} without offload_activation=True moves nothing: set "
@@ -222,6 +231,12 @@ def _check_limit(config: Any) -> None:
 def _check_bounds(config: Any) -> None:
     if config.offload_gpu_budget is not None:
         _check_is_alone(config)
+    for name in ("offload_plan", "offload_plan_plot"):
+        if config.offload_gpu_budget is None and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is about what a budget decides: give --offload-gpu-budget as well, or "
+                f"leave --{name.replace('_', '-')} out"
+            )
     if config.offload_resident_bytes is None:
         return
     for other in ("offload_horizon_bytes", "offload_max_inflight_bytes"):

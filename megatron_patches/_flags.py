@@ -112,6 +112,22 @@ SETTINGS = (
         _budget,
     ),
     Setting(
+        "offload_plan",
+        _TEXT,
+        None,
+        "With --offload-gpu-budget: begin with the plan in this file, if there is one, and write to it what is "
+        "decided. {rank} in the name is replaced; without it, and with several ranks, each adds its number. Default: none.",
+        str,
+    ),
+    Setting(
+        "offload_plan_plot",
+        _TEXT,
+        None,
+        "With --offload-gpu-budget: draw what each budget would take in this file, with what was chosen and what rank "
+        "0 measured. Default: none.",
+        str,
+    ),
+    Setting(
         "offload_planned",
         bool,
         False,

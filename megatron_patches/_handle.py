@@ -77,6 +77,8 @@ def apply(
     trace: str | None = None,
     has_report: bool = True,
     gpu_budget: str | int | None = None,
+    plan: str | None = None,
+    plan_plot: str | None = None,
 ) -> Handle:
     """Patch megatron-core to offload activations, until `Handle.remove()`.
 
@@ -97,6 +99,8 @@ def apply(
 
         gpu_budget: what each process may hold on its GPU where the model's configuration sets none: a size, a share, or
             "auto". It offloads all that a model has, unless `modules` or the configuration names some.
+        plan: file of the plan to begin with, and to write, where the model's configuration sets none.
+        plan_plot: file for the picture of that plan where the model's configuration sets none.
 
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
@@ -105,7 +109,7 @@ def apply(
     """
     check_supported()
     budget = None if gpu_budget is None else parse_size(str(gpu_budget))
-    settings = Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report, budget)
+    settings = Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report, budget, plan, plan_plot)
     runtime = ModelRuntime(settings, meter)
     return Handle(runtime, apply_patches(patch_rows(runtime)))
 

@@ -29,6 +29,7 @@ from megatron_patches._model.validate import (
     is_on_elsewhere,
     why_nothing_moved,
 )
+from megatron_patches._plan_files import PlanFiles
 from megatron_patches._rows.runtime import Step
 from megatron_patches._second_step import SecondStep
 from offload_engine import OffloadEngine, ResidencyMeter
@@ -48,10 +49,12 @@ class _Attached(NamedTuple):
     """Closes the attachment when its model is freed, and keeps it alive until then."""
 
     second_step: SecondStep
+    plan_files: PlanFiles
 
     def close(self) -> None:
         try:
             self.second_step.close(self.attachment.engine)
+            self.plan_files.close(self.attachment.engine)
         finally:
             self.attachment.close()
             self.closer.detach()
@@ -161,6 +164,7 @@ class ModelRuntime:
             self._check_first_step(attachment, step, to_check)
         attachment.warn_of_unused_names()
         attached.second_step.after_step(attachment.engine)
+        attached.plan_files.after_step(attachment.engine)
 
     def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
         """In the first step, take part in the collective checks of ranks of the pipeline that do offload.
@@ -208,10 +212,12 @@ class ModelRuntime:
 
     def _attach(self, step: Step, settings: Settings) -> _Attached:
         """Check a model and attach the hooks. Collective: every rank of its pipeline calls it, even with an error."""
-        engine, problem, asked = None, None, settings
+        engine, files, problem, asked = None, None, None, settings
         try:
+            files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults))
             settings = _with_candidates(step, settings)
             engine = self._make_engine(step, settings)
+            files.load(engine)
         except Exception as error:
             problem = error
         try:
@@ -221,10 +227,10 @@ class ModelRuntime:
             if engine is not None:
                 engine.close()
             raise (problem or error) from None
-        assert engine is not None
+        assert engine is not None and files is not None
         attachment = self._put_hooks(engine, step, settings)
         closer = weakref.finalize(step.chunks[0], attachment.close)
-        attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings))
+        attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings), files)
         self._attachments[step.chunks[0]] = attached
         return attached
 

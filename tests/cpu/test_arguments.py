@@ -32,6 +32,8 @@ FIELDS = {
     "offload_host_policy",
     "offload_gpu_budget",
     "offload_horizon_bytes",
+    "offload_plan",
+    "offload_plan_plot",
     "offload_planned",
     "offload_report",
     "offload_trace",
@@ -275,6 +277,18 @@ def test_what_is_no_budget_is_refused(text: str, applied: Handle, capsys: pytest
     assert f"argument --offload-gpu-budget: {text!r}" in capsys.readouterr().err
     with pytest.raises(ValueError, match="must be a size, such as '60GiB'"):
         make(offload_gpu_budget=0.9)
+
+
+@pytest.mark.parametrize("name", ["offload_plan", "offload_plan_plot"])
+def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"{name}=f is about what a budget decides: give .* leave {flag} out"):
+        make(**{name: "f"})
+    args = add_offload_arguments(argparse.ArgumentParser()).parse_args([flag, "f"])
+    with pytest.raises(ValueError, match=f"{name}=f is about what a budget decides"):
+        offload_config_from_args(args)
+    settings = resolve(make(offload_gpu_budget="1G", **{name: "f"}), NO_DEFAULTS)
+    assert settings is not None and [settings.plan, settings.plan_plot].count("f") == 1
 
 
 def test_a_budget_of_the_gpu_is_a_flag() -> None:

@@ -123,7 +123,7 @@ LAYERS = {
             "_rows.fused_wgrad",
             "_rows.cpu",
         ),
-        ("_arguments", "_second_step"),
+        ("_arguments", "_plan_files", "_second_step"),
         ("_runtime",),
         ("_handle",),
         ("",),

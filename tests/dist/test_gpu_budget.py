@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,26 @@ def _peaks(num_microbatches: int, settings: dict[str, object], expected: dict[st
             assert handle.stats is not None
             found.append(handle.stats.peak_resident_bytes)
     return found
+
+
+def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run_ranks(_check_plan, str(tmp_path), pipeline=Pipeline(2))
+    names = {"plan_rank0.json", "plan_rank1.json", "plan.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def _check_plan(folder: str) -> None:
+    files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
+    chunks = make_chunks(make_config("mixed"))
+    expected = fingerprint(chunks, run(chunks, 4))
+    budget = f"{_largest(_peaks(4, {}, expected, '1TiB')[-1])[0]}"
+    first = _peaks(4, files, expected, budget)
+    again = _peaks(4, files, expected, budget)
+    assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
+    assert max(again) <= int(budget)
+    with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
+        _peaks(4, {"offload_plan": f"{folder}/nowhere/plan.json"}, expected, budget)
 
 
 def test_what_a_model_offers() -> None:
