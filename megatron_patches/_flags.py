@@ -116,7 +116,8 @@ SETTINGS = (
         _TEXT,
         None,
         "With --offload-gpu-budget: begin with the plan in this file, if there is one, and write to it what is "
-        "decided. {rank} in the name is replaced; without it, and with several ranks, each adds its number. Default: none.",
+        "decided. {rank} in the name is replaced; without it, and with several ranks, each adds its number. "
+        "Default: none.",
         str,
     ),
     Setting(

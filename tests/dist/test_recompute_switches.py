@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron_patches import apply  # noqa: E402
 from megatron_patches._model.recompute import Switches  # noqa: E402
 from megatron_patches._model.sites import find_sites  # noqa: E402
+from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
@@ -228,6 +229,9 @@ def _check_refused() -> None:
         for name, value in changes.items():
             setattr(chunks[0].config, name, value)
         _expect_refusals(what, chunks, reasons)
+    if is_in_range(installed_version(), ">=0.17"):
+        chunks = make_chunks(make_config("mixed", moe_router_topk=3))
+        _expect_refusals("order of the router", chunks, {"moe": "does not sort its choice"})
     chunks = make_chunks(make_config("mixed"))
     for layer in chunks[0].decoder.layers:
         layer.mlp.__class__ = type("TheirMLP", (type(layer.mlp),), {"__module__": "theirs"})
