@@ -84,13 +84,21 @@ def _make_parser() -> argparse.ArgumentParser:
 
 
 def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    modules = (args.offload_modules or DEFAULT_MODULES) if args.offload_activation else ()
+    defaults = DEFAULT_MODULES if args.offload_activation and args.offload_gpu_budget is None else ()
     try:
-        config, names = offload_config_from_args(args), canonical_names(modules)
+        config, names = offload_config_from_args(args), canonical_names(args.offload_modules or defaults)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
-        apply(config, modules=names, trace=args.offload_trace, has_report=args.offload_report)
+        apply(
+            config,
+            modules=names,
+            trace=args.offload_trace,
+            has_report=args.offload_report,
+            gpu_budget=args.offload_gpu_budget,
+            plan=args.offload_plan,
+            plan_plot=args.offload_plan_plot,
+        )
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")
             apply_cpu_support()

@@ -10,134 +10,20 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
+from megatron_patches._flags import BOUNDS, SETTINGS, SIZES, SWITCHES, Setting
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
 from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for
-from offload_engine.sizes import bytes_flag, parse_bytes
+from offload_engine.sizes import Size, parse_bytes, parse_size
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
 _PREFIX = "offload_"
 DEFAULT_MODULES = ("core_attn",)
-
-
-class _Setting(NamedTuple):
-    """One new field of TransformerConfig, and its flag."""
-
-    name: str
-    type: Any  # typing.Optional and not "| None": megatron reads it to make the flag
-    default: Any
-    help: str
-    parse: Callable[[str], Any] | None = None  # None: a switch
-    choices: tuple[str, ...] | None = None
-
-    @property
-    def flag(self) -> str:
-        name = self.name.replace("_", "-")
-        return f"--no-{name}" if self.default is True else f"--{name}"
-
-    def argparse_kwargs(self) -> dict[str, Any]:
-        switch = "store_false" if self.default is True else "store_true"
-        how: dict[str, Any] = {"action": switch} if self.parse is None else {"type": self.parse}
-        if self.choices is not None:
-            how["choices"] = self.choices
-        return {"dest": self.name, "default": self.default, "help": self.help, **how}
-
-    def definition(self) -> tuple[str, Any, Any]:
-        metadata = {"argparse_meta": self.argparse_kwargs()}
-        return self.name, self.type, dataclasses.field(default=self.default, metadata=metadata)
-
-
-_size = bytes_flag()
-
-# Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
-_AS_SIZES = " (a size, such as 64MiB)"
-_SIZE = Optional[int]  # noqa: UP045
-_TEXT = Optional[str]  # noqa: UP045
-_SETTINGS = (
-    _Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
-    _Setting(
-        "offload_min_tensor_bytes",
-        _SIZE,
-        None,
-        f"Storages smaller than this stay on the device{_AS_SIZES}. Default: 1 MiB.",
-        _size,
-    ),
-    _Setting(
-        "offload_host_limit_bytes",
-        _SIZE,
-        None,
-        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free.",
-        _size,
-    ),
-    _Setting(
-        "offload_host_policy",
-        _TEXT,
-        None,
-        "A group without room below that bound stays on the device (keep) or ends the step (error). Default: keep.",
-        str,
-        HOST_POLICIES,
-    ),
-    _Setting(
-        "offload_horizon_bytes",
-        _SIZE,
-        None,
-        f"How many bytes may be copied in ahead of their use{_AS_SIZES}. Default: twice the largest group.",
-        _size,
-    ),
-    _Setting(
-        "offload_resident_bytes",
-        _SIZE,
-        None,
-        f"A budget: how many saved bytes of the modules may be on the device at once{_AS_SIZES}; what fits stays. "
-        "Excludes the horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
-        _size,
-    ),
-    _Setting(
-        "offload_max_inflight_bytes",
-        _SIZE,
-        None,
-        f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
-        "bottleneck, more makes steps shorter and the peak higher. Default: twice the largest group, or less.",
-        _size,
-    ),
-    _Setting(
-        "offload_planned",
-        bool,
-        False,
-        "Plan the moves of each step ahead, by the schedule and the sizes that the step before has shown, instead of "
-        "deciding at each boundary.",
-    ),
-    _Setting(
-        "offload_dir",
-        _TEXT,
-        None,
-        "Without a GPU: directory of the host tier's file, 'none' for plain memory. Default: a temporary directory.",
-        str,
-    ),
-    _Setting(
-        "offload_trace",
-        _TEXT,
-        None,
-        "Record the second training step of each rank in this file, a Chrome trace for Perfetto and for "
-        "`python -m offload_engine.report`. {rank} and {step} in the name are replaced. Default: none.",
-        str,
-    ),
-    _Setting(
-        "offload_report",
-        bool,
-        True,
-        "Log no table of the second training step, and do not record that step for it.",
-    ),
-    _Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
-)
-_BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each selects a policy, see `policy_for`
-_SIZES = tuple(s.name for s in _SETTINGS if s.parse is _size)
-_SWITCHES = tuple(s.name for s in _SETTINGS if s.parse is None)
 
 
 class Settings(NamedTuple):
@@ -151,11 +37,20 @@ class Settings(NamedTuple):
     has_report: bool = True
     """Whether rank 0 logs the tables of the second step."""
 
+    gpu_budget: Size | None = None
+    """What the process may hold on its GPU. `modules` may then be empty: all that the model has."""
+
+    plan: str | None = None
+    """File of the plan to begin with, and to write, if there is a budget for the GPU."""
+
+    plan_plot: str | None = None
+    """File for the picture of that plan."""
+
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the offload flags that `parser` does not have yet; return the parser."""
     group = parser.add_argument_group("activation offload")
-    for setting in _SETTINGS:
+    for setting in SETTINGS:
         _add_unless_there(group, setting.flag, **setting.argparse_kwargs())
     names = ", ".join(known_names())
     _add_unless_there(
@@ -176,8 +71,9 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
         ValueError, TypeError: if `OffloadConfig` rejects a value, or flags are given without `--offload-activation`.
     """
     given = ["--offload-modules"] if getattr(args, "offload_modules", None) else []
-    given += [s.flag for s in _SETTINGS if getattr(args, s.name, s.default) != s.default]
-    if given and not args.offload_activation:
+    given += [s.flag for s in SETTINGS if getattr(args, s.name, s.default) != s.default]
+    _check_bounds(args)
+    if given and not is_on(args):
         raise ValueError(f"{', '.join(given)} without --offload-activation moves nothing: give both, or neither")
     return _engine_config(args, OffloadConfig())
 
@@ -188,14 +84,23 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     Raises:
         ValueError: if two settings exclude each other.
     """
-    if not (getattr(config, "offload_activation", False) or defaults.modules):
+    budget = _budget_of(config) or defaults.gpu_budget
+    if not (is_on(config) or defaults.modules or budget):
         return None
     _check_others_are_off(config)
-    own = getattr(config, "offload_modules", None) if getattr(config, "offload_activation", False) else None
-    modules = canonical_names(own or defaults.modules or DEFAULT_MODULES)
+    own = getattr(config, "offload_modules", None) if is_on(config) else None
+    modules = canonical_names(own or defaults.modules or (() if budget else DEFAULT_MODULES))
     _check_no_paged_stash(config, modules)
     trace = getattr(config, "offload_trace", None) or defaults.trace
-    return Settings(_engine_config(config, defaults.engine), modules, trace, has_report(config, defaults))
+    plan = getattr(config, "offload_plan", None) or defaults.plan
+    plot = getattr(config, "offload_plan_plot", None) or defaults.plan_plot
+    engine = _engine_config(config, defaults.engine)
+    return Settings(engine, modules, trace, has_report(config, defaults), budget, plan, plot)
+
+
+def is_on(source: Any) -> bool:
+    """Return whether a configuration, or parsed flags, ask for offload: by the switch or by a budget."""
+    return bool(getattr(source, "offload_activation", False)) or getattr(source, "offload_gpu_budget", None) is not None
 
 
 def has_report(config: Any, defaults: Settings) -> bool:
@@ -206,7 +111,7 @@ def has_report(config: Any, defaults: Settings) -> bool:
 def config_rows() -> list[Patch]:
     """Return the rows that give TransformerConfig and MLATransformerConfig the new fields."""
     base = f"{_CONFIGS}:TransformerConfig"
-    rows = [_class_default(base, setting) for setting in _SETTINGS]
+    rows = [_class_default(base, setting) for setting in SETTINGS]
     for owner in (base, f"{_CONFIGS}:MLATransformerConfig"):
         rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_add_fields, why=_WHY))
         rows.append(Patch(target=f"{owner}.__init__", wrapper=_wrap_init, why=_WHY))
@@ -222,13 +127,13 @@ def _add_unless_there(group: argparse._ArgumentGroup, flag: str, **kwargs: Any) 
         return
 
 
-def _class_default(owner: str, setting: _Setting) -> Patch:
+def _class_default(owner: str, setting: Setting) -> Patch:
     # A configuration made before `apply()` has no such instance attribute and reads the default on the class.
     return Patch(target=f"{owner}.{setting.name}", wrapper=lambda _: setting.default, why=_WHY, is_new=True)
 
 
 def _add_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    definitions = [setting.definition() for setting in _SETTINGS]
+    definitions = [setting.definition() for setting in SETTINGS]
     new = dataclasses.fields(dataclasses.make_dataclass("_OffloadFields", definitions, kw_only=True))
     return {**fields, **{field.name: field for field in new}}
 
@@ -236,7 +141,7 @@ def _add_fields(fields: dict[str, Any]) -> dict[str, Any]:
 def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for setting in _SETTINGS:
+        for setting in SETTINGS:
             setattr(self, setting.name, kwargs.pop(setting.name, setting.default))
         original(self, *args, **kwargs)
 
@@ -257,23 +162,25 @@ def check_fields(config: Any) -> None:
 
     Raises:
         ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is no size,
-            `offload_modules` is set without `offload_activation`, a budget is combined with a bound that it replaces,
-            megatron-core's own offloading is on too, or its paged stash is on and a name is in the experts.
+            `offload_modules` is set without `offload_activation` or a budget for the GPU, a budget is combined with a
+            bound that it replaces, megatron-core's own offloading is on too, or its paged stash is on and a name is in
+            the experts.
     """
-    for name in _SWITCHES:
+    for name in SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
             raise ValueError(f"{name} must be True or False, got {getattr(config, name)!r}")
-    for name in _SIZES:
+    for name in SIZES:
         _size_of(config, name)
     if config.offload_host_policy not in (None, *HOST_POLICIES):
         raise ValueError(
             f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
         )
-    if config.offload_activation:
+    _budget_of(config)
+    _check_bounds(config)
+    if is_on(config):
         _check_others_are_off(config)
         _check_no_paged_stash(config, canonical_names(config.offload_modules or (), config))
         _check_limit(config)
-        _check_bounds(config)
     elif config.offload_modules and not config.fine_grained_activation_offloading:
         raise ValueError(
             f"offload_modules={config.offload_modules} without offload_activation=True moves nothing: set "
@@ -300,6 +207,21 @@ def _size_of(source: Any, name: str) -> int | None:
     return value
 
 
+def _budget_of(source: Any) -> Size | None:
+    """Return the budget of a configuration or of parsed flags; None if it is not set.
+
+    Raises:
+        ValueError: if the value is no size; names the setting.
+    """
+    value = getattr(source, "offload_gpu_budget", None)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):
+        raise ValueError(f"offload_gpu_budget must be a size, such as '60GiB', '90%' or 'auto', got {value!r}")
+    try:
+        return None if value is None else parse_size(str(value))
+    except ValueError as error:
+        raise ValueError(f"offload_gpu_budget (--offload-gpu-budget): {error}") from None
+
+
 def _check_limit(config: Any) -> None:
     # Without a threshold here, `apply()` may have lowered it: the first step checks the two together.
     if None not in (config.offload_host_limit_bytes, config.offload_min_tensor_bytes):
@@ -307,11 +229,29 @@ def _check_limit(config: Any) -> None:
 
 
 def _check_bounds(config: Any) -> None:
+    if config.offload_gpu_budget is not None:
+        _check_is_alone(config)
+    for name in ("offload_plan", "offload_plan_plot"):
+        if config.offload_gpu_budget is None and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)} is about what a budget decides: give --offload-gpu-budget as well, or "
+                f"leave --{name.replace('_', '-')} out"
+            )
     if config.offload_resident_bytes is None:
         return
     for other in ("offload_horizon_bytes", "offload_max_inflight_bytes"):
         if getattr(config, other) is not None:
             raise ValueError(f"offload_resident_bytes bounds what {other} does, and more: set only one of the two")
+
+
+def _check_is_alone(config: Any) -> None:
+    for other in (*(_PREFIX + name for name in BOUNDS), "offload_dry_run"):
+        if getattr(config, other, None) not in (None, False):
+            raise ValueError(
+                f"offload_gpu_budget={config.offload_gpu_budget} decides what stays on the device, and so does "
+                f"{other}={getattr(config, other)}: leave one of --offload-gpu-budget and "
+                f"--{other.replace('_', '-')} out"
+            )
 
 
 def _check_others_are_off(config: Any) -> None:
@@ -334,20 +274,21 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
 
 
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
-    given = {field.name: _value_of(source, _source_name(field.name)) for field in dataclasses.fields(base)}
+    names = (field.name for field in dataclasses.fields(base) if field.name != "gpu_budget")  # needs the GPU's size
+    given = {name: _value_of(source, _source_name(name)) for name in names}
     changes = {name: value for name, value in given.items() if value is not None and value is not False}
     return base.replace(**changes, **_policy(source))
 
 
 def _policy(source: Any) -> dict[str, PolicySettings]:
     """Return the `policy` field that the flags select; empty if none of them was given."""
-    bounds: dict[str, Any] = {name: _size_of(source, _PREFIX + name) for name in _BOUNDS}
+    bounds: dict[str, Any] = {name: _size_of(source, _PREFIX + name) for name in BOUNDS}
     policy = policy_for(**bounds, planned=getattr(source, "offload_planned", False))
     return {} if policy is None else {"policy": policy}
 
 
 def _value_of(source: Any, name: str) -> Any:
-    return _size_of(source, name) if name in _SIZES else getattr(source, name, None)
+    return _size_of(source, name) if name in SIZES else getattr(source, name, None)
 
 
 def _source_name(field: str) -> str:
@@ -359,7 +300,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
     The script is the first argument that ends in ".py" and is not the value of a flag.
     """
-    takes_value = {setting.flag for setting in _SETTINGS if setting.parse is not None}
+    takes_value = {setting.flag for setting in SETTINGS if setting.parse is not None}
     for position, token in enumerate(argv):
         is_value = position > 0 and argv[position - 1] in takes_value
         if token.endswith(".py") and not is_value and not token.startswith("-"):

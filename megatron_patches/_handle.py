@@ -17,6 +17,7 @@ from megatron_patches._rows.schedules import schedule_rows
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
+from offload_engine.sizes import parse_size
 
 
 class Handle:
@@ -75,6 +76,9 @@ def apply(
     meter: ResidencyMeter | None = None,
     trace: str | None = None,
     has_report: bool = True,
+    gpu_budget: str | int | None = None,
+    plan: str | None = None,
+    plan_plot: str | None = None,
 ) -> Handle:
     """Patch megatron-core to offload activations, until `Handle.remove()`.
 
@@ -93,13 +97,20 @@ def apply(
             says no. Every rank that offloads then records that step. No rank waits for another one, except rank 0, and
             that for seconds only.
 
+        gpu_budget: what each process may hold on its GPU where the model's configuration sets none: a size, a share, or
+            "auto". It offloads all that a model has, unless `modules` or the configuration names some.
+        plan: file of the plan to begin with, and to write, where the model's configuration sets none.
+        plan_plot: file for the picture of that plan where the model's configuration sets none.
+
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
         PatchError: if the patches are in force already.
-        ValueError: if a module name is unknown.
+        ValueError: if a module name is unknown, or the budget is no size.
     """
     check_supported()
-    runtime = ModelRuntime(Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report), meter)
+    budget = None if gpu_budget is None else parse_size(str(gpu_budget))
+    settings = Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report, budget, plan, plan_plot)
+    runtime = ModelRuntime(settings, meter)
     return Handle(runtime, apply_patches(patch_rows(runtime)))
 
 

@@ -13,6 +13,8 @@ import torch
 from megatron_patches._arguments import Settings, has_report, resolve
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
+from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.sites import overlaps_expert_comm, own_norms
@@ -27,6 +29,7 @@ from megatron_patches._model.validate import (
     is_on_elsewhere,
     why_nothing_moved,
 )
+from megatron_patches._plan_files import PlanFiles
 from megatron_patches._rows.runtime import Step
 from megatron_patches._second_step import SecondStep
 from offload_engine import OffloadEngine, ResidencyMeter
@@ -46,10 +49,12 @@ class _Attached(NamedTuple):
     """Closes the attachment when its model is freed, and keeps it alive until then."""
 
     second_step: SecondStep
+    plan_files: PlanFiles
 
     def close(self) -> None:
         try:
             self.second_step.close(self.attachment.engine)
+            self.plan_files.close(self.attachment.engine)
         finally:
             self.attachment.close()
             self.closer.detach()
@@ -159,6 +164,7 @@ class ModelRuntime:
             self._check_first_step(attachment, step, to_check)
         attachment.warn_of_unused_names()
         attached.second_step.after_step(attachment.engine)
+        attached.plan_files.after_step(attachment.engine)
 
     def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
         """Take part, in the first step, in the collective checks of ranks of the pipeline that do offload.
@@ -206,9 +212,12 @@ class ModelRuntime:
 
     def _attach(self, step: Step, settings: Settings) -> _Attached:
         """Check a model and attach the hooks. Collective: every rank of its pipeline calls it, even with an error."""
-        engine, problem = None, None
+        engine, files, problem, asked = None, None, None, settings
         try:
+            files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults))
+            settings = _with_candidates(step, settings)
             engine = self._make_engine(step, settings)
+            files.load(engine)
         except Exception as error:
             problem = error
         try:
@@ -218,10 +227,10 @@ class ModelRuntime:
             if engine is not None:
                 engine.close()
             raise (problem or error) from None
-        assert engine is not None
+        assert engine is not None and files is not None
         attachment = self._put_hooks(engine, step, settings)
         closer = weakref.finalize(step.chunks[0], attachment.close)
-        attached = _Attached(attachment, settings, closer, self._make_second_step(step, settings))
+        attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings), files)
         self._attachments[step.chunks[0]] = attached
         return attached
 
@@ -237,7 +246,10 @@ class ModelRuntime:
         check_inputs_stay_whole(step.config)
         check_host_limit(step.config, settings.engine.host_limit_bytes, step.seq_length, step.micro_batch_size)
         place = (0, 1) if step.pipeline is None else (step.pipeline.rank(), step.pipeline.size())
-        return OffloadEngine(settings.engine, meter=self._meter, pipeline=place, logs_first_step=False)
+        config = settings.engine
+        if settings.gpu_budget is not None:
+            config = config.replace(gpu_budget=budget_bytes(settings.gpu_budget))
+        return OffloadEngine(config, meter=self._meter, pipeline=place, logs_first_step=False)
 
     def _put_hooks(self, engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
         names, inside = drop_parts(settings.modules)
@@ -250,3 +262,14 @@ class ModelRuntime:
             # with recompute_method="block" the layers after the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
+
+
+def _with_candidates(step: Step, settings: Settings) -> Settings:
+    """Return settings that name all that this rank can offload, if they name nothing."""
+    if settings.modules:
+        return settings
+    names, left_out = find_candidates(step.config, step.chunks)
+    logger.info("a budget chooses among %s", ", ".join(names) or "nothing: this rank has no layer")
+    for name, reason in left_out.items():
+        logger.info("%r is left out: %s", name, reason)
+    return settings._replace(modules=names)

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from offload_engine._budget.controller import BudgetController
+from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
@@ -15,6 +18,7 @@ from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine._observe.observer import Observer
 from offload_engine._policy.choose import make_policy
 from offload_engine._policy.executor import Executor
+from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.store import ActivationStore
@@ -25,7 +29,7 @@ from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import HELD
-from offload_engine.policies import LowestPeak
+from offload_engine.policies import LowestPeak, Planned
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 
@@ -70,10 +74,15 @@ class OffloadEngine(EngineView):
         self._context = TransferContext(self.device)
         self._unawaited, self._leaving, self._counters = UnawaitedCopies(), LeavingQueue(), ByteCounters(meter)
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=self._unawaited)
-        self._policy = make_policy(self.config.policy or LowestPeak(), self._counters, self._leaving)
+        default = LowestPeak() if self.config.gpu_budget is None else Planned()
+        self._policy = make_policy(self.config.policy or default, self._counters, self._leaving)
+        self._keeping = Keeping(self._policy, self._counters)
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
         self._is_closed = self._is_device_closed = False
         self._num_chunks = 0
+        if self.config.gpu_budget is not None:
+            gauge = self.device.memory_gauge() or ResidentGauge(self._counters)
+            self._budget = BudgetController(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
 
     def begin_iteration(
         self,
@@ -107,10 +116,12 @@ class OffloadEngine(EngineView):
         if actions and not isinstance(actions[0], Action):
             raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
         self._executor.refuse_capture("an iteration begins")
+        measuring = None if self._budget is None else self._budget.begin(actions or (), is_combined)
         self._store.begin(weights)
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
-        self._context.recorder = self._observer.begin(self.device, self.config.dry_run)
+        # A step that is measured is recorded by what measures it: what was asked for is recorded in the next.
+        self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True
 
     def start_chunk(
@@ -221,7 +232,9 @@ class OffloadEngine(EngineView):
         self.current_chunk = None
         stats = self._store.finish()
         recorder, self._context.recorder = self._context.recorder, None
-        self._observer.end(recorder, stats)
+        if self._budget is not None:
+            self._budget.end(stats, self._num_chunks)
+        self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
         if stats.num_storages_left:
             logger.warning(
                 "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run",
@@ -243,6 +256,8 @@ class OffloadEngine(EngineView):
             recorder.discard()
         # An interrupt may have come between any two lines, so nothing is undone: the books begin anew. After an
         # interrupt in this function, too, the next call begins again.
+        if self._budget is not None:
+            self._budget.abandon()
         self._store.abandon_all()
         self.pool.take_all_back()  # no copy is in flight
         for books in (self._unawaited, self._leaving, self._counters, self._policy):
@@ -270,6 +285,8 @@ class OffloadEngine(EngineView):
         """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent."""
         if not self._is_closed:
             self._observer.close()
+            if self._budget is not None:
+                self._budget.close()
             self.reset_iteration()
             self.pool.close()
             self._is_closed = True  # not before: after an interrupt the next call continues
@@ -279,4 +296,4 @@ class OffloadEngine(EngineView):
 
     def _new_books(self) -> tuple[ActivationStore, Executor]:
         store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
-        return store, Executor(store, self.device, self._policy, self._leaving, self.config.dry_run)
+        return store, Executor(store, self.device, self._policy, self._leaving, self._keeping, self.config.dry_run)

@@ -16,6 +16,9 @@ from gpt_trainer.steps import StepResult
 from gpt_trainer.timeline import Spans
 from offload_engine import IterationStats, ResidencyMeter
 
+_SUMS = ("kept_bytes", "offloaded_bytes", "recomputed_bytes")
+_OF_PLAN = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "predicted_step_ms", *_SUMS)
+
 
 class Metrics:
     """Gathers every rank's figures on rank 0 and shows them there. Its methods are collective: all ranks call them.
@@ -43,8 +46,9 @@ class Metrics:
         step_ms: float,
         stats: IterationStats | None,
         validation_loss: float | None = None,
+        budget: Any = None,
     ) -> None:
-        """Report one training step; `stats` is None without offload."""
+        """Report one training step; `stats` is None without offload, `budget` without a decision of `gpu_budget`."""
         figures = {
             "rank": dist.get_rank(),
             "loss": result.loss,
@@ -52,6 +56,7 @@ class Metrics:
             "step_ms": step_ms,
             **_memory(),
             "offload": self._offload(stats),
+            "plan": None if budget is None else {name: getattr(budget, name) for name in _OF_PLAN},
         }
         ranks = self._gather(figures)
         if ranks is None:
@@ -62,6 +67,9 @@ class Metrics:
             record["validation_loss"] = validation_loss
             self._bar.write(f"step {step}: validation loss {validation_loss:.4f}")
         record |= {"offload": _total([rank["offload"] for rank in ranks]), "ranks": ranks}
+        plans = [rank.pop("plan") for rank in ranks]
+        for place, plan in zip((record, *ranks), (_plan_of_all(plans), *plans), strict=True):
+            place["offload"]["plan"] = plan
         if self._file is not None:
             print(json.dumps(record), file=self._file, flush=True)
         self._show(step, record)
@@ -109,6 +117,14 @@ def _first_known(values: list[float | None]) -> float | None:
 def _total(ranks: list[dict[str, int]]) -> dict[str, int]:
     """Sum over the ranks; for peaks take the largest, because the ranks' peaks are at different times."""
     return {key: (max if key.startswith("peak") else sum)(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def _plan_of_all(plans: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Sum the bytes of groups over the ranks; of all else take the largest, because a budget is one of each process."""
+    decided = [plan for plan in plans if plan is not None]
+    if not decided:
+        return None
+    return {name: (sum if name in _SUMS else max)(plan[name] for plan in decided) for name in _OF_PLAN}
 
 
 def _memory() -> dict[str, int]:

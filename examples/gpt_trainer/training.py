@@ -32,7 +32,8 @@ class Training:
         num_train = args.train_iters * args.global_batch_size
         self._train_set, self._valid_set = build_datasets(args, tokenizer, num_train, num_valid)
         self._meter = ResidencyMeter() if args.metrics_json or args.timeline_json else None
-        self._offload = self._apply_offload() if args.offload_activation else None
+        is_on = args.offload_activation or args.offload_gpu_budget is not None
+        self._offload = self._apply_offload() if is_on else None
         try:
             self._build(tokenizer.vocab_size)
         except BaseException:
@@ -100,7 +101,9 @@ class Training:
         self._steps.spans.is_recording = False
         stats = None if self._offload is None else self._offload.stats
         validation_loss = self._evaluate() if _is_due(args.eval_interval, progress.step) else None
-        metrics.step(progress.step, result, step_ms, stats, validation_loss)
+        engine = None if self._offload is None else self._offload.engine
+        budget = None if engine is None else engine.budget
+        metrics.step(progress.step, result, step_ms, stats, validation_loss, budget)
         if records_timeline:
             metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)
         if _is_due(args.save_interval, progress.step):

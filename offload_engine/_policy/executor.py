@@ -10,6 +10,7 @@ from torch.autograd import profiler
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._devices.base import Device, Event
 from offload_engine._observe.recorder import Recorder
+from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._policy.policy import Policy
 from offload_engine._saved.mover import CopyOut
@@ -45,17 +46,25 @@ class Executor:
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
      5. A backward that begins right after its forward, unannounced, recalls the groups that its chunk is copying out.
+     6. A group that is chosen to be kept is not copied out, unless it has outgrown the choice: see `Keeping`.
 
     Args:
         store: owns the storages of the groups.
         device: tests whether a copy has completed.
         policy: answers boundaries with moves.
         leaving: the queue that the policy reads.
+        keeping: chooses groups that are kept.
         dry_run: account for groups, but issue no copy-out.
     """
 
     def __init__(
-        self, store: ActivationStore, device: Device, policy: Policy, leaving: LeavingQueue, dry_run: bool
+        self,
+        store: ActivationStore,
+        device: Device,
+        policy: Policy,
+        leaving: LeavingQueue,
+        keeping: Keeping,
+        dry_run: bool,
     ) -> None:
         self.store: ActivationStore = store
         self.policy: Policy = policy
@@ -66,6 +75,7 @@ class Executor:
         self._dry_run = dry_run
         self._context = store.context
         self._ranges = store.context.ranges
+        self._keeping = keeping
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
         self._in_backward: TensorGroup | None = None  # the group whose backward has begun last
 
@@ -115,15 +125,19 @@ class Executor:
                     self._await(moved)  # Rule 3
             else:
                 self.copy_in(moved)
+        if self._keeping.kept and kind is COMMIT and group is not None and self._keeping.outgrows(group):
+            self.copy_out(group)  # a plan does not
+        if self._context.recorder is not None:
+            self._context.recorder.note_moved()
 
     def copy_out(self, group: TensorGroup) -> None:
-        """Issue the copy-out of a group's own storages. No-op for those copied out already, and in a dry run.
+        """Issue the copy-out of a group's own storages. No-op for those that left or are to stay, and in a dry run.
 
         Raises:
             OffloadError: if the host tier is full and `host_policy` is "error".
         """
         produced = self._produced.pop(group, None)
-        if self._dry_run:
+        if self._dry_run or group.stays:
             return
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around(OUT, group):
@@ -200,7 +214,9 @@ class Executor:
 
     def _commit(self, group: TensorGroup) -> None:
         self._count(group)
-        if group.may_delay and not group.is_kept and not self._dry_run:
+        if self._keeping.kept:
+            group.stays = self._keeping.may_stay(group)
+        if group.may_delay and not (group.is_kept or group.stays or self._dry_run):
             self._produced[group] = self._moves.record_produced(group)
 
     def _count(self, group: TensorGroup) -> None:
@@ -212,6 +228,8 @@ class Executor:
 
     def _unkeep(self, group: TensorGroup) -> None:
         group.is_kept = False
+        if self._keeping.kept and not group.stays:
+            group.stays = self._keeping.may_stay(group)
         self.store.counters.stats.num_kept_groups -= 1
         self.store.counters.stats.kept_bytes -= group.own_bytes
 

@@ -23,13 +23,17 @@ from offload_engine import (  # noqa: E402
     OffloadConfig,  # noqa: E402
     ResidentBudget,
 )
+from offload_engine.sizes import Size, parse_size  # noqa: E402
 
 FIELDS = {
     "offload_activation",
     "offload_min_tensor_bytes",
     "offload_host_limit_bytes",
     "offload_host_policy",
+    "offload_gpu_budget",
     "offload_horizon_bytes",
+    "offload_plan",
+    "offload_plan_plot",
     "offload_planned",
     "offload_report",
     "offload_trace",
@@ -237,6 +241,60 @@ def test_a_budget_beside_what_it_bounds_is_rejected(other: str, applied: Handle)
     assert resolve(make(**budget), NO_DEFAULTS).engine == OffloadConfig(policy=ResidentBudget(1 << 30))
     with pytest.raises(ValueError, match=f"offload_resident_bytes bounds what {other} does"):
         make(**budget, **{other: 1})
+
+
+@pytest.mark.parametrize("other", ["offload_resident_bytes", "offload_horizon_bytes", "offload_max_inflight_bytes"])
+def test_a_budget_of_the_gpu_beside_another_bound_is_rejected(other: str, applied: Handle) -> None:
+    flag = f"--{other.replace('_', '-')}"
+    message = (
+        f"offload_gpu_budget=60GiB decides what stays.*{other}=1: leave one of --offload-gpu-budget and {flag} out"
+    )
+    with pytest.raises(ValueError, match=message):
+        make(offload_gpu_budget="60GiB", **{other: 1})
+    args = add_offload_arguments(argparse.ArgumentParser()).parse_args(["--offload-gpu-budget", "60GiB", flag, "1"])
+    with pytest.raises(ValueError, match=message):
+        offload_config_from_args(args)
+
+
+def test_a_budget_of_the_gpu_switches_the_offload_on(applied: Handle) -> None:
+    for typed, size in (("60G", Size(60 << 30)), ("90%", parse_size("90%")), ("auto", Size()), (5000, Size(5000))):
+        settings = resolve(make(offload_gpu_budget=typed), NO_DEFAULTS)
+        assert settings == Settings(OffloadConfig(), (), gpu_budget=size)
+    named = make(offload_gpu_budget="60G", offload_modules=["expert_fc1"])
+    assert resolve(named, NO_DEFAULTS) == Settings(OffloadConfig(), ("router_fc1",), gpu_budget=Size(60 << 30))
+    defaults = Settings(OffloadConfig(), (), gpu_budget=Size(7))
+    assert resolve(make(), defaults) == defaults
+    assert resolve(make(offload_activation=True), defaults) == defaults
+
+
+@pytest.mark.parametrize("text", ["60g b", "-3GiB", "0%", "120%", "nan", "-1"])
+def test_what_is_no_budget_is_refused(text: str, applied: Handle, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="offload_gpu_budget .--offload-gpu-budget.: ") as error:
+        make(offload_gpu_budget=text)
+    assert repr(text) in str(error.value)
+    with pytest.raises(SystemExit):
+        add_offload_arguments(argparse.ArgumentParser()).parse_args([f"--offload-gpu-budget={text}"])
+    assert f"argument --offload-gpu-budget: {text!r}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="must be a size, such as '60GiB'"):
+        make(offload_gpu_budget=0.9)
+
+
+@pytest.mark.parametrize("name", ["offload_plan", "offload_plan_plot"])
+def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"{name}=f is about what a budget decides: give .* leave {flag} out"):
+        make(**{name: "f"})
+    args = add_offload_arguments(argparse.ArgumentParser()).parse_args([flag, "f"])
+    with pytest.raises(ValueError, match=f"{name}=f is about what a budget decides"):
+        offload_config_from_args(args)
+    settings = resolve(make(offload_gpu_budget="1G", **{name: "f"}), NO_DEFAULTS)
+    assert settings is not None and [settings.plan, settings.plan_plot].count("f") == 1
+
+
+def test_a_budget_of_the_gpu_is_a_flag() -> None:
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--offload-gpu-budget", "60GiB", "--offload-modules", "core_attn"])
+    assert args.offload_gpu_budget == "60GiB" and offload_config_from_args(args) == OffloadConfig()
 
 
 def test_flags_that_are_there_already_are_reused() -> None:

@@ -150,6 +150,22 @@ def test_the_record_of_a_step(directory: Path) -> None:
     assert all(rank["rss_peak_bytes"] > 0 for rank in step["ranks"])
 
 
+def test_the_record_of_a_plan(directory: Path) -> None:
+    plain = run(directory, f"{PP2} --train-iters 7", num_ranks=2)
+    assert all(step["offload"]["plan"] is None for step in plain.steps)
+    flags = f"{PP2} --train-iters 7 --offload-gpu-budget 1GiB --offload-min-tensor-bytes 1B"
+    result = run(directory, flags, num_ranks=2)
+    assert result.curve == plain.curve
+    assert result.steps[0]["offload"]["plan"] is None and result.steps[0]["offload"]["copied_out_bytes"] > 0
+    last = result.steps[-1]
+    plan, *of_ranks = [figures["offload"]["plan"] for figures in (last, *last["ranks"])]
+    assert plan["budget_bytes"] == 1 << 30 and plan["recomputed_bytes"] == 0
+    assert 0 < plan["measured_peak_bytes"] <= plan["budget_bytes"] and plan["predicted_step_ms"] > 0
+    for name, combine in (("kept_bytes", sum), ("offloaded_bytes", sum), ("predicted_peak_bytes", max)):
+        assert plan[name] == combine(rank[name] for rank in of_ranks)
+    assert last["offload"]["copied_out_bytes"] == 0
+
+
 def test_the_timeline_of_a_step(directory: Path) -> None:
     path = directory / "timeline.json"
     result = run(directory, f"{PP2} --timeline-json {path} --timeline-step 3", num_ranks=2)

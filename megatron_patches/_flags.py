@@ -1,0 +1,163 @@
+"""The table of the settings: each is a field of TransformerConfig and a flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+from offload_engine.config import HOST_POLICIES
+from offload_engine.sizes import bytes_flag, parse_size
+
+
+class Setting(NamedTuple):
+    """One new field of TransformerConfig, and its flag."""
+
+    name: str
+    type: Any  # typing.Optional and not "| None": megatron reads it to make the flag
+    default: Any
+    help: str
+    parse: Callable[[str], Any] | None = None  # None: a switch
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def flag(self) -> str:
+        name = self.name.replace("_", "-")
+        return f"--no-{name}" if self.default is True else f"--{name}"
+
+    def argparse_kwargs(self) -> dict[str, Any]:
+        switch = "store_false" if self.default is True else "store_true"
+        how: dict[str, Any] = {"action": switch} if self.parse is None else {"type": self.parse}
+        if self.choices is not None:
+            how["choices"] = self.choices
+        return {"dest": self.name, "default": self.default, "help": self.help, **how}
+
+    def definition(self) -> tuple[str, Any, Any]:
+        metadata = {"argparse_meta": self.argparse_kwargs()}
+        return self.name, self.type, dataclasses.field(default=self.default, metadata=metadata)
+
+
+_size = bytes_flag()
+
+
+def _budget(text: str) -> str:
+    """Check a size that may be a share or "auto"; it stays text, because what it is a share of is not known yet."""
+    try:
+        return str(parse_size(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
+_AS_SIZES = " (a size, such as 64MiB)"
+_SIZE = Optional[int]  # noqa: UP045
+_TEXT = Optional[str]  # noqa: UP045
+SETTINGS = (
+    Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
+    Setting(
+        "offload_min_tensor_bytes",
+        _SIZE,
+        None,
+        f"Storages smaller than this stay on the device{_AS_SIZES}. Default: 1 MiB.",
+        _size,
+    ),
+    Setting(
+        "offload_host_limit_bytes",
+        _SIZE,
+        None,
+        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free.",
+        _size,
+    ),
+    Setting(
+        "offload_host_policy",
+        _TEXT,
+        None,
+        "A group without room below that bound stays on the device (keep) or ends the step (error). Default: keep.",
+        str,
+        HOST_POLICIES,
+    ),
+    Setting(
+        "offload_horizon_bytes",
+        _SIZE,
+        None,
+        f"How many bytes may be copied in ahead of their use{_AS_SIZES}. Default: twice the largest group.",
+        _size,
+    ),
+    Setting(
+        "offload_resident_bytes",
+        _SIZE,
+        None,
+        f"A budget: how many saved bytes of the modules may be on the device at once{_AS_SIZES}; what fits stays. "
+        "Excludes the horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
+        _size,
+    ),
+    Setting(
+        "offload_max_inflight_bytes",
+        _SIZE,
+        None,
+        f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
+        "bottleneck, more makes steps shorter and the peak higher. Default: twice the largest group, or less.",
+        _size,
+    ),
+    Setting(
+        "offload_gpu_budget",
+        _TEXT,
+        None,
+        "What the process may hold on its GPU, CUDA context included (a size, such as 60GiB, a share as 90%%, or auto, "
+        "which is all there is but a margin). The engine measures a few steps and keeps what fits; the rest moves. It "
+        "switches the offload on, of all names that the model has unless --offload-modules names some. Excludes the "
+        "budget for saved bytes, the horizon and the bytes in flight. Without a GPU: bytes of saved tensors in groups. "
+        "Default: none.",
+        _budget,
+    ),
+    Setting(
+        "offload_plan",
+        _TEXT,
+        None,
+        "With --offload-gpu-budget: begin with the plan in this file, if there is one, and write to it what is "
+        "decided. {rank} in the name is replaced; without it, and with several ranks, each adds its number. "
+        "Default: none.",
+        str,
+    ),
+    Setting(
+        "offload_plan_plot",
+        _TEXT,
+        None,
+        "With --offload-gpu-budget: draw what each budget would take in this file, with what was chosen and what rank "
+        "0 measured. Default: none.",
+        str,
+    ),
+    Setting(
+        "offload_planned",
+        bool,
+        False,
+        "Plan the moves of each step ahead, by the schedule and the sizes that the step before has shown, instead of "
+        "deciding at each boundary.",
+    ),
+    Setting(
+        "offload_dir",
+        _TEXT,
+        None,
+        "Without a GPU: directory of the host tier's file, 'none' for plain memory. Default: a temporary directory.",
+        str,
+    ),
+    Setting(
+        "offload_trace",
+        _TEXT,
+        None,
+        "Record the second training step of each rank in this file, a Chrome trace for Perfetto and for "
+        "`python -m offload_engine.report`. {rank} and {step} in the name are replaced. Default: none.",
+        str,
+    ),
+    Setting(
+        "offload_report",
+        bool,
+        True,
+        "Log no table of the second training step, and do not record that step for it.",
+    ),
+    Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
+)
+BOUNDS = ("resident_bytes", "horizon_bytes", "max_inflight_bytes")  # each selects a policy, see `policy_for`
+SIZES = tuple(s.name for s in SETTINGS if s.parse is _size)
+SWITCHES = tuple(s.name for s in SETTINGS if s.parse is None)

@@ -1,0 +1,53 @@
+"""What a model can offload, for a budget that chooses among it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_patches._model.graphs import check_cuda_graphs
+from megatron_patches._model.modules import EXPERTS, MODULES, drop_parts, is_in_experts
+from megatron_patches._model.sites import own_norms, survey
+from megatron_patches._model.validate import check_conflicts, check_parts_are_called
+
+# Of these the parts move one by one, so that each can be chosen. Experts have too many parts for that.
+_IN_PARTS = ("self_attn", "mamba_mixer")
+
+
+def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the names of the table to offload in these chunks, and those left out with the reason.
+
+    Args:
+        config: of the model.
+        chunks: this rank's model chunks.
+    """
+    sites = survey(chunks).sites
+    names, left_out = [], {}
+    if config.recompute_granularity == "full":
+        sites["layer_input"] = max(1, sites["layer_input"])  # what a checkpoint of layers saves, even without a norm
+    for name in (row.name for row in MODULES if sites[row.name]):
+        reason = "its parts move one by one" if name in _IN_PARTS else _why_refused(config, name, chunks)
+        if reason is None:
+            names.append(name)
+        else:
+            left_out[name] = reason
+    whole, parts = drop_parts(names)
+    return whole, left_out | dict.fromkeys(parts, "it moves as a part of another name")
+
+
+def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module]) -> str | None:
+    if getattr(config, "moe_paged_stash", False) and is_in_experts(name):
+        return f"moe_paged_stash keeps what {EXPERTS} saves"
+    checks: tuple[Callable[[], None], ...] = (
+        lambda: check_cuda_graphs(config, [name]),
+        lambda: check_conflicts(config, [name], own_norms(chunks)),
+        lambda: check_parts_are_called(config, [name], chunks),
+    )
+    for check in checks:
+        try:
+            check()
+        except (ValueError, NotImplementedError) as error:
+            return str(error).partition(", but ")[2] or str(error)
+    return None

@@ -1,0 +1,92 @@
+"""`PlanFiles`: what a budget has decided, in files and in the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from offload_engine import OffloadEngine
+from offload_engine.plan_files import load_plan, plot_budget, save_plan
+
+logger = logging.getLogger(__name__)
+
+
+class PlanFiles:
+    """Reads and writes the plan of one rank, draws it and, on rank 0, logs it.
+
+    Args:
+        plan: file to begin with, if it is there, and to write; among several ranks each has one of its own.
+        plot: file for the picture of rank 0.
+        has_report: log the tables of rank 0.
+
+    Raises:
+        ValueError: if a file cannot be written where it is to be, or nothing can draw; names the flag.
+    """
+
+    def __init__(self, plan: str | None, plot: str | None, has_report: bool) -> None:
+        is_first = _rank() == 0
+        self._plan = None if plan is None else _of_this_rank(plan)
+        self._plot = plot if is_first else None
+        self._has_report = has_report and is_first
+        self._is_over = False
+        for flag, file in (("--offload-plan", plan), ("--offload-plan-plot", plot)):
+            if file is not None and not Path(file).resolve().parent.is_dir():
+                raise ValueError(f"{flag} {file}: there is no directory {Path(file).resolve().parent}: make it first")
+        if plot is not None and find_spec("matplotlib") is None:
+            raise ValueError(f"--offload-plan-plot {plot} needs matplotlib: install it, or leave the flag out")
+
+    def load(self, engine: OffloadEngine) -> None:
+        """Have the engine begin with the plan in the file, if there is one. Call it before the first step.
+
+        Raises:
+            ValueError: if the file is no plan.
+        """
+        if self._plan is not None and os.path.exists(self._plan):
+            load_plan(engine, self._plan)
+            logger.info("the first step goes by the plan in %s", self._plan)
+
+    def after_step(self, engine: OffloadEngine) -> None:
+        """Write and log the first decision that a step has verified."""
+        if self._is_over:
+            return
+        summary = engine.budget
+        if summary is None or not summary.measured_step_ms:
+            return
+        self._is_over = True
+        self._write(engine)
+        if self._has_report:
+            logger.info("activation offload within its budget:\n%s", (engine.report() or "").rstrip())
+
+    def close(self, engine: OffloadEngine) -> None:
+        """Write the last decision, before the engine closes."""
+        if engine.budget is not None:
+            self._write(engine)
+
+    def _write(self, engine: OffloadEngine) -> None:
+        try:
+            if self._plan is not None:
+                save_plan(engine, self._plan)
+            if self._plot is not None:
+                plot_budget(engine, self._plot)
+        except OSError as error:  # no reason to end a training run
+            logger.warning("the plan was not written: %s", error)
+
+
+def _of_this_rank(file: str) -> str:
+    """Return the file of this rank: its number stands for {rank}, or in front of the suffix."""
+    if "{rank}" not in file and _is_one_of_several():
+        root, suffix = os.path.splitext(file)
+        file = f"{root}_rank{{rank}}{suffix}"
+    return file.replace("{rank}", str(_rank()))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _is_one_of_several() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

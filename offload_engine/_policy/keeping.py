@@ -1,0 +1,55 @@
+"""`Keeping`: groups that are chosen to stay on the device, by their places, and how large they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload_engine._policy.policy import Policy
+from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.choices import Allowance, Slot
+
+
+class Keeping:
+    """Tells the executor which groups stay, whatever the policy. It outlives executors, which a reset replaces.
+
+    Args:
+        policy: told of allowances.
+        counters: of the engine.
+
+    Attributes:
+        kept: bytes that each kept group may have, by its place; empty: none is kept.
+    """
+
+    def __init__(self, policy: Policy, counters: ByteCounters) -> None:
+        self.kept: Mapping[Slot, int] = {}
+        self._resident_limit: int = 0
+        self._policy = policy
+        self._counters = counters
+
+    def allow(self, allowance: Allowance) -> None:
+        """Set what may be on the device from the next step on. Call it between two steps.
+
+        Raises:
+            ValueError: if the policy cannot give room.
+        """
+        self._policy.allow(allowance)
+        self.kept, self._resident_limit = allowance.kept_bytes, allowance.resident_bytes
+
+    def may_stay(self, group: TensorGroup) -> bool:
+        """Return whether a group that commits is one to be kept, and as large as when that was chosen."""
+        nbytes = self._kept_bytes(group)
+        if nbytes < 0:
+            return False
+        if group.own_bytes <= nbytes and self._counters.resident_bytes <= self._resident_limit:
+            return True
+        self._counters.stats.num_outgrown_groups += 1
+        return False
+
+    def outgrows(self, group: TensorGroup) -> bool:
+        """Return whether a group that was chosen to be kept leaves, because it is larger than when it was chosen."""
+        return not (group.stays or group.is_kept) and self._kept_bytes(group) >= 0
+
+    def _kept_bytes(self, group: TensorGroup) -> int:
+        """Return how many bytes a group may have and be kept; -1: it is not to be kept."""
+        return self.kept.get(Slot(group.chunk.stage, group.layer, group.name, group.part), -1)

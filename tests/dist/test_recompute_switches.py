@@ -1,0 +1,257 @@
+"""Recomputation switched between two steps, layer by layer: the same bits, fewer saved bytes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+from megatron_patches import apply  # noqa: E402
+from megatron_patches._model.recompute import Switches  # noqa: E402
+from megatron_patches._model.sites import find_sites  # noqa: E402
+from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
+from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import LATENT  # noqa: E402
+from tests.dist.tiny import fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
+
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+GROUPED = {"moe_grouped_gemm": True}
+NO_BIAS = {"add_bias_linear": False}
+DROPOUT = {"attention_dropout": 0.1}
+
+# What is recomputed -> kind of the model, its settings, and names to offload beside it.
+MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "dense": ("dense", NO_BIAS, ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]),
+    "dropout": ("dense", {**NO_BIAS, **DROPOUT}, ["core_attn", "attn_proj", "mlp_act"]),
+    "experts": ("mixed", SHARED, ["core_attn", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]),
+    "shared": ("mixed", SHARED, ["self_attn", "shared_experts", "experts", "mlp_act"]),
+    "grouped": ("moe", {**GROUPED, **SHARED}, ["router_fc1", "moe_act", "router_fc2", "shared_fc1", "shared_fc2"]),
+    "latent": ("mixed", LATENT, ["mla_down_proj", "qk_norm", "mla_up_proj", "core_attn", "attn_proj", "mlp_fc2"]),
+    "spread": ("dense", {"distribute_saved_activations": True}, ["core_attn", "mlp_act"]),
+}
+NORMS = {"input_layernorm", "pre_mlp_layernorm"}
+OFFERED = {
+    "dense": {*NORMS, "core_attn", "mlp"},
+    "dropout": {*NORMS, "core_attn", "mlp"},
+    "experts": {*NORMS, "core_attn", "mlp", "moe", "shared_experts"},
+    "shared": {*NORMS, "core_attn", "mlp", "moe", "shared_experts"},
+    "grouped": {*NORMS, "core_attn", "moe", "shared_experts", "moe_act"},
+    "latent": {"mla_up_proj", "mlp", "moe"},  # norms are of several operations, and the kernel is one of the tests'
+    "spread": {*NORMS, "core_attn"},  # beside biases no MLP
+}
+
+
+RUNS = [(model, Pipeline()) for model in MODELS]
+RUNS += [("dense", Pipeline(2)), ("experts", Pipeline(2)), ("latent", Pipeline(2))]
+RUNS += [(model, Pipeline(2, 2, expert=2)) for model in ("dense", "grouped", "latent")]
+
+
+@pytest.mark.parametrize(("model", "shape"), RUNS, ids=str)
+def test_steps_are_the_same_whatever_is_recomputed(model: str, shape: Pipeline) -> None:
+    run_ranks(_check_steps, model, 2 if shape.size == 1 else 4, pipeline=shape, timeout_s=240.0)
+
+
+def _check_steps(model: str, num_microbatches: int) -> None:
+    gc.disable()
+    kind, settings, names = MODELS[model]
+    chunks = make_chunks(_config(kind, settings))
+    reference = _step(chunks, num_microbatches)
+    for offloaded in ([], names):
+        with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=offloaded):
+            chunks = make_chunks(_config(kind, settings))
+            switches = Switches(chunks)
+            found = {name for _, _, name in switches.by_key}
+            assert found <= OFFERED[model], found - OFFERED[model]
+            for on in [set(), *_choices(switches), set()]:
+                switches.set(on)
+                assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
+                got = _step(chunks, num_microbatches)
+                wrong = [key for key in reference if got[key] != reference[key]]
+                assert not wrong, (offloaded, on, wrong[:5])
+            switches.set(switches.by_key)
+            run(chunks, num_microbatches, forward_only=True)
+            switches.restore()
+            assert _step(chunks, num_microbatches) == reference
+
+
+def _choices(switches: Switches) -> Iterator[set[tuple[int, int, str]]]:
+    """Each recomputation in all layers, then in some; all at once; each second one, in turns."""
+    keys = list(switches.by_key)
+    for name in dict.fromkeys(name for _, _, name in keys):
+        of_name = [key for key in keys if key[2] == name]
+        yield set(of_name)
+        if len(of_name) > 1:
+            yield {of_name[0]}
+            yield set(of_name[1:])
+    yield set(keys)
+    yield set(keys[::2])
+    yield set(keys[1::2])
+
+
+def _config(kind: str, settings: dict[str, Any]) -> Any:
+    from megatron.core import parallel_state as ps
+
+    expert = ps.get_expert_model_parallel_world_size()
+    return make_config(kind, **settings, **({} if kind == "dense" else {"expert_model_parallel_size": expert}))
+
+
+def _step(chunks: list[torch.nn.Module], num_microbatches: int) -> dict[str, str]:
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True)  # of the dropout
+    return fingerprint(chunks, run(chunks, num_microbatches))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_recomputation_is_offered_and_saves_fewer_bytes(model: str) -> None:
+    run_ranks(_check_bytes, model)
+
+
+def _check_bytes(model: str) -> None:
+    gc.disable()
+    kind, settings, _ = MODELS[model]
+    chunks = make_chunks(_config(kind, settings))
+    switches = Switches(chunks)
+    assert {name for _, _, name in switches.by_key} == OFFERED[model]
+    everything = _saved_bytes(chunks)
+    for key in switches.by_key:
+        switches.set({key})
+        assert _saved_bytes(chunks) < everything, key
+    switches.restore()
+    assert _saved_bytes(chunks) == everything
+
+
+def _saved_bytes(chunks: list[torch.nn.Module]) -> int:
+    """Bytes that autograd keeps when the forward of the only microbatch has ended."""
+    saved = weakref.WeakSet[_Saved]()
+    kept: list[int] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: _Saved(t, saved), lambda kept: kept.tensor):
+            output = forward_step(*args, **kwargs)
+        storages = {entry.tensor.untyped_storage()._cdata: entry.tensor.untyped_storage() for entry in saved}
+        kept.append(sum(storage.nbytes() for storage in storages.values()))
+        return output
+
+    run(chunks, 1, forward_step=forward)
+    return kept[0]
+
+
+class _Saved:
+    def __init__(self, tensor: torch.Tensor, alive: weakref.WeakSet[_Saved]) -> None:
+        self.tensor = tensor.detach()
+        alive.add(self)
+
+
+def test_groups_of_what_is_recomputed_do_not_open() -> None:
+    run_ranks(_check_groups)
+
+
+def _check_groups() -> None:
+    names = ["mlp_fc1", "mlp_act", "mlp_fc2"]
+    meter = ResidencyMeter()
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names, meter=meter) as handle:
+        chunks = make_chunks(make_config("dense", **NO_BIAS))
+        sites = len(find_sites(chunks[0], names))
+        switches = Switches(chunks)
+        found = []
+        for layers in ([], [1], [0, 1, 2, 3], []):
+            switches.set({(0, layer, "mlp") for layer in layers})
+            meter.reset_peak()
+            run(chunks, 2)
+            assert handle.stats is not None
+            assert handle.stats.num_groups == 2 * sites * (4 - len(layers)) // 4
+            found.append((handle.stats.managed_bytes, meter.peak_bytes))
+    assert found[0][0] > found[1][0] > found[2][0] == 0 and found[3][0] == found[0][0]
+
+
+def test_everything_is_put_back() -> None:
+    run_ranks(_check_restored)
+
+
+def _check_restored() -> None:
+    chunks = make_chunks(make_config("dense", recompute_granularity="selective", recompute_modules=["mlp"], **NO_BIAS))
+    switches = Switches(chunks)
+    built = {key: switch.is_on for key, switch in switches.by_key.items()}
+    assert {name for (_, _, name), on in built.items() if on} == {"mlp"}
+    switches.set({key for key, on in built.items() if not on})
+    assert {key: not switch.is_on for key, switch in switches.by_key.items()} == built
+    with pytest.raises(KeyError, match="no recomputation can be switched"):
+        switches.set({(0, 9, "mlp")})
+    assert {key: not switch.is_on for key, switch in switches.by_key.items()} == built
+    switches.restore()
+    switches.restore()
+    assert {key: switch.is_on for key, switch in switches.by_key.items()} == built
+    held = weakref.ref(chunks[0])
+    chunks.clear()
+    gc.collect()
+    assert held() is None and not any(switch.is_on for switch in switches.by_key.values())
+    switches.restore()
+
+
+# What is not safe -> kind of the model, its settings, and the recomputations that are refused, by a part of the reason.
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "full recomputation": (
+        "mixed",
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        dict.fromkeys([*NORMS, "core_attn", "mlp", "moe"], "whole layers already"),
+    ),
+    "biases": ("dense", {}, {"mlp": "add_bias_linear"}),
+    "norms of several operations": ("mixed", LATENT, dict.fromkeys(NORMS, "several operations")),
+}
+# The same for what cannot be built without a GPU: attributes of the configuration, set afterwards.
+REFUSED_AFTERWARDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "fp8": ({"fp8": "e4m3"}, dict.fromkeys([*NORMS, "core_attn", "mlp", "moe", "shared_experts"], "FP8")),
+    "fp4": ({"fp4": "e2m1"}, {"mlp": "FP8 or FP4"}),
+    "graphs": ({"cuda_graph_impl": "local"}, {"mlp": "CUDA graph", "moe": "CUDA graph"}),
+    "overlap": ({"overlap_moe_expert_parallel_comm": True}, {"moe": "all-to-all", "core_attn": "all-to-all"}),
+    "delayed": ({"overlap_dispatch_backward_with_experts_wgrad": True}, {"moe": "weight gradients"}),
+    "shared overlap": ({"moe_shared_expert_overlap": True}, dict.fromkeys(["moe", "shared_experts"], "shared_expert")),
+    "gate": ({"moe_shared_expert_gate": True}, {"shared_experts": "moe_shared_expert_gate"}),
+    "variant": ({"experimental_attention_variant": "dsa"}, dict.fromkeys(["core_attn", "input_layernorm"], "'dsa'")),
+    "fused residual": ({"fused_residual_rmsnorm": True}, dict.fromkeys(NORMS, "fused_residual_rmsnorm")),
+    "parts": ({"mlp_chunks_for_training": 2}, {"mlp": "mlp_chunks_for_training"}),
+    "stash": ({"moe_paged_stash": True}, {"moe": "moe_paged_stash"}),
+    "replay": ({"moe_enable_routing_replay": True}, {"moe": "moe_enable_routing_replay"}),
+}
+
+
+def test_what_is_not_safe_is_refused_with_the_reason() -> None:
+    run_ranks(_check_refused)
+
+
+def _check_refused() -> None:
+    for what, (kind, settings, reasons) in REFUSED.items():
+        _expect_refusals(what, make_chunks(make_config(kind, **settings)), reasons)
+    for what, (changes, reasons) in REFUSED_AFTERWARDS.items():
+        chunks = make_chunks(make_config("mixed", **SHARED))
+        for name, value in changes.items():
+            setattr(chunks[0].config, name, value)
+        _expect_refusals(what, chunks, reasons)
+    if is_in_range(installed_version(), ">=0.17"):
+        chunks = make_chunks(make_config("mixed", moe_router_topk=3))
+        _expect_refusals("order of the router", chunks, {"moe": "does not sort its choice"})
+    chunks = make_chunks(make_config("mixed"))
+    for layer in chunks[0].decoder.layers:
+        layer.mlp.__class__ = type("TheirMLP", (type(layer.mlp),), {"__module__": "theirs"})
+    _expect_refusals("others", chunks, dict.fromkeys(["mlp", "moe"], "not megatron-core's"))
+    chunks = make_chunks(make_config("mixed"))
+    for layer in chunks[0].decoder.layers:
+        layer.mlp._with_fused_impl = True
+    _expect_refusals("fused", chunks, dict.fromkeys(["mlp", "moe"], "fused operations"))
+
+
+def _expect_refusals(what: str, chunks: list[torch.nn.Module], reasons: dict[str, str]) -> None:
+    switches = Switches(chunks)
+    offered = {name for _, _, name in switches.by_key}
+    told = {refusal.name: refusal.reason for refusals in switches.refusals for refusal in refusals}
+    for name, part in reasons.items():
+        assert name not in offered and part in told[name], (what, name, told)
+    assert offered or what in ("full recomputation", "fp8", "fp4", "graphs", "overlap", "delayed")
