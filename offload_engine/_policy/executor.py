@@ -38,8 +38,8 @@ class Executor:
 
     [Its own rules]
 
-     1. Completed copy-outs are released. At each boundary they are released, oldest first, if the policy allows it
-        (`Policy.releases_completed`).
+     1. Completed copy-outs are released. At each boundary, and after each copy-out, they are released, oldest first, if
+        the policy allows it (`Policy.releases_completed`).
      2. Back-pressure. At each boundary, and after each copy-out, compute waits for the oldest copy-outs while
         `Policy.must_release`. It is a stream wait: a host that runs ahead is not blocked.
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
@@ -148,8 +148,7 @@ class Executor:
             if self._context.recorder is not None:
                 self._context.recorder.note_move(OUT, group, issued.nbytes)
             self.leaving.push(issued)
-            while self.leaving.queue and self.policy.must_release():  # Rule 2
-                self._release(self.leaving.pop())
+            self._release_due()  # again: host memory may have had to be pinned, and copies have completed meanwhile
 
     def copy_in(self, group: TensorGroup) -> int:
         """Recall a group's storages that are leaving and copy in those on host; return the number copied in."""

@@ -63,7 +63,7 @@ class PlannedPolicy(Policy):
         self.own_bounds = bounds
         self._own_reactive = reactive
         self._planner = Planner()
-        self._is_whole_step = False
+        self._has_schedule = self._is_whole_step = False
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # that the plan was made of
         self._chunks: dict[ChunkKey, ChunkProgress] = {}
@@ -92,6 +92,7 @@ class PlannedPolicy(Policy):
         """See `Policy`."""
         self.clear()
         self._is_whole_step = _is_whole_step(actions)
+        self._has_schedule |= self._is_whole_step
         shapes = self.shapes(actions)
         self._shapes = shapes or ()
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
@@ -120,7 +121,8 @@ class PlannedPolicy(Policy):
             self._log.mark(kind, chunk)
         elif kind is UNKEEP and chunk is not None and group is not None:
             self._log.mark_unkept(chunk, group)
-        elif kind is ITERATION_END and self._is_whole_step:  # not from an evaluation, which saves other groups or none
+        elif kind is ITERATION_END and self._is_whole_step is self._has_schedule:
+            # Where steps have a schedule, one without is an evaluation, which saves other groups or none.
             self._log.learn(self._chunks.values())
         if self.plan is None:
             return self._reactive.at(kind, chunk, group)
