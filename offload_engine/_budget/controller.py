@@ -148,8 +148,7 @@ class BudgetController:
 
     def _conclude(self, is_combined: bool) -> None:
         """Draw conclusions from the step before."""
-        if self._num_steps == 1:
-            self.decider.check_taken()
+        self.decider.check_taken()
         if self.state is State.FLOOR:
             if self._has_state:
                 self._floor_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)

@@ -63,6 +63,7 @@ class Decider:
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: tuple[SavedPlan, str] | None = None  # to begin with, and where it comes from
+        self._is_checked = False
         self._job: Job | None = None
         self._model: MemoryModel | None = None
         self._costs = Costs()
@@ -105,9 +106,10 @@ class Decider:
         Raises:
             ValueError: if not; names where it comes from.
         """
-        if self._taken is not None:
+        if self._taken is not None and not self._is_checked:
             saved, source = self._taken
             check_same_model(saved, self._policy.slots(), source)
+            self._is_checked = True
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,10 +33,12 @@ from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
+from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, no_pipelining, one_forward_one_backward
 
 HIDDEN, ROWS, DEPTH = 32, 64, 6
 KIB = 1 << 10
+GROWN = "gpu_budget: activations have grown, so one more step is measured with everything offloaded"
 
 
 def config(**settings: Any) -> OffloadConfig:
@@ -249,13 +252,17 @@ def test_other_microbatches_and_evaluation_in_between(make: Make) -> None:
 
 
 @each_job
-def test_longer_sequences_keep_less_at_once_and_are_measured_again(make: Make) -> None:
+def test_longer_sequences_keep_less_at_once_and_are_measured_again(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     longer = ROWS * 3 // 2
     reference = make(config(dry_run=True)).steps(6).steps(8, rows=longer)
     budget = round(0.95 * max(reference.peaks[:6]))
     job = make(config(gpu_budget=budget)).steps(6)
     moved_before = job.engine.stats.copied_out_bytes
-    job.steps(8, rows=longer)
+    with caplog.at_level(logging.INFO):
+        job.steps(8, rows=longer)
+    assert [each.message for each in caplog.records].count(GROWN) == 1
     assert_same_training(job, reference)
     assert max(job.peaks[6:]) <= budget
     assert job.engine.stats.copied_out_bytes > 1.5 * moved_before
@@ -515,3 +522,14 @@ def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
     decisions = [job.engine.budget_controller.decider.chosen.best for job in (alone, worst, both)]  # type: ignore[union-attr]
     assert decisions[2].held_bytes >= decisions[1].held_bytes
     assert decisions[2].num_moves == decisions[1].num_moves > decisions[0].num_moves
+
+
+def test_memory_is_measured_at_every_boundary_of_groups() -> None:
+    job = ByHand(config(gpu_budget=1 << 40)).steps(5)
+    controller = job.engine.budget_controller
+    assert controller is not None and controller.decider._model is not None
+    measured = controller.decider._model.other_bytes
+    for chunk in {action.chunk for action in job.actions(4)}:
+        for index in range(2 * DEPTH):
+            assert Boundary(COMMIT, chunk, index) in measured
+            assert Boundary(BACKWARD_END, chunk, index) in measured or index == 0  # the input needs no gradient
