@@ -81,6 +81,11 @@ class Decider:
         return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
 
     @property
+    def is_alone(self) -> bool:
+        """Return whether there is no other rank to agree with."""
+        return self.agree is tuple
+
+    @property
     def is_at_floor(self) -> bool:
         """Return whether everything is offloaded, because no less fits."""
         return self.chosen is not None and self.chosen.best is self.chosen.floor
@@ -125,7 +130,8 @@ class Decider:
         """
         actions = tuple(recorder.actions())
         shapes = self._policy.shapes(actions)
-        if shapes is None:
+        [is_unknown] = self.agree((int(shapes is None),))
+        if shapes is None or is_unknown:
             return False
         between, measured = gauge.peak_bytes(), recorder.boundaries
         overhead = max(0, gauge.held_bytes() - max([between, *(each.peak_bytes for each in measured)]))

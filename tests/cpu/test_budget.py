@@ -533,3 +533,33 @@ def test_memory_is_measured_at_every_boundary_of_groups() -> None:
         for index in range(2 * DEPTH):
             assert Boundary(COMMIT, chunk, index) in measured
             assert Boundary(BACKWARD_END, chunk, index) in measured or index == 0  # the input needs no gradient
+
+
+def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would wait for the others for ever. What befalls one rank is answered by all when a window is over."""
+    monkeypatch.setattr("offload_engine._budget.controller._WINDOW_STEPS", 5)
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    sizes: dict[str, list[int]] = {}
+    for name in ("calm", "memory", "sequences"):
+        job, gauge = on_gpu(base + KIB + round(0.8 * most), base)
+        controller, sizes[name] = job.engine.budget_controller, []
+        assert controller is not None
+
+        def agree(numbers: tuple[int, ...], own: list[int] = sizes[name]) -> tuple[int, ...]:
+            own.append(len(numbers))
+            return numbers
+
+        controller.decider.agree = agree
+        job.steps(6)
+        gauge._base += most // 4 if name == "memory" else 0
+        job.steps(3, rows=ROWS * 3 // 2 if name == "sequences" else ROWS)
+        assert job.states[-1] is State.HOLD
+    assert sizes["calm"] == sizes["memory"] == sizes["sequences"]
+
+
+def test_what_the_allocator_had_before_does_not_count() -> None:
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    job, gauge = on_gpu(base + KIB + most, base)
+    gauge._reserved = 10 * most + base
+    job.steps(8)
+    assert job.states[-1] is State.HOLD and gauge.num_trims == 1
