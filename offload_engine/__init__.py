@@ -6,7 +6,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.engine_view import EngineSnapshot
-from offload_engine.errors import CopyError, OffloadError
+from offload_engine.errors import BudgetError, CopyError, OffloadError
 from offload_engine.frontends.any_model import ManagedActivations, manage_activations
 from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint
 from offload_engine.frontends.layers import LayerOffload, enable_activation_offloading
@@ -39,6 +39,7 @@ __all__ = [
     "EngineSnapshot",
     "IS_COMPILED",
     "Action",
+    "BudgetError",
     "CheckpointOffload",
     "ChunkKey",
     "ChunkOffloadHandler",

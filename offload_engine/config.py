@@ -139,6 +139,10 @@ class OffloadConfig:
         """
         return cls(policy=smp_policy(config))
 
+    def with_default(self, policy: PolicySettings) -> OffloadConfig:
+        """Return this configuration with a policy, if it has neither one nor a budget that decides."""
+        return self if self.policy is not None or self.gpu_budget is not None else self.replace(policy=policy)
+
     def replace(self, **changes: object) -> OffloadConfig:
         """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ def agreed_model(agree: Agree, model: MemoryModel) -> MemoryModel:
 
 def agreed_link(agree: Agree, link: Link) -> Link:
     """Return the slowest link of all ranks."""
-    out, into = agree((-round(1e3 * link.out_gbps), -round(1e3 * link.in_gbps)))
-    return dataclasses.replace(link, out_gbps=max(1, -out) / 1e3, in_gbps=max(1, -into) / 1e3)
+    out, into = agree((-round(1e6 * link.out_gbps), -round(1e6 * link.in_gbps)))
+    return dataclasses.replace(link, out_gbps=max(1, -out) / 1e6, in_gbps=max(1, -into) / 1e6)
 
 
 def _numbers_of(shape: ChunkShape) -> list[int]:

@@ -17,6 +17,7 @@ from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
 from offload_engine._saved.transfers import TransferContext
+from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.schedule import Action
@@ -74,7 +75,9 @@ class BudgetController:
         self._begin_mark: TimeMark = None
         self._end_mark: TimeMark = None
         self._floor_ms = 0.0
-        self._num_steps = self._num_tries = self._num_corrections = self._num_in_window = 0
+        self._num_steps = self._num_tries = self._num_corrections = 0
+        self._has_trimmed = False  # for the first decision
+        self._wants_measure = False
         self._is_settled = True  # not in the first step with other groups, which no plan knows
         self._has_ended = False  # the last step was not abandoned
         self._step_peak_bytes = self._step_held_bytes = 0
@@ -154,8 +157,7 @@ class BudgetController:
 
     def _conclude(self, is_combined: bool) -> None:
         """Draw conclusions from the step before."""
-        if self._num_steps == 1:
-            self.decider.check_taken()
+        self.decider.check_taken()
         if self.state is State.FLOOR:
             if self._has_state:
                 self._floor_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
@@ -163,8 +165,6 @@ class BudgetController:
                 self._go(State.MEASURE)
         elif self.state is State.MEASURE:
             self._conclude_measuring(is_combined)
-        elif self._has_outgrown():
-            self._measure_again("activations have grown")
         elif self.state is State.VERIFY:
             self._verify()
         else:
@@ -175,12 +175,24 @@ class BudgetController:
         assert recorder is not None
         self._num_tries += 1
         if self.decider.learn(recorder, self._gauge, self._floor_ms, is_combined):
-            self._num_tries = self._num_corrections = 0
-            self._allow(self.decider.decide())
-            self._go(State.VERIFY)
+            self._decide_first()
         elif self._num_tries >= _MAX_TRIES:
             logger.warning("gpu_budget: no step could be planned, so everything stays offloaded: chunks differ")
             self._go(State.HOLD)
+
+    def _decide_first(self) -> None:
+        """Decide by what was measured; what lies in the allocator from before the training must not count."""
+        try:
+            allowance = self.decider.decide()
+        except BudgetError:
+            if self._has_trimmed:
+                raise
+            self._has_trimmed = True
+            self._gauge.trim()
+            return  # to measure again
+        self._num_tries = self._num_corrections = 0
+        self._allow(allowance)
+        self._go(State.VERIFY)
 
     def _verify(self) -> None:
         """Compare what the step took with what was predicted; correct the model, or be content with it."""
@@ -191,7 +203,9 @@ class BudgetController:
         best = self.decider.chosen.best
         self.measured_bytes = self._held_bytes()
         self.measured_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
-        [error] = self.decider.agree((self.measured_bytes - best.held_bytes,))
+        error, has_outgrown = self.decider.agree((self.measured_bytes - best.held_bytes, int(self._has_outgrown())))
+        if has_outgrown:
+            return self._measure_again("activations have grown")
         is_over = best.held_bytes + error > self._budget_bytes
         close = _CLOSE * self._budget_bytes
         is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
@@ -202,22 +216,26 @@ class BudgetController:
         else:
             is_wrong = False
         if not is_wrong or self._num_corrections >= _MAX_CORRECTIONS:
-            self._begin_window()
+            self._gauge.reset()
             self._go(State.HOLD)
             self._log()
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
-        self._num_in_window += 1
         self.measured_bytes = self._held_bytes()
+        self._wants_measure |= self._has_outgrown()
+        is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
+        if is_window_over or self.decider.is_alone:
+            [wants_measure] = self.decider.agree((int(self._wants_measure),))
+            if wants_measure:
+                return self._measure_again("activations have grown")
+        if is_window_over:
+            self._use_what_is_left()
         over = self.measured_bytes - self._budget_bytes
         if over > 0:
             self._answer_excess(over)
-        elif self._num_in_window >= _WINDOW_STEPS:
-            self._use_what_is_left()
-            self._begin_window()
-        elif self._gauge.peak_bytes() > self._step_peak_bytes:
-            self._gauge.reset()  # the peak was between the steps
+        elif is_window_over or self._gauge.peak_bytes() > self._step_peak_bytes:
+            self._gauge.reset()  # a new window; or the peak was between the steps
 
     def _answer_excess(self, over: int) -> None:
         is_of_step = self._step_peak_bytes + self.decider.extra_bytes > self._budget_bytes
@@ -227,21 +245,21 @@ class BudgetController:
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over)
         self._gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
-        self._begin_window()
+        self._gauge.reset()
 
     def _keep_less(self, over: int) -> None:
         chosen = self.decider.chosen
         if chosen is None:
-            self._measure_again("the plan that was given does not fit")
+            self._wants_measure = True  # the plan that was given does not fit
+            self._allow(Allowance())
         else:
             self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_over=True)
 
     def _use_what_is_left(self) -> None:
-        chosen = self.decider.chosen
-        if chosen is None:
-            return
         [need] = self.decider.agree((self._step_peak_bytes + self.decider.extra_bytes,))
-        if self._budget_bytes - need > _UNUSED * self._budget_bytes and chosen.best.stalled_ms > 0:
+        chosen = self.decider.chosen
+        is_unused = self._budget_bytes - need > _UNUSED * self._budget_bytes
+        if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
             self._correct((need - chosen.best.held_bytes) // 2, is_over=False)
 
     def _correct(self, error: int, is_over: bool) -> None:
@@ -259,16 +277,13 @@ class BudgetController:
         """Return what the process held in the last step and behind it, where another engine may have reset the peak."""
         return max(self._step_held_bytes, self._gauge.held_bytes())
 
-    def _begin_window(self) -> None:
-        self._num_in_window = 0
-        self._gauge.reset()
-
     def _has_outgrown(self) -> bool:
         """Return whether chunks have become larger than what was measured, so that all else may have grown, too."""
         stages = self.decider.num_stages()
         return bool(stages) and self._chunk_bytes > TOLERANCE * self.decider.saved_bytes() / stages
 
     def _measure_again(self, why: str) -> None:
+        self._wants_measure = False
         logger.info("gpu_budget: %s, so one more step is measured with everything offloaded", why)
         self._gauge.trim()
         self._allow(Allowance())

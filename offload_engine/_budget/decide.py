@@ -63,6 +63,7 @@ class Decider:
         self._policy = policy
         self._is_early_certain = is_early_certain
         self._taken: tuple[SavedPlan, str] | None = None  # to begin with, and where it comes from
+        self._is_checked = False
         self._job: Job | None = None
         self._model: MemoryModel | None = None
         self._costs = Costs()
@@ -78,6 +79,11 @@ class Decider:
     def extra_bytes(self) -> int:
         """Return what the process holds besides its peak of allocated bytes, by what is known now."""
         return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether there is no other rank to agree with."""
+        return self.agree is tuple
 
     @property
     def is_at_floor(self) -> bool:
@@ -105,9 +111,10 @@ class Decider:
         Raises:
             ValueError: if not; names where it comes from.
         """
-        if self._taken is not None:
+        if self._taken is not None and not self._is_checked:
             saved, source = self._taken
             check_same_model(saved, self._policy.slots(), source)
+            self._is_checked = True
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.
@@ -123,7 +130,8 @@ class Decider:
         """
         actions = tuple(recorder.actions())
         shapes = self._policy.shapes(actions)
-        if shapes is None:
+        [is_unknown] = self.agree((int(shapes is None),))
+        if shapes is None or is_unknown:
             return False
         between, measured = gauge.peak_bytes(), recorder.boundaries
         overhead = max(0, gauge.held_bytes() - max([between, *(each.peak_bytes for each in measured)]))

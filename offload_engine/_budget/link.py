@@ -48,8 +48,10 @@ def measure_link(
 def _copy(
     device: Device, streams: Sequence[Stream], buffers: Sequence[torch.Tensor], regions: Sequence[HostRegion]
 ) -> list[tuple[TimeMark, TimeMark]]:
-    begins = [device.mark_time(stream) for stream in streams]
-    for _ in range(_NUM_COPIES):
+    """Copy, and return the marks around all copies but the first of each direction."""
+    marks: list[list[TimeMark]] = []
+    for _ in range(1 + _NUM_COPIES):
         device.copy_out(streams[0], [(buffers[0], regions[0])])
         device.copy_in(streams[1], [(regions[1], buffers[1])])
-    return [(begin, device.mark_time(stream)) for begin, stream in zip(begins, streams, strict=True)]
+        marks.append([device.mark_time(stream) for stream in streams])
+    return list(zip(marks[0], marks[-1], strict=True))

@@ -51,11 +51,15 @@ class GroupStack:
 
     def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
         """Open a group inside the innermost one, if any."""
-        index = len(self.progress.groups)
+        groups, num_parts = self.progress.groups, self.progress.num_parts
+        index = len(groups)
         group = TensorGroup(self._key, index, name, traits)
         if index in self._keep_groups or index >= self._first_kept:
             group.is_kept = True
-        self.progress.add(group)
+        place = group.layer, name  # in line, as each group opens once
+        group.part = num_parts.get(place, 0)
+        num_parts[place] = group.part + 1
+        groups.append(group)
         self.open_groups.append(group)
         return group
 

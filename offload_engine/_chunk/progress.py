@@ -17,6 +17,7 @@ class ChunkProgress:
         prefetch_index: index of the group to prefetch next; counts down.
         backward_index: index of the group that the backward has reached, or will reach first.
         last_index_by_name: index of the last group of each name, once the forward is done.
+        num_parts: number of groups of each layer and name so far.
     """
 
     def __init__(self, key: ChunkKey, has_head: bool = False) -> None:
@@ -27,14 +28,7 @@ class ChunkProgress:
         self.prefetch_index: int = -1
         self.backward_index: int = 0
         self.last_index_by_name: dict[str, int] = {}
-        self._num_parts: dict[tuple[int, str], int] = {}
-
-    def add(self, group: TensorGroup) -> None:
-        """Add the group that opens."""
-        place = group.layer, group.name
-        group.part = self._num_parts.get(place, 0)
-        self._num_parts[place] = group.part + 1
-        self.groups.append(group)
+        self.num_parts: dict[tuple[int, str], int] = {}
 
     def begin_tail(self) -> None:
         """Mark the start of the last block of the forward; the last call counts."""

@@ -102,8 +102,7 @@ class CheckpointOffload(RecordsSteps):
         if config is not None and engine is not None:
             raise ValueError("CheckpointOffload() takes a config or an engine, which has one already; got both")
         if engine is None:
-            config = config or OffloadConfig()
-            engine = OffloadEngine(config if config.policy is not None else config.replace(policy=GroupWindow(2)))
+            engine = OffloadEngine((config or OffloadConfig()).with_default(GroupWindow(2)))
         self._session = Session(engine, weights)
         self._tokens: list[Token[Checkpoint | None]] = []
         self._is_inside = False  # a checkpointed function is running

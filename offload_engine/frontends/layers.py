@@ -113,9 +113,7 @@ def enable_activation_offloading(
             f"this {type(model).__name__} is offloaded already: call remove() on the handle that "
             "enable_activation_offloading() returned"
         )
-    config = config or OffloadConfig()
-    if config.policy is None and config.gpu_budget is None:
-        config = config.replace(policy=ResidentLayers())
+    config = (config or OffloadConfig()).with_default(ResidentLayers())
     engine = OffloadEngine(config, device_for((model,), config), meter)
     handle = LayerOffload(model, found, engine, enable_ckpt)
     logger.info(

@@ -206,10 +206,13 @@ def _with_horizon(config: OffloadConfig, horizon: int | None) -> OffloadConfig:
     """
     if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1):
         raise ValueError(f"activation_loading_horizon must be a positive integer, got {horizon!r}")
-    if config.policy is None:
-        return config.replace(policy=GroupWindow(DEFAULT_HORIZON if horizon is None else horizon))
-    if horizon is not None and config.policy != GroupWindow(horizon):
+    if horizon is not None and config.gpu_budget is not None:
+        raise ValueError(
+            f"activation_loading_horizon={horizon} and gpu_budget={config.gpu_budget:,} of the config both decide what "
+            "stays on the device: set one of them"
+        )
+    if horizon is not None and config.policy not in (None, GroupWindow(horizon)):
         raise ValueError(
             f"activation_loading_horizon={horizon} and policy={config.policy} of the config are two horizons: set one"
         )
-    return config
+    return config.with_default(GroupWindow(DEFAULT_HORIZON if horizon is None else horizon))

@@ -7,7 +7,6 @@ simulated, and the shortest step is taken.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Final, NamedTuple
 
 from offload_engine.errors import BudgetError
@@ -110,16 +109,14 @@ class _Chooser:
         low = self._predictor.model.room_bytes(budget_bytes)
         if low < self._predictor.floor.resident_bytes:
             return Decision(choices)
-        high = max(low, self._alive_bytes)
+        held = self._predictor.held_bytes(Decision(choices, low))
+        spare = budget_bytes - held  # what more room takes is at most as much, and less where the peak is elsewhere
         for _ in range(_ROOM_TRIES):
-            middle = (low + high) // 2
-            fits = self._predictor.held_bytes(Decision(choices, middle)) <= budget_bytes
-            low, high = (middle, high) if fits else (low, middle)
+            if spare <= 0:
+                break
+            held = self._predictor.held_bytes(Decision(choices, low + spare))
+            low, spare = (low + spare, budget_bytes - held) if held <= budget_bytes else (low, spare // 2)
         return Decision(choices, low)
-
-    @cached_property
-    def _alive_bytes(self) -> int:
-        return max(self._predictor.job.residents(self._all_kept()).values(), default=0)
 
     def _fill(self, order: Sequence[Slot], budget_bytes: int) -> list[Slot]:
         """Return what can always stay: in order, until the budget is full."""

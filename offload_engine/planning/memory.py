@@ -13,7 +13,7 @@ from typing import NamedTuple
 from offload_engine.planning.choices import Choice, Choices, slots_of
 from offload_engine.planning.moves import Boundary, BoundaryKind
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.residents import resident_before
+from offload_engine.planning.residents import Residents, residents_of
 from offload_engine.planning.shapes import Bounds, Shapes
 from offload_engine.schedule import Action
 
@@ -55,10 +55,10 @@ class Job:
         """Return the job under a budget of resident bytes; None: the same."""
         return self if resident_bytes is None else replace(self, bounds=Bounds(resident_bytes=resident_bytes))
 
-    def residents(self, choices: Choices) -> dict[Boundary, int]:
-        """Return the bytes of groups on the device when each boundary comes."""
+    def residents(self, choices: Choices) -> Residents:
+        """Return the bytes of groups on the device."""
         plan = plan_step(self.actions, self.shapes, self.bounds, choices=choices, is_combined=self.is_combined)
-        return resident_before(self.actions, self.shapes, self.bounds, plan)
+        return residents_of(self.actions, self.shapes, self.bounds, plan)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class MemoryModel:
 
     def held_bytes(self, job: Job, choices: Choices) -> int:
         """Return how many bytes the process holds at the most, with some choices."""
-        return self.held_with(job.residents(choices), self.early_share(job, choices))
+        return self.held_with(job.residents(choices).before, self.early_share(job, choices))
 
     def early_share(self, job: Job, choices: Choices) -> float:
         """Return how much of what was gone early will be: under a budget of resident bytes nothing needs to be."""
@@ -131,7 +131,7 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
         measured: of the step.
         is_early_certain: a copy-out that was complete when a boundary came will be complete there again.
     """
-    residents = job.residents(Choices())
+    residents = job.residents(Choices()).before
     others: dict[Boundary | Moment, int] = {}
     early: dict[Boundary | Moment, int] = {}
     for boundary, other, resident in _merged(measured.boundaries, residents):

@@ -12,7 +12,7 @@ from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.moves import OUT, GroupKey
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.recompute import RecomputeOption, with_recomputation
-from offload_engine.planning.residents import resident_before
+from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
 
@@ -104,12 +104,12 @@ class Predictor:
         if not self._predictions:
             self._simulated_floor_ms = outcome.milliseconds
         measured = self._simulated_floor_ms if self.costs.floor_ms is None else self.costs.floor_ms
-        residents = resident_before(job.actions, job.shapes, job.bounds, plan)
+        residents = residents_of(job.actions, job.shapes, job.bounds, plan)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(residents, self.model.early_share(job, choices)),
-            max(residents.values(), default=0),
+            self.model.held_with(residents.before, self.model.early_share(job, choices)),
+            residents.most,
             max(0.0, measured + outcome.milliseconds - self._simulated_floor_ms),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, choices, moved),

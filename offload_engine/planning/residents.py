@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from offload_engine.planning.moves import BACKWARD, BACKWARD_END, COMMIT, IN, OUT, Boundary, GroupKey
 from offload_engine.planning.plan import Plan
@@ -15,8 +16,17 @@ from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes, step_b
 from offload_engine.schedule import Action
 
 
-def resident_before(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan) -> dict[Boundary, int]:
-    """Return the bytes on the device when each boundary comes, before its moves.
+class Residents(NamedTuple):
+    """Bytes of groups on the device, in one step."""
+
+    before: dict[Boundary, int]
+    """When each boundary comes, before its moves."""
+    most: int
+    """At any time."""
+
+
+def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan) -> Residents:
+    """Return the bytes of groups on the device in a planned step.
 
     A group counts from its commit, which comes after all of it was saved, to the end of its backward.
 
@@ -32,13 +42,13 @@ def resident_before(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, p
         walk.come_to(boundary)
         found[boundary] = walk.resident_bytes
         walk.move(boundary, plan)
-    return found
+    return Residents(found, walk.most_bytes)
 
 
 def groups_before(
     actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan, at: Boundary
 ) -> frozenset[GroupKey]:
-    """Return the groups that are on the device when the boundary `at` comes; arguments as `resident_before`."""
+    """Return the groups that are on the device when the boundary `at` comes; arguments as `residents_of`."""
     walk = _Walk(shapes, bounds)
     for boundary in step_boundaries(actions, shapes):
         walk.come_to(boundary)
@@ -52,7 +62,7 @@ class _Walk:
     """Where groups are between two boundaries."""
 
     def __init__(self, shapes: Shapes, bounds: Bounds) -> None:
-        self.resident_bytes = 0
+        self.resident_bytes = self.most_bytes = 0
         self._shapes = shapes
         self._largest = largest_bytes(shapes)
         self._budget = bounds.resident_bytes
@@ -72,7 +82,7 @@ class _Walk:
         """Count what compute has saved or freed since the boundary before."""
         if boundary.kind is COMMIT:
             self._alive.add(boundary.group)
-            self.resident_bytes += self._size(boundary.group)
+            self._hold(boundary.group)
         elif boundary.kind is BACKWARD_END:
             self._is_leaving.discard(boundary.group)
             self._alive.discard(boundary.group)
@@ -119,7 +129,11 @@ class _Walk:
         self._is_leaving.discard(group)
         if group in self._away:
             self._away.discard(group)
-            self.resident_bytes += self._size(group)
+            self._hold(group)
+
+    def _hold(self, group: GroupKey) -> None:
+        self.resident_bytes += self._size(group)
+        self.most_bytes = max(self.most_bytes, self.resident_bytes)
 
     def _size(self, group: GroupKey) -> int:
         return self._shapes[group.chunk.stage].groups[group.index].nbytes

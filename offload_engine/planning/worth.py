@@ -9,7 +9,7 @@ from offload_engine.planning.moves import OUT
 from offload_engine.planning.plan import Plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Predictor, summed
-from offload_engine.planning.residents import groups_before, resident_before
+from offload_engine.planning.residents import groups_before, residents_of
 
 
 def order_to_keep(predictor: Predictor) -> list[Slot]:
@@ -58,7 +58,7 @@ def _peak_costs(predictor: Predictor) -> dict[Slot, int]:
     plans = [_plan(predictor, choices) for choices in (Choices(), Choices(frozenset(predictor.nbytes)))]
     costs = dict.fromkeys(predictor.nbytes, 0)
     for plan in plans:
-        peak = predictor.model.peak_boundary(resident_before(job.actions, job.shapes, job.bounds, plan))
+        peak = predictor.model.peak_boundary(residents_of(job.actions, job.shapes, job.bounds, plan).before)
         if peak is None:
             continue
         none, every = (groups_before(job.actions, job.shapes, job.bounds, each, peak) for each in plans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,23 +14,31 @@ from torch import nn
 
 from offload_engine import (
     Action,
+    CheckpointOffload,
     ChunkKey,
+    FixedBounds,
     GroupTraits,
     OffloadConfig,
     OffloadEngine,
     OffloadError,
+    Planned,
+    ResidentBudget,
     enable_activation_offloading,
     group_commit,
     group_start,
     manage_activations,
+    offload_wrapper,
 )
+from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
+from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, no_pipelining, one_forward_one_backward
 
 HIDDEN, ROWS, DEPTH = 32, 64, 6
 KIB = 1 << 10
+GROWN = "gpu_budget: activations have grown, so one more step is measured with everything offloaded"
 
 
 def config(**settings: Any) -> OffloadConfig:
@@ -243,13 +252,17 @@ def test_other_microbatches_and_evaluation_in_between(make: Make) -> None:
 
 
 @each_job
-def test_longer_sequences_keep_less_at_once_and_are_measured_again(make: Make) -> None:
+def test_longer_sequences_keep_less_at_once_and_are_measured_again(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     longer = ROWS * 3 // 2
     reference = make(config(dry_run=True)).steps(6).steps(8, rows=longer)
     budget = round(0.95 * max(reference.peaks[:6]))
     job = make(config(gpu_budget=budget)).steps(6)
     moved_before = job.engine.stats.copied_out_bytes
-    job.steps(8, rows=longer)
+    with caplog.at_level(logging.INFO):
+        job.steps(8, rows=longer)
+    assert [each.message for each in caplog.records].count(GROWN) == 1
     assert_same_training(job, reference)
     assert max(job.peaks[6:]) <= budget
     assert job.engine.stats.copied_out_bytes > 1.5 * moved_before
@@ -355,3 +368,198 @@ def test_the_curve_is_drawn(tmp_path: Path) -> None:
     job = ByHand(config(gpu_budget=1 << 40)).steps(6)
     plot_budget(job.engine, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"policy": ResidentBudget(5)}, {"policy": FixedBounds(horizon_bytes=5)}, {"policy": Planned(resident_bytes=5)}],
+)
+def test_a_budget_beside_other_bounds_is_refused_by_a_sentence_that_names_both(settings: dict[str, Any]) -> None:
+    bound = f"policy={settings['policy']!r}"
+    with pytest.raises(ValueError) as caught:
+        config(gpu_budget=1 << 30, **settings)
+    assert str(caught.value).startswith(f"gpu_budget=1,073,741,824 and {bound} both decide what stays on the device")
+    assert config(gpu_budget=1, policy=Planned()).gpu_budget == 1
+    with pytest.raises(ValueError, match="dry_run moves nothing: leave one out"):
+        config(gpu_budget=1, dry_run=True)
+    with pytest.raises(TypeError, match="gpu_budget must be an integer number of bytes, got '60GiB'"):
+        config(gpu_budget="60GiB")
+    with pytest.raises(ValueError, match="gpu_budget must not be negative"):
+        config(gpu_budget=-1)
+
+
+def test_every_front_end_takes_a_budget() -> None:
+    settings = config(gpu_budget=1 << 30)
+    assert CheckpointOffload(settings).engine.budget_controller is not None
+    with pytest.raises(
+        ValueError, match="activation_loading_horizon=2 and gpu_budget=1,073,741,824 of the config both"
+    ):
+        offload_wrapper(nn.Sequential(), 2, config=settings)
+
+
+class Allocator:
+    """A GPU's allocator on the CPU: what the engine has resident, `base` more, and what it has ever reserved.
+
+    Args:
+        base: at each boundary.
+        waste: reserved in vain, for each byte of groups, once they stay: no model knows of it.
+    """
+
+    def __init__(self, engine: OffloadEngine, base: int, waste: float = 0.0) -> None:
+        self._gauge, self._counters = ResidentGauge(engine._store.counters), engine._store.counters
+        self._base, self._waste = base, waste
+        self._reserved = 0
+        self.num_trims = 0
+
+    def peak_bytes(self) -> int:
+        return self._base + self._gauge.peak_bytes()
+
+    def reset(self) -> None:
+        self._note()
+        self._gauge.reset()
+
+    def held_bytes(self) -> int:
+        self._note()
+        return self._reserved
+
+    def trim(self) -> None:
+        self._reserved, self.num_trims = 0, self.num_trims + 1
+
+    def _note(self) -> None:
+        stats = self._counters.stats
+        stayed = stats.managed_bytes - stats.copied_out_bytes
+        self._reserved = max(self._reserved, self.peak_bytes() + KIB + round(self._waste * max(0, stayed)))
+
+
+def on_gpu(budget: int, base: int, waste: float = 0.0) -> tuple[ByHand, Allocator]:
+    job = ByHand(config(gpu_budget=budget))
+    controller = job.engine.budget_controller
+    assert controller is not None
+    gauge = Allocator(job.engine, base, waste)
+    controller._gauge = gauge
+    return job, gauge
+
+
+def test_what_is_reserved_and_not_allocated_counts() -> None:
+    reference = all_kept(ByHand)
+    base, most = 1 << 20, max(reference.peaks)
+    job, gauge = on_gpu(base + KIB + round(0.7 * most), base)
+    job.steps(8)
+    assert_same_training(job, reference)
+    summary = job.engine.budget
+    assert summary is not None and job.states[-1] is State.HOLD
+    assert summary.measured_peak_bytes <= summary.predicted_peak_bytes <= base + KIB + round(0.7 * most)
+    assert summary.kept_bytes > 0 and gauge.num_trims == 0
+
+
+def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
+    reference = all_kept(ByHand)
+    base, most = 1 << 20, max(reference.peaks)
+    budget = base + KIB + round(0.8 * most)
+    job, gauge = on_gpu(budget, base, waste=0.1)
+    job.steps(10)
+    assert_same_training(job, reference)
+    assert job.states[-1] is State.HOLD and State.HOLD in job.states[:7]
+    assert 1 <= gauge.num_trims <= 3
+    controller = job.engine.budget_controller
+    assert controller is not None and controller.decider._model is not None
+    assert controller.decider._model.correction_bytes > 0
+    assert gauge.held_bytes() <= budget
+
+
+def test_keeps_less_at_once_where_all_else_has_grown_and_more_after_a_while() -> None:
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    job, gauge = on_gpu(base + KIB + round(0.8 * most), base)
+    job.steps(6)
+    before = job.engine.stats.copied_out_bytes
+    gauge._base += most // 4
+    job.steps(3)
+    assert job.states[-1] is State.HOLD
+    assert job.engine.stats.copied_out_bytes > before
+    assert gauge.held_bytes() <= base + KIB + round(0.8 * most)
+
+
+def test_a_peak_between_two_steps_changes_no_decision() -> None:
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    job, gauge = on_gpu(base + KIB + round(0.8 * most), base)
+    job.steps(6)
+    before = job.engine.budget
+    gauge._base += 10 * most
+    gauge.held_bytes()  # as an evaluation may have
+    gauge._base -= 10 * most
+    job.steps(2)
+    assert gauge.num_trims == 1
+    after = job.engine.budget
+    assert before is not None and after is not None
+    assert after.predicted_peak_bytes == before.predicted_peak_bytes
+
+
+def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
+    """Two ranks, of which one has less room, take the same decision; each exchanges as many numbers."""
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    budget = base + KIB + round(0.8 * most)
+    exchanged: dict[int, list[tuple[int, ...]]] = {}
+
+    def run(base_of_rank: int, others: list[tuple[int, ...]]) -> ByHand:
+        job, _ = on_gpu(budget, base_of_rank)
+        controller, own = job.engine.budget_controller, []
+        assert controller is not None
+
+        def agree(numbers: tuple[int, ...]) -> tuple[int, ...]:
+            own.append(numbers)
+            if len(own) > len(others):
+                return numbers
+            assert len(numbers) == len(others[len(own) - 1])
+            return tuple(map(max, numbers, others[len(own) - 1]))
+
+        controller.decider.agree = agree
+        exchanged[base_of_rank] = own
+        return job.steps(8)
+
+    alone = run(base, [])
+    worst = run(base + most // 4, [])
+    both = run(base, exchanged[base + most // 4])
+    decisions = [job.engine.budget_controller.decider.chosen.best for job in (alone, worst, both)]  # type: ignore[union-attr]
+    assert decisions[2].held_bytes >= decisions[1].held_bytes
+    assert decisions[2].num_moves == decisions[1].num_moves > decisions[0].num_moves
+
+
+def test_memory_is_measured_at_every_boundary_of_groups() -> None:
+    job = ByHand(config(gpu_budget=1 << 40)).steps(5)
+    controller = job.engine.budget_controller
+    assert controller is not None and controller.decider._model is not None
+    measured = controller.decider._model.other_bytes
+    for chunk in {action.chunk for action in job.actions(4)}:
+        for index in range(2 * DEPTH):
+            assert Boundary(COMMIT, chunk, index) in measured
+            assert Boundary(BACKWARD_END, chunk, index) in measured or index == 0  # the input needs no gradient
+
+
+def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one would wait for the others for ever. What befalls one rank is answered by all when a window is over."""
+    monkeypatch.setattr("offload_engine._budget.controller._WINDOW_STEPS", 5)
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    sizes: dict[str, list[int]] = {}
+    for name in ("calm", "memory", "sequences"):
+        job, gauge = on_gpu(base + KIB + round(0.8 * most), base)
+        controller, sizes[name] = job.engine.budget_controller, []
+        assert controller is not None
+
+        def agree(numbers: tuple[int, ...], own: list[int] = sizes[name]) -> tuple[int, ...]:
+            own.append(len(numbers))
+            return numbers
+
+        controller.decider.agree = agree
+        job.steps(6)
+        gauge._base += most // 4 if name == "memory" else 0
+        job.steps(3, rows=ROWS * 3 // 2 if name == "sequences" else ROWS)
+        assert job.states[-1] is State.HOLD
+    assert sizes["calm"] == sizes["memory"] == sizes["sequences"]
+
+
+def test_what_the_allocator_had_before_does_not_count() -> None:
+    base, most = 1 << 20, max(all_kept(ByHand).peaks)
+    job, gauge = on_gpu(base + KIB + most, base)
+    gauge._reserved = 10 * most + base
+    job.steps(8)
+    assert job.states[-1] is State.HOLD and gauge.num_trims == 1

@@ -34,7 +34,15 @@ ROOT = Path(__file__).parents[2]
 README, ARCHITECTURE, PLAN = ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "plan.md"
 MIGRATION = ROOT / "docs" / "migration.md"
 PAGES = sorted((ROOT / "docs" / "frontends").glob("*.md"))
-DOCUMENTS = [README, ARCHITECTURE, PLAN, ROOT / "docs" / "observe.md", MIGRATION, *PAGES]
+DOCUMENTS = [
+    README,
+    ARCHITECTURE,
+    PLAN,
+    ROOT / "docs" / "budget.md",
+    ROOT / "docs" / "observe.md",
+    MIGRATION,
+    *PAGES,
+]
 PACKAGES = ("offload_engine", "megatron_patches")
 
 # Names in the documentation that are not ours.
