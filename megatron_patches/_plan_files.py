@@ -53,7 +53,7 @@ class PlanFiles:
         """Write and log the first decision that a step has verified."""
         if self._is_over:
             return
-        summary = engine.budget
+        summary = None if engine.budget is None else engine.budget.summary
         if summary is None or not summary.measured_step_ms:
             return
         self._is_over = True
@@ -63,7 +63,7 @@ class PlanFiles:
 
     def close(self, engine: OffloadEngine) -> None:
         """Write the last decision, before the engine closes."""
-        if engine.budget is not None:
+        if engine.budget is not None and engine.budget.summary is not None:
             self._write(engine)
 
     def _write(self, engine: OffloadEngine) -> None:

@@ -16,7 +16,7 @@ from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine._observe.observer import Observer
-from offload_engine._policy.choose import make_policy
+from offload_engine._policy.choose import make_policy, settings_of
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.leaving import LeavingQueue
@@ -29,11 +29,12 @@ from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import HELD
-from offload_engine.policies import LowestPeak, Planned
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
+
+_LEFT = "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run"
 
 
 class OffloadEngine(EngineView):
@@ -63,26 +64,20 @@ class OffloadEngine(EngineView):
         pipeline: tuple[int, int] = (0, 1),
         logs_first_step: bool = True,
     ) -> None:
-        if isinstance(device, (str, int, torch.device)):
-            raise TypeError(
-                f"device={device!r} is a device of torch. Omit it: the engine takes the current CUDA device "
-                "(torch.cuda.set_device), or the CPU if there is no GPU"
-            )
+        _check_device(device)
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter
         self._context = TransferContext(self.device)
         self._unawaited, self._leaving, self._counters = UnawaitedCopies(), LeavingQueue(), ByteCounters(meter)
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=self._unawaited)
-        default = LowestPeak() if self.config.gpu_budget is None else Planned()
-        self._policy = make_policy(self.config.policy or default, self._counters, self._leaving)
+        self._policy = make_policy(settings_of(self.config), self._counters, self._leaving)
         self._keeping = Keeping(self._policy, self._counters)
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
-        self._is_closed = self._is_device_closed = False
-        self._num_chunks = 0
+        self._num_chunks, self._is_closed, self._is_device_closed = 0, False, False
         if self.config.gpu_budget is not None:
-            gauge = self.device.memory_gauge() or ResidentGauge(self._counters)
-            self._budget = BudgetController(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
+            gauge = self.device.memory or ResidentGauge(self._counters)
+            self.budget = BudgetController(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
 
     def begin_iteration(
         self,
@@ -116,7 +111,7 @@ class OffloadEngine(EngineView):
         if actions and not isinstance(actions[0], Action):
             raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
         self._executor.refuse_capture("an iteration begins")
-        measuring = None if self._budget is None else self._budget.begin(actions or (), is_combined)
+        measuring = None if self.budget is None else self.budget.begin(actions or (), is_combined)
         self._store.begin(weights)
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
@@ -232,15 +227,11 @@ class OffloadEngine(EngineView):
         self.current_chunk = None
         stats = self._store.finish()
         recorder, self._context.recorder = self._context.recorder, None
-        if self._budget is not None:
-            self._budget.end(stats, self._num_chunks)
+        if self.budget is not None:
+            self.budget.end(stats, self._num_chunks)
         self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
         if stats.num_storages_left:
-            logger.warning(
-                "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run",
-                stats.num_storages_left,
-                next(iter(self._store.live)),
-            )
+            logger.warning(_LEFT, stats.num_storages_left, next(iter(self._store.live)))
         return stats
 
     def reset_iteration(self) -> None:
@@ -256,8 +247,8 @@ class OffloadEngine(EngineView):
             recorder.discard()
         # An interrupt may have come between any two lines, so nothing is undone: the books begin anew. After an
         # interrupt in this function, too, the next call begins again.
-        if self._budget is not None:
-            self._budget.abandon()
+        if self.budget is not None:
+            self.budget.abandon()
         self._store.abandon_all()
         self.pool.take_all_back()  # no copy is in flight
         for books in (self._unawaited, self._leaving, self._counters, self._policy):
@@ -285,8 +276,8 @@ class OffloadEngine(EngineView):
         """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent."""
         if not self._is_closed:
             self._observer.close()
-            if self._budget is not None:
-                self._budget.close()
+            if self.budget is not None:
+                self.budget.close()
             self.reset_iteration()
             self.pool.close()
             self._is_closed = True  # not before: after an interrupt the next call continues
@@ -297,3 +288,11 @@ class OffloadEngine(EngineView):
     def _new_books(self) -> tuple[ActivationStore, Executor]:
         store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
         return store, Executor(store, self.device, self._policy, self._leaving, self._keeping, self.config.dry_run)
+
+
+def _check_device(device: object) -> None:
+    if isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f"device={device!r} is a device of torch. Omit it: the engine takes the current CUDA device "
+            "(torch.cuda.set_device), or the CPU if there is no GPU"
+        )

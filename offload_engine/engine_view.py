@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from offload_engine._budget.controller import BudgetController
-from offload_engine._budget.summary import BudgetSummary, budget_text
 from offload_engine._compat import torch_private
 from offload_engine._observe.labels import Ranges
 from offload_engine._observe.observer import Observer
@@ -53,6 +52,7 @@ class EngineView:
         observer: records steps.
 
     Attributes:
+        budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one.
         current_chunk: the chunk whose forward has begun last in this iteration.
         failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
             tensors may be incomplete.
@@ -62,7 +62,7 @@ class EngineView:
     def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:
         self.ranges: Ranges = store.context.ranges
         self._observer = observer
-        self._budget: BudgetController | None = None  # with `OffloadConfig.gpu_budget`
+        self.budget: BudgetController | None = None
         self._use(store, executor)
 
     def _use(self, store: ActivationStore, executor: Executor) -> None:
@@ -139,30 +139,10 @@ class EngineView:
         """Return the last recorded iteration of this rank; blocks until the device has reached its end."""
         return self._observer.record
 
-    @property
-    def budget_controller(self) -> BudgetController | None:
-        """What decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one."""
-        return self._budget
-
-    @property
-    def budget(self) -> BudgetSummary | None:
-        """What `OffloadConfig.gpu_budget` has come to; None without one, and before the first decision."""
-        return None if self._budget is None else self._budget.summary
-
-    @property
-    def budget_curve(self) -> list[tuple[int, float]]:
-        """What the process would hold, in bytes, and a step would take, in ms, with every budget; from the lowest on.
-
-        Empty where `budget` is None.
-        """
-        chosen = None if self._budget is None else self._budget.decider.chosen
-        return [] if chosen is None else [(each.held_bytes, each.step_ms) for each in chosen.curve]
-
     def report(self) -> str:
         """Return the tables of the last recorded iteration; without one, a summary of the last one's counters.
 
         With a budget, its table follows.
         """
-        text, summary = self._observer.report(self.stats), self.budget
-        chosen = None if self._budget is None else self._budget.decider.chosen
-        return text if chosen is None or summary is None else text + budget_text(summary, chosen)
+        text = self._observer.report(self.stats)
+        return text if self.budget is None else text + self.budget.report()

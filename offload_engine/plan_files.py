@@ -22,7 +22,7 @@ def save_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
         OffloadError: without a budget, and before the first decision.
         OSError: if the file cannot be written.
     """
-    controller = engine.budget_controller
+    controller = engine.budget
     saved = None if controller is None else controller.decider.saved
     if saved is None:
         raise OffloadError(f"no plan to save: {_NOTHING}")
@@ -40,7 +40,7 @@ def load_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
         ValueError: if the file is no plan.
         OSError: if the file cannot be read.
     """
-    controller = engine.budget_controller
+    controller = engine.budget
     if controller is None or controller.has_begun:
         raise OffloadError("load_plan() needs OffloadConfig(gpu_budget=...), and comes before the first iteration")
     controller.start_with(parse_saved(Path(file).read_text(), os.fspath(file)), os.fspath(file))
@@ -57,8 +57,9 @@ def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:
         OffloadError: if the engine has no budget, or has not decided yet.
         ModuleNotFoundError: without matplotlib (pip install "offload-engine[plots]").
     """
-    summary, curve = engine.budget, engine.budget_curve
-    if summary is None:
+    controller = engine.budget
+    summary = None if controller is None else controller.summary
+    if controller is None or summary is None:
         raise OffloadError(f"nothing to draw: {_NOTHING}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +67,7 @@ def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
-    _draw(axes, curve, "o-", "predicted", markersize=3)
+    _draw(axes, controller.curve, "o-", "predicted", markersize=3)
     _draw(axes, [(summary.predicted_peak_bytes, summary.predicted_step_ms)], "s", "chosen")
     if summary.measured_peak_bytes and summary.measured_step_ms:
         _draw(axes, [(summary.measured_peak_bytes, summary.measured_step_ms)], "x", "measured", markersize=9)

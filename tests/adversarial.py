@@ -302,6 +302,7 @@ class AdversarialDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
+    memory = None
 
     def __init__(self, seed: int | None = None, host_capacity: int | None = None) -> None:
         self.hazards: list[str] = []
@@ -448,9 +449,6 @@ class AdversarialDevice:
         memory.is_released = True
         # What was saved twice has two buffers: each has to stay as long as its own copy.
         self._check_reuse(memory, "was released", through=buffer)
-
-    def memory_gauge(self) -> None:
-        return None
 
     def free_host_bytes(self) -> int:
         return 1 << 60  # `host_capacity` is met by surprise

@@ -43,6 +43,7 @@ class ClockDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
+    memory = None
 
     def __init__(self, link: Link | None = None) -> None:
         self._link = link or Link()
@@ -116,9 +117,6 @@ class ClockDevice:
             self._copied[stream] = self.clocks.copy_out(nbytes * SCALE, self._copied[stream], "")
         else:
             self._copied[stream] = self.clocks.copy_in(nbytes * SCALE, "")
-
-    def memory_gauge(self) -> None:
-        return None
 
     def free_host_bytes(self) -> int:
         return 1 << 40

@@ -74,6 +74,7 @@ class InstantDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
+    memory = None
 
     class Slab:
         def __init__(self, nbytes: int) -> None:

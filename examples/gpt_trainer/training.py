@@ -102,7 +102,8 @@ class Training:
         stats = None if self._offload is None else self._offload.stats
         validation_loss = self._evaluate() if _is_due(args.eval_interval, progress.step) else None
         engine = None if self._offload is None else self._offload.engine
-        budget = None if engine is None else engine.budget
+        controller = None if engine is None else engine.budget
+        budget = None if controller is None else controller.summary
         metrics.step(progress.step, result, step_ms, stats, validation_loss, budget)
         if records_timeline:
             metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)

@@ -11,7 +11,7 @@ from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
-from offload_engine._budget.summary import BudgetSummary, summary_of
+from offload_engine._budget.summary import BudgetSummary, budget_text, summary_of
 from offload_engine._devices.base import Device, MemoryGauge, TimeMark
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
@@ -127,6 +127,20 @@ class BudgetController:
         """Return what the budget has come to; None before there is a decision."""
         chosen = self.decider.chosen
         return chosen and summary_of(chosen, self._budget_bytes, self.measured_bytes, self.measured_ms)
+
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """Return what the process would hold, in bytes, and a step would take, in ms, with every budget, lowest first.
+
+        Empty before there is a decision.
+        """
+        chosen = self.decider.chosen
+        return [] if chosen is None else [(each.held_bytes, each.step_ms) for each in chosen.curve]
+
+    def report(self) -> str:
+        """Return the table of the decision; empty before there is one."""
+        chosen, summary = self.decider.chosen, self.summary
+        return "" if chosen is None or summary is None else budget_text(summary, chosen)
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""

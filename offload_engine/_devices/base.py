@@ -77,6 +77,9 @@ class Device(Protocol):
     host_alignment: int
     """Every `HostRegion.offset` and slab size is a multiple of this many bytes (a power of two)."""
 
+    memory: MemoryGauge | None
+    """Measures the memory of the device; None: nothing can."""
+
     def new_stream(self, name: str) -> Stream:
         """Make a copy stream: a queue whose work runs in the order it was issued, beside the compute stream."""
 
@@ -181,9 +184,6 @@ class Device(Protocol):
         Returns:
             A handle: `wait()` returns the tensor on the CPU; `tensor` is valid once the stream has reached the read.
         """
-
-    def memory_gauge(self) -> MemoryGauge | None:
-        """Return what measures the memory of the device; None: nothing can."""
 
     def free_host_bytes(self) -> int:
         """Return the free bytes of the host tier that this process may use."""

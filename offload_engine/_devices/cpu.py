@@ -64,6 +64,7 @@ class CpuDevice:
             ValueError: if it is too full for one minimal slab.
         """
         self.torch_device = torch.device("cpu")
+        self.memory: MemoryGauge | None = None
         self.directory = resolve_directory(directory)
         # Whole pages in a file: a partial one would be read before it is written.
         self.host_alignment = 64 if self.directory is None else 4096
@@ -154,9 +155,6 @@ class CpuDevice:
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)
-
-    def memory_gauge(self) -> MemoryGauge | None:
-        return None
 
     def free_host_bytes(self) -> int:
         return available_host_bytes() if self.directory is None else free_bytes(self.directory)

@@ -54,6 +54,7 @@ class CudaDevice:
             raise RuntimeError("no CUDA device found: use CpuDevice")
         self.torch_device = _with_index(torch_device)
         self.host_alignment = 512  # as the device allocator's blocks: no two copies share a cache line
+        self.memory: MemoryGauge | None = CudaMemory(self.torch_device)
         self._index: int = self.torch_device.index
         self._runtime = CudaRuntime(self.torch_device)
         # Each group makes many of these calls: nothing stands between the engine and the runtime.
@@ -101,9 +102,6 @@ class CudaDevice:
         if self._reader is None:
             self._reader = MappedReader(self.torch_device, self._runtime)
         return self._reader.read(tensor)
-
-    def memory_gauge(self) -> MemoryGauge | None:
-        return CudaMemory(self.torch_device)
 
     def free_host_bytes(self) -> int:
         return available_host_bytes()

@@ -13,6 +13,7 @@ from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
 from offload_engine._policy.resident import ResidentBudgetPolicy, ResidentLayersPolicy
 from offload_engine._saved.counters import ByteCounters
+from offload_engine.config import OffloadConfig
 from offload_engine.planning.shapes import Bounds
 from offload_engine.policies import (
     FixedBounds,
@@ -25,6 +26,11 @@ from offload_engine.policies import (
     ResidentLayers,
     policy_for,
 )
+
+
+def settings_of(config: OffloadConfig) -> PolicySettings:
+    """Return the policy that a configuration chooses; without one the default, which is `Planned` under a budget."""
+    return config.policy or (LowestPeak() if config.gpu_budget is None else Planned())
 
 
 def make_policy(chosen: PolicySettings, counters: ByteCounters, leaving: LeavingQueue) -> Policy:

@@ -31,6 +31,7 @@ from offload_engine import (
 )
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.state import State
+from offload_engine._budget.summary import BudgetSummary
 from offload_engine.errors import BudgetError
 from offload_engine.plan_files import load_plan, plot_budget, save_plan
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
@@ -72,7 +73,7 @@ class Job:
         self._optimizer.zero_grad()
         stats = self.engine.stats
         self.peaks.append(stats.peak_resident_bytes)
-        controller = self.engine.budget_controller
+        controller = self.engine.budget
         self.states.append(None if controller is None else controller.state)
 
     def steps(self, num_steps: int, **settings: int) -> Job:
@@ -175,9 +176,13 @@ def all_kept(make: Make) -> Job:
     return make(config(dry_run=True)).steps(8)
 
 
+def summary_of(engine: OffloadEngine) -> BudgetSummary | None:
+    return None if engine.budget is None else engine.budget.summary
+
+
 def lowest_budget(make: Make) -> int:
     """The floor, as a budget that everything fits has measured it."""
-    summary = make(config(gpu_budget=1 << 40)).steps(8).engine.budget
+    summary = summary_of(make(config(gpu_budget=1 << 40)).steps(8).engine)
     assert summary is not None
     return summary.lowest_bytes
 
@@ -201,7 +206,7 @@ def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Ma
         first = next(i for i, state in enumerate(job.states) if state in (State.VERIFY, State.HOLD))
         assert max(job.peaks[first + 2 :]) <= budget
         assert job.states[-1] is State.HOLD
-        summary = job.engine.budget
+        summary = summary_of(job.engine)
         assert summary is not None and summary.budget_bytes == budget
         assert max(job.peaks[first:]) <= summary.predicted_peak_bytes <= budget
         moved.append(job.engine.stats.copied_out_bytes)
@@ -233,8 +238,8 @@ def test_without_an_optimizer_it_waits() -> None:
     job = ByHand(config(gpu_budget=1 << 40))
     for _ in range(4):
         job.run([torch.randn(ROWS, HIDDEN)] * 2)
-    assert job.engine.budget is None
-    assert job.engine.budget_controller is not None and job.engine.budget_controller.state is State.FLOOR
+    assert summary_of(job.engine) is None
+    assert job.engine.budget is not None and job.engine.budget.state is State.FLOOR
 
 
 @each_job
@@ -346,7 +351,7 @@ def test_an_exception_in_a_measured_step_measures_the_next(tmp_path: Path) -> No
     job = ByHand(config(gpu_budget=1 << 40)).steps(2)
     with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
         raise ZeroDivisionError
-    assert job.engine.budget_controller is not None and job.engine.budget_controller.state is State.MEASURE
+    assert job.engine.budget is not None and job.engine.budget.state is State.MEASURE
     job.steps(3)
     assert job.states[-1] is State.HOLD
 
@@ -356,10 +361,10 @@ def test_the_report_says_what_stays_and_what_it_takes() -> None:
     job = ByHand(config(gpu_budget=round(0.7 * most))).steps(8)
     text = job.engine.report()
     assert "Budget: a step by group" in text and "lowest budget" in text
-    summary = job.engine.budget
+    summary = summary_of(job.engine)
     assert summary is not None
     assert summary.measured_peak_bytes == job.peaks[-1] and summary.measured_step_ms > 0
-    curve = job.engine.budget_curve
+    curve = job.engine.budget.curve
     assert [nbytes for nbytes, _ in curve] == sorted(nbytes for nbytes, _ in curve)
 
 
@@ -390,7 +395,7 @@ def test_a_budget_beside_other_bounds_is_refused_by_a_sentence_that_names_both(s
 
 def test_every_front_end_takes_a_budget() -> None:
     settings = config(gpu_budget=1 << 30)
-    assert CheckpointOffload(settings).engine.budget_controller is not None
+    assert CheckpointOffload(settings).engine.budget is not None
     with pytest.raises(
         ValueError, match="activation_loading_horizon=2 and gpu_budget=1,073,741,824 of the config both"
     ):
@@ -433,7 +438,7 @@ class Allocator:
 
 def on_gpu(budget: int, base: int, waste: float = 0.0) -> tuple[ByHand, Allocator]:
     job = ByHand(config(gpu_budget=budget))
-    controller = job.engine.budget_controller
+    controller = job.engine.budget
     assert controller is not None
     gauge = Allocator(job.engine, base, waste)
     controller._gauge = gauge
@@ -446,7 +451,7 @@ def test_what_is_reserved_and_not_allocated_counts() -> None:
     job, gauge = on_gpu(base + KIB + round(0.7 * most), base)
     job.steps(8)
     assert_same_training(job, reference)
-    summary = job.engine.budget
+    summary = summary_of(job.engine)
     assert summary is not None and job.states[-1] is State.HOLD
     assert summary.measured_peak_bytes <= summary.predicted_peak_bytes <= base + KIB + round(0.7 * most)
     assert summary.kept_bytes > 0 and gauge.num_trims == 0
@@ -461,7 +466,7 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     assert_same_training(job, reference)
     assert job.states[-1] is State.HOLD and State.HOLD in job.states[:7]
     assert 1 <= gauge.num_trims <= 3
-    controller = job.engine.budget_controller
+    controller = job.engine.budget
     assert controller is not None and controller.decider._model is not None
     assert controller.decider._model.correction_bytes > 0
     assert gauge.held_bytes() <= budget
@@ -483,13 +488,13 @@ def test_a_peak_between_two_steps_changes_no_decision() -> None:
     base, most = 1 << 20, max(all_kept(ByHand).peaks)
     job, gauge = on_gpu(base + KIB + round(0.8 * most), base)
     job.steps(6)
-    before = job.engine.budget
+    before = summary_of(job.engine)
     gauge._base += 10 * most
     gauge.held_bytes()  # as an evaluation may have
     gauge._base -= 10 * most
     job.steps(2)
     assert gauge.num_trims == 1
-    after = job.engine.budget
+    after = summary_of(job.engine)
     assert before is not None and after is not None
     assert after.predicted_peak_bytes == before.predicted_peak_bytes
 
@@ -502,7 +507,7 @@ def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
 
     def run(base_of_rank: int, others: list[tuple[int, ...]]) -> ByHand:
         job, _ = on_gpu(budget, base_of_rank)
-        controller, own = job.engine.budget_controller, []
+        controller, own = job.engine.budget, []
         assert controller is not None
 
         def agree(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -519,14 +524,14 @@ def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
     alone = run(base, [])
     worst = run(base + most // 4, [])
     both = run(base, exchanged[base + most // 4])
-    decisions = [job.engine.budget_controller.decider.chosen.best for job in (alone, worst, both)]  # type: ignore[union-attr]
+    decisions = [job.engine.budget.decider.chosen.best for job in (alone, worst, both)]  # type: ignore[union-attr]
     assert decisions[2].held_bytes >= decisions[1].held_bytes
     assert decisions[2].num_moves == decisions[1].num_moves > decisions[0].num_moves
 
 
 def test_memory_is_measured_at_every_boundary_of_groups() -> None:
     job = ByHand(config(gpu_budget=1 << 40)).steps(5)
-    controller = job.engine.budget_controller
+    controller = job.engine.budget
     assert controller is not None and controller.decider._model is not None
     measured = controller.decider._model.other_bytes
     for chunk in {action.chunk for action in job.actions(4)}:
@@ -542,7 +547,7 @@ def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.Monk
     sizes: dict[str, list[int]] = {}
     for name in ("calm", "memory", "sequences"):
         job, gauge = on_gpu(base + KIB + round(0.8 * most), base)
-        controller, sizes[name] = job.engine.budget_controller, []
+        controller, sizes[name] = job.engine.budget, []
         assert controller is not None
 
         def agree(numbers: tuple[int, ...], own: list[int] = sizes[name]) -> tuple[int, ...]:
