@@ -44,8 +44,8 @@ class ForkedTests:
         self._prepare = prepare
         self._environment = environment
 
-    def run(self, items: Sequence[Any], jobs: int) -> list[Outcome]:
-        """Return the outcome of each item, in their order."""
+    def run(self, items: Sequence[Any], jobs: int) -> dict[int, Outcome]:
+        """Return the outcome of each item, by its position; after a Ctrl-C only those that are known by then."""
         import pytest  # noqa: F401  (for all children)
         import torch
 
@@ -53,18 +53,22 @@ class ForkedTests:
         tqdm.monitor_interval = 0  # a fork next to its thread could inherit a lock that is taken
         waiting, running, outcomes = list(range(len(items)))[::-1], dict[int, _Running](), dict[int, Outcome]()
         with tqdm(total=len(items), desc="mutations", unit="mutation", disable=len(items) == 1) as bar:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    index = waiting.pop()
-                    process, folder = self._start(items[index])
-                    running[process] = _Running(index, folder, time.monotonic())
-                for process in list(running):
-                    outcome = _outcome(process, running[process])
-                    if outcome is not None:
-                        outcomes[running.pop(process).index] = outcome
-                        bar.update()
-                time.sleep(_POLL_S)
-        return [outcomes[index] for index in range(len(items))]
+            try:
+                while waiting or running:
+                    while waiting and len(running) < jobs:
+                        index = waiting.pop()
+                        process, folder = self._start(items[index])
+                        running[process] = _Running(index, folder, time.monotonic())
+                    for process in list(running):
+                        outcome = _outcome(process, running[process])
+                        if outcome is not None:
+                            outcomes[running.pop(process).index] = outcome
+                            bar.update()
+                    time.sleep(_POLL_S)
+            except KeyboardInterrupt:
+                for process in running:
+                    os.killpg(process, signal.SIGKILL)
+        return dict(sorted(outcomes.items()))
 
     def _start(self, item: Any) -> tuple[int, tempfile.TemporaryDirectory[str]]:
         folder = tempfile.TemporaryDirectory(prefix="mutation-")
@@ -82,6 +86,7 @@ def _run_pytest(copy: Path, tests: list[str], environment: dict[str, str]) -> No
     status = 3
     try:
         os.setpgid(0, 0)  # so that what the tests start ends with them
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
         output = os.open(copy.parent / "output", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)

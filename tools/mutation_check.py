@@ -32,7 +32,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome  # noqa: E402
-from mutations import Mutation, find_decisions, mutation  # noqa: E402
+from mutations import TESTS_OF, Mutation, find_decisions, mutation  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"the tests fail without any mutation: {baseline.detail}", style="bold red")
             return 2
         outcomes = check_all(chosen, snapshot, options.jobs)
-    console.print(_table(chosen, outcomes))
+    console.print(_table([item for item in chosen if item[0] in outcomes], outcomes))
     survivors = [index for index, outcome in outcomes.items() if outcome.verdict != "caught"]
     share = 100 * (1 - len(survivors) / max(1, len(outcomes)))
     console.print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutations caught ({share:.1f} %)")
@@ -108,7 +108,10 @@ def check_all(chosen: Sequence[tuple[int, Mutation | None]], root: Path, jobs: i
         if changed is not None:
             target = copy / changed.path
             target.write_text(changed.apply(target.read_text()))
-        if changed is None or not changed.tests:
+        if changed is None:
+            names = dict.fromkeys(name for tests in TESTS_OF.values() for name in tests)
+            return [*TESTS, *(f"tests/cpu/test_{name}.py" for name in names if name not in _TARGETS)]
+        if not changed.tests:
             return [name for name in TESTS if (copy / name).exists()]
         return [f"tests/cpu/test_{name}.py" for name in (*changed.tests, "random_pipelines")]
 
@@ -117,7 +120,7 @@ def check_all(chosen: Sequence[tuple[int, Mutation | None]], root: Path, jobs: i
         return {"RANDOM_PIPELINE_BATCHES": str(NUM_BATCHES if is_wait else 1), "OMP_NUM_THREADS": "1"}
 
     outcomes = ForkedTests(prepare, environment).run(chosen, jobs)
-    return {item[0]: outcome for item, outcome in zip(chosen, outcomes, strict=True)}
+    return {chosen[position][0]: outcome for position, outcome in outcomes.items()}
 
 
 def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[tuple[int, Mutation]]:

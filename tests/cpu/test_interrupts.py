@@ -22,10 +22,12 @@ from offload_engine import (
     enable_activation_offloading,
     group_commit,
     group_start,
+    manage_activations,
 )
 from offload_engine._devices.copy_worker import CopyThread
 from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
+from offload_engine._saved import store
 from tests.engine_state import is_free
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
@@ -188,6 +190,21 @@ def test_after_a_torn_operation_the_next_iteration_begins_anew(
     engine.end_iteration()
     with pytest.raises(OffloadError, match="dropped by reset_iteration"):
         chunk.tensor_pop(handle)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+def test_a_save_that_failed_is_no_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves a storage without a handle, as an interrupt does."""
+    engine = OffloadEngine(CONFIG)
+    activations, x = manage_activations(engine=engine, group_bytes=1), torch.randn(64, requires_grad=True)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="of the test"), activations:
+        patch.setattr(store, "PackedTensor", mock.Mock(side_effect=ValueError("of the test")))
+        (x * 1).sin()
+    with activations:
+        y = (x * 1).sin()
+    y.sum().backward()
+    assert not engine.has_saved and x.grad is not None
+    activations.close()
 
 
 def test_a_device_that_was_interrupted_while_it_closed_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
