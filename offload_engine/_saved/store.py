@@ -100,7 +100,6 @@ class ActivationStore:
         with self._lock:
             abandon(list(self.live), self.counters, self.context)
             self.live.clear()
-            self._by_key.clear()
 
     def has_handles(self) -> bool:
         """Return whether a graph still holds a handle.
