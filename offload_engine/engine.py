@@ -245,8 +245,7 @@ class OffloadEngine(EngineView):
         recorder, self._context.recorder = self._context.recorder, None
         if recorder is not None:
             recorder.discard()
-        # An interrupt may have come between any two lines, so nothing is undone: the books begin anew. After an
-        # interrupt in this function, too, the next call begins again.
+        # An interrupt may have come between any two lines, here too: nothing is undone, and the books begin anew.
         if self.budget is not None:
             self.budget.abandon()
         self._store.abandon_all()

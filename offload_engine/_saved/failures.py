@@ -35,7 +35,11 @@ class CopyFailures:
     def note(self, error: BaseException | None) -> None:
         """Note that `error` ended an operation: an interrupt may have come between any two lines of it."""
         if error is not None and not isinstance(error, Exception):
-            self.is_torn = self.has_failed = True
+            self.tear()
+
+    def tear(self) -> None:
+        """Note that the books may be wrong."""
+        self.is_torn = self.has_failed = True
 
     def defer_interrupt(self, interrupt: BaseException) -> None:
         """Keep an interrupt of a destructor for `raise_deferred`."""

@@ -97,11 +97,10 @@ class ActivationStore:
         Handles that autograd still holds can not be unpacked. The store is of no use any more: make a new one. After an
         interrupt in the middle, call it again.
         """
-        self.failures.is_torn = self.failures.has_failed = True  # until it is replaced: also if this is interrupted
+        self.failures.tear()  # until the store is replaced: also if this is interrupted
         with self._lock:
             abandon(list(self.live), self.counters, self.context)
             self.live.clear()
-            self._by_key.clear()
 
     def has_handles(self) -> bool:
         """Return whether a graph still holds a handle.
@@ -163,8 +162,8 @@ class ActivationStore:
                 if recorder is not None:
                     recorder.note_saved(tensor, group, storage=saved)
                 return PackedTensor(tensor, saved, self._retired, is_first)
-        except BaseException as error:
-            self.failures.note(error)
+        except BaseException:
+            self.failures.tear()  # whatever it is: perhaps there is a storage without a handle
             raise
         finally:
             if self._dropped:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +18,16 @@ from offload_engine import (
     IS_COMPILED,
     OffloadConfig,
     OffloadEngine,
+    OffloadError,
     enable_activation_offloading,
     group_commit,
     group_start,
+    manage_activations,
 )
+from offload_engine._devices.copy_worker import CopyThread
 from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
+from offload_engine._saved import store
 from tests.engine_state import is_free
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
@@ -147,6 +152,71 @@ def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, numbe
     assert ignored == [KeyboardInterrupt]
     assert not engine.has_saved and engine.pool.num_leases == 0
     step(engine)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+def test_an_interrupt_in_a_destructor_is_raised_by_the_backward_of_the_next_group(
+    engine: OffloadEngine, ignored: list[Any]
+) -> None:
+    engine.begin_iteration()
+    chunk, y = engine.start_chunk(), torch.randn(64, 64, requires_grad=True)
+    for _ in range(4):
+        y = group_start(y, chunk, "group")
+        with chunk.saved_tensors_hooks():
+            y = y.sin()
+        y = group_commit(y, chunk)
+    interrupt_destructor(1)
+    with pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    assert ignored == [KeyboardInterrupt] and chunk.current_group == 2
+    engine.begin_iteration()  # resets
+    assert not engine.has_saved
+    engine.end_iteration()
+
+
+def test_after_a_torn_operation_the_next_iteration_begins_anew(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.begin_iteration()
+    chunk = engine.start_chunk()
+    chunk.open_group("group")
+    handle = chunk.tensor_push(torch.ones(64))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.device, "copy_out", mock.Mock(side_effect=KeyboardInterrupt))
+        chunk.close_group()
+    assert engine.failures.is_torn and engine.has_saved and engine.pool.num_leases == 1
+    engine.begin_iteration()
+    assert not engine.has_saved and engine.pool.num_leases == 0 and not engine.failures.has_failed
+    engine.end_iteration()
+    with pytest.raises(OffloadError, match="dropped by reset_iteration"):
+        chunk.tensor_pop(handle)
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+def test_a_save_that_failed_is_no_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves a storage without a handle, as an interrupt does."""
+    engine = OffloadEngine(CONFIG)
+    activations, x = manage_activations(engine=engine, group_bytes=1), torch.randn(64, requires_grad=True)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="of the test"), activations:
+        patch.setattr(store, "PackedTensor", mock.Mock(side_effect=ValueError("of the test")))
+        (x * 1).sin()
+    with activations:
+        y = (x * 1).sin()
+    y.sum().backward()
+    assert not engine.has_saved and x.grad is not None
+    activations.close()
+
+
+def test_a_device_that_was_interrupted_while_it_closed_is_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = OffloadEngine(CONFIG)
+    step(engine)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CopyThread, "join", mock.Mock(side_effect=KeyboardInterrupt))
+        engine.close()
+    streams = engine.device._streams
+    assert any(stream._thread is not None for stream in streams)
+    engine.close()
+    assert not any(stream._thread is not None for stream in streams)
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")

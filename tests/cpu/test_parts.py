@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import (
     ChunkOffloadHandler,
+    FixedBounds,
     OffloadConfig,
     OffloadEngine,
     ResidentBudget,
@@ -191,6 +194,29 @@ def test_a_part_modified_after_its_save_is_an_error(written: int, is_leaving: bo
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             outputs[written].backward()
         del outputs
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_part_is_written_while_the_whole_is_copied(seed: int | None) -> None:
+    """The other part is as it was saved, and nothing is out of order."""
+
+    def gradient_of(around: AbstractContextManager[Any]) -> torch.Tensor:
+        x = torch.rand(SIDE, SIDE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with around:
+            saved, written = torch.unsafe_chunk(x * 2, 2)
+            total = saved.sin().sum() + x.exp().sum()  # the second closes the group of the first
+            total = total + written.mul_(3).cos().sum()
+        total.backward()
+        assert x.grad is not None
+        return x.grad
+
+    device = AdversarialDevice(seed)
+    config = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=1 << 30))
+    activations = manage_activations(engine=OffloadEngine(config, device), group_bytes=1)
+    expected = gradient_of(nullcontext())
+    with device.observe_compute():
+        assert torch.equal(gradient_of(activations), expected) and not device.hazards
+    activations.close()
 
 
 def test_several_saves_of_a_storage_do_not_hold_its_bytes() -> None:

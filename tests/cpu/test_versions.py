@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_engine import CopyError, FixedBounds, OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine import (
+    CopyError,
+    FixedBounds,
+    GroupTraits,
+    OffloadConfig,
+    OffloadEngine,
+    ResidencyMeter,
+    group_commit,
+    group_start,
+)
 from tests.adversarial import AdversarialDevice
 
 CONFIG = OffloadConfig(
@@ -81,4 +90,36 @@ def test_what_is_known_of_allocating_streams_ends_with_the_iteration() -> None:
         engine.set_allocation_stream(torch.ones(64), comm)  # outside of an iteration
         engine.begin_iteration()
         assert not engine._store.alloc_streams.streams
+    engine.close()
+
+
+def test_only_a_tensor_that_moves_and_is_not_saved_yet_starts_a_storage() -> None:
+    engine = OffloadEngine(CONFIG.replace(min_tensor_bytes=64), AdversarialDevice())
+    with engine.iteration():
+        chunk, x = engine.start_chunk(), torch.ones(64)
+        chunk.open_group("group")
+        assert not chunk.hooks.would_start_storage(torch.ones(1))
+        assert chunk.hooks.would_start_storage(x)
+        handle = chunk.tensor_push(x)
+        assert not chunk.hooks.would_start_storage(x[32:])
+        x.add_(1)
+        assert chunk.hooks.would_start_storage(x)
+        chunk.close_group()
+        del handle
+    engine.close()
+
+
+def test_bytes_that_are_handed_over_are_not_resident_any_more() -> None:
+    engine = OffloadEngine(CONFIG, AdversarialDevice(), ResidencyMeter())
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group", GroupTraits(read_once=True))
+        handle = chunk.tensor_push(torch.ones(64))
+        chunk.close_group()
+        chunk.begin_backward()
+        assert engine.meter is not None and engine.meter.current_bytes == 0
+        tensor = chunk.tensor_pop(handle)
+        assert engine.snapshot().resident_bytes == 0 == engine.meter.current_bytes and tensor.eq(1).all()
+        del handle
+        assert engine.snapshot().saved_bytes == 0
     engine.close()
