@@ -18,6 +18,8 @@ import torch
 from byte_tokenizer import ByteTokenizer, Metadata
 from tqdm import tqdm
 
+from offload_engine.sizes import bytes_flag
+
 
 class TextError(Exception):
     """Raised if an input or output cannot be used; the message says which and why."""
@@ -129,13 +131,14 @@ def _parser() -> argparse.ArgumentParser:
         "--document-bytes",
         type=_positive,
         default=16384,
-        help="cut longer texts at line ends into documents of this size (default: %(default)s)",
+        metavar="SIZE",
+        help="cut longer texts at line ends into documents of this size, as 16KiB (default: %(default)s)",
     )
     return parser
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = bytes_flag()(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be positive, got {value}")
     return value

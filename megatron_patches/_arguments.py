@@ -17,6 +17,7 @@ from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for
+from offload_engine.sizes import bytes_flag, parse_bytes
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"
@@ -51,30 +52,26 @@ class _Setting(NamedTuple):
         return self.name, self.type, dataclasses.field(default=self.default, metadata=metadata)
 
 
-def _size(text: str) -> int:
-    """Parse a number of bytes on the command line."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes") from None
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value:,} is negative; it must be a number of bytes")
-    return value
-
+_size = bytes_flag()
 
 # Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
+_AS_SIZES = " (a size, such as 64MiB)"
 _SIZE = Optional[int]  # noqa: UP045
 _TEXT = Optional[str]  # noqa: UP045
 _SETTINGS = (
     _Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
     _Setting(
-        "offload_min_tensor_bytes", _SIZE, None, "Storages smaller than this stay on the device. Default: 1 MiB.", _size
+        "offload_min_tensor_bytes",
+        _SIZE,
+        None,
+        f"Storages smaller than this stay on the device{_AS_SIZES}. Default: 1 MiB.",
+        _size,
     ),
     _Setting(
         "offload_host_limit_bytes",
         _SIZE,
         None,
-        "Upper bound on host memory of each process. Default: four fifths of what is free.",
+        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free.",
         _size,
     ),
     _Setting(
@@ -89,23 +86,23 @@ _SETTINGS = (
         "offload_horizon_bytes",
         _SIZE,
         None,
-        "How many bytes may be copied in ahead of their use. Default: twice the largest group.",
+        f"How many bytes may be copied in ahead of their use{_AS_SIZES}. Default: twice the largest group.",
         _size,
     ),
     _Setting(
         "offload_resident_bytes",
         _SIZE,
         None,
-        "A budget: how many saved bytes of the modules may be on the device at once; what fits stays. Excludes the "
-        "horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
+        f"A budget: how many saved bytes of the modules may be on the device at once{_AS_SIZES}; what fits stays. "
+        "Excludes the horizon and the bytes in flight. Without it everything leaves as soon as it can. Default: none.",
         _size,
     ),
     _Setting(
         "offload_max_inflight_bytes",
         _SIZE,
         None,
-        "How many bytes of copy-out may be in flight before compute waits. If the link is the bottleneck, more makes "
-        "steps shorter and the peak higher. Default: twice the largest group, or less.",
+        f"How many bytes of copy-out may be in flight before compute waits{_AS_SIZES}. If the link is the "
+        "bottleneck, more makes steps shorter and the peak higher. Default: twice the largest group, or less.",
         _size,
     ),
     _Setting(
@@ -259,15 +256,15 @@ def check_fields(config: Any) -> None:
     """Check the offload fields of a configuration against each other and against megatron-core's own.
 
     Raises:
-        ValueError: if a switch is not a bool, a module name or host policy is unknown, a size is negative or not an
-            integer, `offload_modules` is set without `offload_activation`, a budget is combined with a bound that it
-            replaces, megatron-core's own offloading is on too, or its paged stash is on and a name is in the experts.
+        ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is no size,
+            `offload_modules` is set without `offload_activation`, a budget is combined with a bound that it replaces,
+            megatron-core's own offloading is on too, or its paged stash is on and a name is in the experts.
     """
     for name in _SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
             raise ValueError(f"{name} must be True or False, got {getattr(config, name)!r}")
     for name in _SIZES:
-        _check_size(name, getattr(config, name, None))
+        _size_of(config, name)
     if config.offload_host_policy not in (None, *HOST_POLICIES):
         raise ValueError(
             f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
@@ -284,13 +281,23 @@ def check_fields(config: Any) -> None:
         )
 
 
-def _check_size(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be a whole number of bytes, got {value!r}")
-    if value < 0:
+def _size_of(source: Any, name: str) -> int | None:
+    """Return a size of a configuration or of parsed flags in bytes; None if it is not set.
+
+    Raises:
+        ValueError: if the value is no size; names the setting.
+    """
+    value = getattr(source, name, None)
+    if isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{name} must be a whole number of bytes or a text such as '60GiB', got {value!r}")
+    if value is not None and value < 0:
         raise ValueError(f"{name} must not be negative, got {value:,}")
+    return value
 
 
 def _check_limit(config: Any) -> None:
@@ -327,16 +334,20 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
 
 
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
-    given = {field.name: getattr(source, _source_name(field.name), None) for field in dataclasses.fields(base)}
+    given = {field.name: _value_of(source, _source_name(field.name)) for field in dataclasses.fields(base)}
     changes = {name: value for name, value in given.items() if value is not None and value is not False}
     return base.replace(**changes, **_policy(source))
 
 
 def _policy(source: Any) -> dict[str, PolicySettings]:
     """Return the `policy` field that the flags select; empty if none of them was given."""
-    bounds: dict[str, Any] = {name: getattr(source, _PREFIX + name, None) for name in _BOUNDS}
+    bounds: dict[str, Any] = {name: _size_of(source, _PREFIX + name) for name in _BOUNDS}
     policy = policy_for(**bounds, planned=getattr(source, "offload_planned", False))
     return {} if policy is None else {"policy": policy}
+
+
+def _value_of(source: Any, name: str) -> Any:
+    return _size_of(source, name) if name in _SIZES else getattr(source, name, None)
 
 
 def _source_name(field: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from offload_engine._compat.smp import smp_policy
 from offload_engine.policies import BOUNDS, PolicySettings, policy_for
+from offload_engine.sizes import parse_bytes
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
@@ -80,12 +81,14 @@ class OffloadConfig:
         """Return the configuration for settings of a command line, where each bound of a policy is a flag of its own.
 
         Args:
-            settings: fields of this class except `policy`, and the arguments of `policies.policy_for`.
+            settings: fields of this class except `policy`, and the arguments of `policies.policy_for`. A size may be
+                text, as "60GiB"; see `sizes.parse_bytes`.
 
         Raises:
-            ValueError: if bounds belong to several policies, or a value is outside its range.
+            ValueError: if bounds belong to several policies, a value is outside its range, or a text is no size.
             TypeError: if a value has the wrong type, or a setting is unknown.
         """
+        settings = {name: _in_bytes(name, value) for name, value in settings.items()}
         bounds = {name: settings.pop(name) for name in BOUNDS if name in settings}
         return cls(**settings, policy=policy_for(**bounds))
 
@@ -116,3 +119,13 @@ class OffloadConfig:
     def replace(self, **changes: object) -> OffloadConfig:
         """Return a copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _in_bytes(name: str, value: Any) -> Any:
+    """Return the value of a setting, a size that is text as a number of bytes."""
+    if not (isinstance(value, str) and name.endswith("_bytes")):
+        return value
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None

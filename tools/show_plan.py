@@ -10,8 +10,8 @@ With --moves also which groups are copied out, released and copied in at which b
 
 python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 --moves --layers 2 --names core_attn=321,2.2 mlp_fc1=128,2.9
 
-Each name is a group of every layer, with its MiB and the milliseconds of its forward, as far as they are known. With
-milliseconds the step is simulated, and --png draws its timeline.
+Each name is a group of every layer, with its MiB (or a size as 1.5GiB) and the milliseconds of its forward, as far as
+they are known. With milliseconds the step is simulated, and --png draws its timeline.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from offload_engine.schedule import (
     no_pipelining,
     one_forward_one_backward,
 )
+from offload_engine.sizes import bytes_flag, parse_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     moves.add_argument("--tail", metavar="NAME", help="the last block of a forward begins with this group")
     moves.add_argument("--head-ms", type=float, metavar="MS", help="the last stage ends with a head that takes so long")
-    moves.add_argument("--resident-mib", type=int, metavar="MIB", help="a budget of groups on the device")
+    moves.add_argument(
+        "--resident-mib", type=bytes_flag("MiB"), metavar="MIB", help="a budget of groups on the device, or as 2GiB"
+    )
     return parser
 
 
@@ -189,7 +192,7 @@ def plan_moves(options: argparse.Namespace) -> Moves:
         ValueError: for contents of chunks that are none.
     """
     num_virtual = options.vpp or 1
-    bounds = Bounds(resident_bytes=None if options.resident_mib is None else options.resident_mib << 20)
+    bounds = Bounds(resident_bytes=options.resident_mib)
     ranks = []
     for rank in range(options.pp):
         is_last = [rank == options.pp - 1 and stage == num_virtual - 1 for stage in range(num_virtual)]
@@ -229,7 +232,7 @@ def parse_group(text: str, layer: int) -> GroupShape:
     name, _, sizes = text.partition("=")
     mib, _, milliseconds = sizes.partition(",")
     try:
-        nbytes, forward_ms = round(float(mib or 0) * (1 << 20)), float(milliseconds or 0)
+        nbytes, forward_ms = parse_bytes(mib or "0", "MiB"), float(milliseconds or 0)
     except ValueError:
         raise ValueError(f"--names: expected NAME, NAME=MIB or NAME=MIB,MS, got {text!r}") from None
     return GroupShape(name, layer, nbytes, forward_ms, 2 * forward_ms)

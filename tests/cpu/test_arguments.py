@@ -115,7 +115,8 @@ def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
         ),
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
         ({"offload_dry_run": 1}, "offload_dry_run must be True or False"),
-        ({"offload_max_inflight_bytes": "1"}, "offload_max_inflight_bytes must be a whole number"),
+        ({"offload_max_inflight_bytes": "1 GiBB"}, "offload_max_inflight_bytes: '1 GiBB' is not a size"),
+        ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on how much there is"),
         (
             {"offload_activation": True, "offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11},
             "nothing could ever be offloaded",
@@ -206,12 +207,28 @@ def test_a_report_is_refused_by_the_configuration_or_the_defaults(applied: Handl
         make(offload_report="no")
 
 
-@pytest.mark.parametrize(("value", "message"), [("-1", "negative"), ("1e6", "not a whole"), ("x", "not a whole")])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("-1", "is negative"), ("1e6", "is not a size"), ("x", "is not a size"), ("90%", "has no meaning here")],
+)
 def test_flags_reject_bad_sizes(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     parser = add_offload_arguments(argparse.ArgumentParser())
     with pytest.raises(SystemExit):
         parser.parse_args([f"--offload-host-limit-bytes={value}"])
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"argument --offload-host-limit-bytes: {value!r}" in told and message in told
+
+
+@pytest.mark.parametrize("flag", ["min-tensor", "host-limit", "horizon", "resident", "max-inflight"])
+def test_every_size_is_taken_as_people_type_it(flag: str, applied: Handle) -> None:
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    field = f"offload_{flag.replace('-', '_')}_bytes"
+    for text, nbytes in (("2GiB", 2 << 30), ("512m", 512 << 20), ("1.5 GB", 1_500_000_000), ("3000000", 3_000_000)):
+        args = parser.parse_args(["--offload-activation", f"--offload-{flag}-bytes", text])
+        assert getattr(args, field) == nbytes
+        typed = resolve(make(offload_activation=True, **{field: text}), NO_DEFAULTS)
+        assert typed == resolve(make(offload_activation=True, **{field: nbytes}), NO_DEFAULTS)
+        assert typed is not None and typed.engine == offload_config_from_args(args) != OffloadConfig()
 
 
 @pytest.mark.parametrize("other", ["offload_horizon_bytes", "offload_max_inflight_bytes"])

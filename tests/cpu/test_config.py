@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload_engine.config import MIB, OffloadConfig
+from offload_engine.policies import ResidentBudget
 
 SIZES = ["min_tensor_bytes", "host_limit_bytes"]
 OPTIONAL_SIZES = SIZES[1:]
@@ -35,9 +37,19 @@ def test_negative_size_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [1.5, 1e6, "1MiB", True, False])
-def test_non_integer_size_is_refused(name: str, value: object) -> None:
+def test_non_integer_size_is_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=rf"{name} must be an integer number of bytes"):
-        OffloadConfig.from_flags(**{name: value})
+        OffloadConfig(**{name: value})
+
+
+def test_sizes_of_a_command_line_are_taken_as_people_type_them() -> None:
+    config = OffloadConfig.from_flags(min_tensor_bytes="64KiB", host_limit_bytes="1.5 GB", resident_bytes="2g")
+    policy = ResidentBudget(2 << 30)
+    assert config == OffloadConfig(min_tensor_bytes=65536, host_limit_bytes=1_500_000_000, policy=policy)
+    assert OffloadConfig.from_flags(directory="none").directory == "none"
+    for text, message in (("x", "min_tensor_bytes: 'x' is not a size"), ("50%", "min_tensor_bytes: '50%' depends on")):
+        with pytest.raises(ValueError, match=message):
+            OffloadConfig.from_flags(min_tensor_bytes=text)
 
 
 def test_unknown_host_policy_is_refused() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # is dotted, without the package's; "" is the package itself.
 LAYERS = {
     "offload_engine": (
-        ("schedule", "stats", "meter", "policies", "traits"),
+        ("schedule", "stats", "meter", "policies", "sizes", "traits"),
         ("planning", "planning.moves"),
         ("_compat", "_compat.build", "_compat.smp", "_compat.te_base", "_compat.torch_private"),
         ("config",),

@@ -56,7 +56,7 @@ def test_long_texts_are_cut_at_line_ends(tmp_path: Path) -> None:
     text = b"one\ntwo\n" + b"x" * 20 + b"\nlast"
     (tmp_path / "long.txt").write_bytes(text)
     prefix = tmp_path / "pair"
-    assert prepare(str(tmp_path / "long.txt"), "--output-prefix", str(prefix), "--document-bytes", "8") == 0
+    assert prepare(str(tmp_path / "long.txt"), "--output-prefix", str(prefix), "--document-bytes", "8B") == 0
     pieces = [bytes(document[:-1]) for document in documents(prefix)]
     assert pieces == [b"one\ntwo\n", b"x" * 20 + b"\n", b"last"]
     assert b"".join(pieces) == text

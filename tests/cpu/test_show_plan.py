@@ -118,6 +118,7 @@ def test_simulates_what_has_milliseconds_and_draws_it(capsys, tmp_path):
 def test_a_budget_keeps_what_fits(capsys):
     assert "OUT" not in show(capsys, f"{MOVES} --names attention=200 mlp=100 --resident-mib 5000")
     assert "OUT" in show(capsys, f"{MOVES} --names attention=200 mlp=100 --resident-mib 700")
+    assert "OUT" in show(capsys, f"{MOVES} --names attention=200MiB mlp=0.1g --resident-mib 0.7GiB")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_budget_keeps_what_fits(capsys):
         ("--microbatches 1 --moves --layers 0", "--layers must be at least 1, got 0"),
         ("--microbatches 1 --moves --names a=x", "expected NAME, NAME=MIB or NAME=MIB,MS, got 'a=x'"),
         ("--microbatches 1 --moves --names a --tail b", "--tail must be one of a, got b"),
-        ("--microbatches 1 --moves --names a=-1", "nbytes must not be negative"),
+        ("--microbatches 1 --moves --names a=-1", "expected NAME, NAME=MIB or NAME=MIB,MS, got 'a=-1'"),
         ("--microbatches 0", "num_microbatches must be at least 1, got 0"),
         ("--pp 0 --microbatches 1", "--pp must be at least 1, got 0"),
         ("--pp 2 --microbatches 4 --rank 2", "--rank must be in [0, 1] with --pp 2, got 2"),

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_gpu.settings import assignment, words
-
-GIB = 1 << 30
+from size_flags import bytes_flag
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -131,7 +130,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         shape = _shape(args)
         contenders = _contenders(args)
         engine = dict(assignment(text) for text in args.engine)
-        bounds = [_bytes(name, getattr(args, name)) for name in ("host_gib", "device_gib")]
+        bounds = [_positive(name, getattr(args, name)) for name in ("host_gib", "device_gib")]
     except ValueError as error:
         parser.error(str(error))
     if args.rivals and not args.rivals.is_dir():
@@ -204,10 +203,10 @@ def _contenders(args: argparse.Namespace) -> tuple[str, ...]:
     return named
 
 
-def _bytes(name: str, gib: float | None) -> int | None:
-    if gib is not None and gib <= 0:
-        raise ValueError(f"--{name.replace('_', '-')} must be positive, got {gib:g}")
-    return None if gib is None else int(gib * GIB)
+def _positive(name: str, nbytes: int | None) -> int | None:
+    if nbytes == 0:
+        raise ValueError(f"--{name.replace('_', '-')} must be positive, got 0")
+    return nbytes
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,8 +238,18 @@ def _parser() -> argparse.ArgumentParser:
         help="time limit of each contender over all its turns; results until then are reported (default 15, with "
         "--quick 6, with --longest 90)",
     )
-    parser.add_argument("--host-gib", type=float, metavar="G", help="host memory a contender may take (default 80%%)")
-    parser.add_argument("--device-gib", type=float, metavar="G", help="limit on device memory, as on a smaller GPU")
+    parser.add_argument(
+        "--host-gib",
+        type=bytes_flag("GiB"),
+        metavar="G",
+        help="host memory a contender may take, in GiB or as 500MiB (default 80%%)",
+    )
+    parser.add_argument(
+        "--device-gib",
+        type=bytes_flag("GiB"),
+        metavar="G",
+        help="limit on device memory, as on a smaller GPU, in GiB or as 500MiB",
+    )
     parser.add_argument(
         "--engine",
         action="append",
@@ -248,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="setting of ours, see OffloadConfig.from_flags",
     )
-    parser.add_argument("--group-bytes", type=int, metavar="N", help="group_bytes of manage_activations")
+    parser.add_argument("--group-bytes", type=bytes_flag(), metavar="SIZE", help="group_bytes of manage_activations")
     parser.add_argument(
         "--rivals",
         type=Path,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from size_flags import bytes_flag
 from tables import labelled_file, mistake_in, print_table
 
 from .caused import Judged, judge, summarize
@@ -69,7 +70,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "traces", nargs="+", type=labelled_file, metavar="[LABEL=]FILE", help="of bench_gpu.py --profile"
     )
     parser.add_argument(
-        "--activation-bytes", type=int, default=1 << 20, metavar="N", help="copies of activations have so many or more"
+        "--activation-bytes",
+        type=bytes_flag(),
+        default=1 << 20,
+        metavar="SIZE",
+        help="copies of activations have so many bytes or more (default: 1MiB)",
     )
     parser.add_argument(
         "--pauses",
