@@ -1,0 +1,94 @@
+"""Rehearses all ranks of a training job, and makes its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rehearsal.stage import StageRehearsal
+from offload_engine import OffloadConfig
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.shapes import Shapes
+from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
+
+_FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_NO_FULL: Final = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+NUM_WAYS: Final = 3
+"""Rehearsals of each rank."""
+
+
+def forecast_job(job: TrainingJob, hardware: Hardware, on_progress: Callable[[], None] = lambda: None) -> Forecast:
+    """Rehearse a job on a machine.
+
+    Args:
+        job: of the script.
+        hardware: of one node.
+        on_progress: called `NUM_WAYS` times for each pipeline rank.
+
+    Raises:
+        ValueError, AssertionError: if megatron-core rejects the job.
+    """
+    num_stages = job.parallel.get("pipeline_model_parallel_size", 1)
+    link = hardware.link(min(hardware.num_gpus, job.world_size), num_stages > 1)
+    ranks = [_forecast_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
+    optimizer_ms = max(_optimizer_ms(job, hardware, rank) for rank in ranks)
+    return make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks)
+
+
+def shapes_of_rank(job: TrainingJob, hardware: Hardware, link: Link, rank: int, names: Sequence[str]) -> Shapes:
+    """Return the shapes of the chunks of a rank: bytes, and times on this hardware."""
+    with StageRehearsal(job, hardware, link, rank).ready() as stage:
+        return stage.run(names, OffloadConfig(dry_run=True)).shapes
+
+
+def _forecast_rank(
+    job: TrainingJob, hardware: Hardware, link: Link, rank: int, on_progress: Callable[[], None]
+) -> RankForecast:
+    number = steady_microbatches(job)
+    with StageRehearsal(job, hardware, link, rank, **_offloadable(job)).ready() as stage:
+        names = stage.names_of(job.default_modules)
+        none = stage.run(names, OffloadConfig(dry_run=True), number)
+        on_progress()
+        away = stage.run(names, OffloadConfig(), number)
+        on_progress()
+        sizes, actions = stage.sizes, tuple(stage.actions(job.num_microbatches))
+    full = _recomputed(job, hardware, link, rank, number)
+    on_progress()
+    ways = (
+        WayForecast("no offload", none.peak_bytes, none.milliseconds),
+        WayForecast("everything offloaded", away.peak_bytes, away.milliseconds, away.host_bytes),
+        full,
+    )
+    state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
+    return RankForecast(sizes.num_parameters, state, actions, none.shapes, ways)
+
+
+def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, number: int) -> WayForecast:
+    changes: dict[str, Any] = {**_FULL, "recompute_modules": None}
+    with StageRehearsal(job, hardware, link, rank, **changes).ready() as stage:
+        outcome = stage.run((), OffloadConfig(), number)
+    return WayForecast("full recomputation", outcome.peak_bytes, outcome.milliseconds)
+
+
+def _offloadable(job: TrainingJob) -> dict[str, Any]:
+    """Return the changes without which nothing could be offloaded: full recomputation is a way of its own."""
+    return dict(_NO_FULL) if job.recomputes_all else {}
+
+
+def steady_microbatches(job: TrainingJob) -> int:
+    """Return how many microbatches show the peak of a step: more of them only repeat."""
+    size = job.parallel.get("pipeline_model_parallel_size", 1)
+    return min(job.num_microbatches, 3 if size == 1 else 3 * size)
+
+
+def _num_tokens(job: TrainingJob) -> int:
+    per_replica = job.parallel.get("tensor_model_parallel_size", 1) * job.parallel.get("context_parallel_size", 1)
+    per_replica *= job.parallel.get("pipeline_model_parallel_size", 1)
+    return job.seq_length * job.micro_batch_size * job.num_microbatches * (job.world_size // per_replica)
+
+
+def _optimizer_ms(job: TrainingJob, hardware: Hardware, rank: RankForecast) -> float:
+    """Return what reading and writing state, gradients and weights takes once, at the rate of other kernels."""
+    return 2 * rank.state_bytes / hardware.memory_gbps / 1e6 if job.optimizer_bytes else 0.0

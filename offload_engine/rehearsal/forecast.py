@@ -1,0 +1,163 @@
+"""`Forecast`: what a training takes on a machine: memory of each rank, time of a step, host memory of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.plan import Line, Plan, make_plan
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.shapes import Shapes, step_boundaries
+from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
+from offload_engine.schedule import Action
+
+CONTEXT_BYTES: Final = 600 << 20
+"""Of a process on its GPU outside torch's allocator: CUDA's context, its libraries, communicators."""
+RESERVED_SHARE: Final = 1.08
+"""What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/benchmarks.md, up to 1.4 at 65,536 tokens."""
+
+
+class WayForecast(NamedTuple):
+    """A rank that goes one way: no offload, say."""
+
+    name: str
+    peak_bytes: int
+    """Allocated at most."""
+    milliseconds: float
+    """Of compute, without waiting for other ranks."""
+    host_bytes: int = 0
+    """Pinned."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Return what the process holds of its GPU, about."""
+        return int(self.peak_bytes * RESERVED_SHARE) + CONTEXT_BYTES
+
+
+class RankForecast(NamedTuple):
+    """One rank of the pipeline."""
+
+    num_parameters: int
+    state_bytes: int
+    """Weights, gradients and state of the optimizer."""
+    actions: tuple[Action, ...]
+    shapes: Shapes
+    ways: tuple[WayForecast, ...]
+    """No offload, everything offloaded, and full recomputation if the model has it, in this order."""
+
+
+class ModuleForecast(NamedTuple):
+    """The groups of one name of a rank, over a step."""
+
+    name: str
+    num_groups: int
+    nbytes: int
+    moved_bytes: int
+    """Copied out, and in again."""
+    link_ms: float
+    """Of both copies."""
+    exposed_ms: float
+    """That compute waits for them."""
+
+
+class StepForecast(NamedTuple):
+    """A step of all ranks that goes one way."""
+
+    name: str
+    milliseconds: float
+    gpu_bytes: int
+    """Of the rank that holds most."""
+    host_bytes: int
+    """Pinned by all GPUs of a node together."""
+    fits: bool
+
+
+class Forecast(NamedTuple):
+    """A whole training."""
+
+    hardware: Hardware
+    num_gpus: int
+    gpus_of_node: int
+    link: Link
+    num_tokens: int
+    """Of a step."""
+    optimizer_ms: float
+    ranks: tuple[RankForecast, ...]
+    modules: tuple[tuple[ModuleForecast, ...], ...]
+    """Of each rank."""
+    steps: tuple[StepForecast, ...]
+
+
+def make_forecast(
+    hardware: Hardware, link: Link, num_gpus: int, num_tokens: int, optimizer_ms: float, ranks: Sequence[RankForecast]
+) -> Forecast:
+    """Combine the ranks of a pipeline.
+
+    Args:
+        hardware: of a node.
+        link: of each GPU.
+        num_gpus: of all nodes.
+        num_tokens: of a step of all of them.
+        optimizer_ms: of the optimizer and of the reduction of gradients.
+        ranks: of the pipeline, in order.
+    """
+    per_node = min(hardware.num_gpus, num_gpus)
+    kept = _simulated(ranks, link, is_moved=False)
+    moved = _simulated(ranks, link, is_moved=True)
+    milliseconds = [kept.milliseconds, moved.milliseconds]
+    if all(len(rank.ways) > 2 for rank in ranks):  # as much longer as its slowest rank
+        longer = max(rank.ways[2].milliseconds / rank.ways[0].milliseconds for rank in ranks)
+        milliseconds.append(kept.milliseconds * longer)
+    steps = tuple(
+        _step(hardware, [rank.ways[index] for rank in ranks], each + optimizer_ms, per_node)
+        for index, each in enumerate(milliseconds)
+    )
+    modules = tuple(_modules(rank, outcome.stalls, link) for rank, outcome in zip(ranks, moved.ranks, strict=True))
+    return Forecast(
+        hardware, num_gpus, per_node, link, num_tokens, optimizer_ms, tuple(ranks), modules, steps
+    )  # fmt: skip
+
+
+def _simulated(ranks: Sequence[RankForecast], link: Link, is_moved: bool) -> Simulation:
+    jobs = tuple(RankJob(rank.actions, rank.shapes) for rank in ranks)
+    plans = [plan_step(job.actions, job.shapes) if is_moved else _no_moves(job) for job in jobs]
+    return simulate(PipelineJob(jobs, link), plans)
+
+
+def _no_moves(job: RankJob) -> Plan:
+    return make_plan([Line(boundary, ()) for boundary in step_boundaries(job.actions, job.shapes)])
+
+
+def _step(hardware: Hardware, ways: Sequence[WayForecast], milliseconds: float, per_node: int) -> StepForecast:
+    gpu_bytes = max(way.gpu_bytes for way in ways)
+    host_bytes = max(way.host_bytes for way in ways) * per_node
+    fits = gpu_bytes <= hardware.gpu_bytes and host_bytes <= 0.8 * hardware.host_bytes
+    return StepForecast(ways[0].name, milliseconds, gpu_bytes, host_bytes, fits)
+
+
+def _modules(rank: RankForecast, stalls: dict[str, float], link: Link) -> tuple[ModuleForecast, ...]:
+    runs = {
+        stage: sum(a.kind == "F" and a.chunk.stage == stage for a in rank.actions) for stage in range(len(rank.shapes))
+    }
+    plan = plan_step(rank.actions, rank.shapes)
+    moved: dict[str, int] = {}
+    for _, move in plan.moves():
+        group = rank.shapes[move.group.chunk.stage].groups[move.group.index]
+        if move.op.name == "OUT":
+            moved[group.name] = moved.get(group.name, 0) + group.nbytes
+    found: dict[str, tuple[int, int]] = {}
+    for stage, shape in enumerate(rank.shapes):
+        for group in shape.groups:
+            number, nbytes = found.get(group.name, (0, 0))
+            found[group.name] = number + runs[stage], nbytes + runs[stage] * group.nbytes
+    exposed: dict[str, float] = {}
+    for label, waited in stalls.items():
+        name = label.partition(" ")[2]
+        exposed[name] = exposed.get(name, 0.0) + waited
+    ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
+    return tuple(
+        ModuleForecast(name, number, nbytes, out := moved.get(name, 0), out * ms_per_byte, exposed.get(name, 0.0))
+        for name, (number, nbytes) in found.items()
+    )
