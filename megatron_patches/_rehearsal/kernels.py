@@ -27,6 +27,19 @@ class Norm(torch.autograd.Function):
         return grad + x, torch.empty_like(weight), torch.empty_like(weight) if ctx.has_bias else None
 
 
+class Rotation(torch.autograd.Function):
+    """Rotary position embedding in one kernel: saves the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(freqs)
+        return t * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 1, None
+
+
 class Linear(torch.autograd.Function):
     """A linear layer, behind a norm or not; with sequence parallelism it gathers or scatters tokens.
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from megatron_patches._rehearsal.kernels import Rotation
 from megatron_patches._rehearsal.modules import RehearsedNorm, RehearsedSpecProvider
 from megatron_patches._rows.cpu import cpu_rows
 from megatron_patches._rows.registry import Patch
 from offload_engine.rehearsal.tensors import HollowTensors
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile has made a kernel of
 _SENDS = ":_p2p_ops"
 
@@ -43,10 +45,21 @@ def _te_rows() -> Iterator[Patch]:
             is_new=not hasattr(specs, name),
         )
     yield Patch(
+        target=f"{_ROPE}:fused_apply_rotary_pos_emb",
+        wrapper=functools.partial(_instead, rotate),
+        why="the fused rotation is TransformerEngine's kernel",
+    )
+    yield Patch(
         target="megatron.core.transformer.transformer_block:LayerNormImpl",
         wrapper=functools.partial(_instead, RehearsedNorm),
         why="the norm after the last layer is TransformerEngine's, too",
     )
+
+
+def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stand in for the fused rotation of queries or keys."""
+    out: torch.Tensor = Rotation.apply(t, freqs)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _routing_rows() -> Iterator[Patch]:

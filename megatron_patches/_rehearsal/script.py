@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
-import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from megatron_patches._model.modules import canonical_names
 from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rows.registry import Patch, apply_patches
 
 _TRAINER = "gpt_trainer"
 _TRAINING = "megatron.training"
@@ -28,6 +30,15 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_SWITCHED_OFF = (
+    "perform_initialization",
+    "use_cpu_initialization",
+    "offload_activation",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+"""What needs contents, or kernels that are not rehearsed."""
 
 
 class ScriptError(Exception):
@@ -73,7 +84,7 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> Tra
             f"the arguments of {path} cannot be read: it is not examples/pretrain_gpt.py, and {_TRAINING} cannot be "
             f"imported ({error}). Run this where Megatron-LM is installed"
         ) from error
-    with _command_line([path, *arguments], world_size):
+    with _command_line([path, *arguments], world_size), _imagined_gpu(), contextlib.redirect_stdout(io.StringIO()):
         args = reader.parse_args(ignore_unknown_args=True)
         args = reader.validate_args(args) or args
     if getattr(args, "vocab_size", None) is None and getattr(args, "padded_vocab_size", None) is None:
@@ -130,9 +141,9 @@ def _maker(make_config: Callable[[], Any]) -> Callable[..., Any]:
 
     def make(**changes: Any) -> Any:
         config = make_config()
-        hollow = {"perform_initialization": False, "use_cpu_initialization": False, "offload_activation": False}
-        for name, value in {**hollow, "gradient_accumulation_fusion": False, **changes}.items():
-            setattr(config, name, value)
+        for name, value in {**dict.fromkeys(_SWITCHED_OFF, False), **changes}.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
         return config
 
     return make
@@ -145,6 +156,21 @@ def _importable(folder: str) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
+
+
+def _imagined_gpu() -> contextlib.AbstractContextManager[object]:
+    """Return a context manager under which Megatron-LM's checks find a GPU."""
+    why = "the arguments are checked for the GPU that this machine has"
+    answers: dict[str, Any] = {"get_device_capability": (9, 0), "device_count": 1, "current_device": 0}
+    rows = [
+        Patch(target=f"torch.cuda:{name}", wrapper=functools.partial(_answering, answer), why=why)
+        for name, answer in answers.items()
+    ]
+    return apply_patches(rows)
+
+
+def _answering(answer: Any, original: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ class StageRehearsal:
         Raises:
             ValueError, AssertionError: if megatron-core rejects the configuration.
         """
-        hollow = HollowTensors(KernelCosts(self._hardware), self._hardware.peer_gbps)
+        hollow = HollowTensors(KernelCosts(self._hardware, self._job.has_te), self._hardware.peer_gbps)
         device = RehearsalDevice(self._link, hollow.allocated)
         hollow.run = device.run
         runtime = _Runtime(device)

@@ -34,6 +34,8 @@ class Hardware:
     fp8_tflops: float
     attention_tflops: float
     attention_backward_tflops: float
+    sdpa_tflops: float
+    sdpa_backward_tflops: float
     memory_gbps: float
     out_gbps: float
     in_gbps: float

@@ -20,10 +20,13 @@ class KernelCosts:
 
     Args:
         hardware: runs them.
+        has_te: attention is TransformerEngine's, not torch's.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, has_te: bool = False) -> None:
         self._hardware = hardware
+        by_te = hardware.attention_tflops, hardware.attention_backward_tflops
+        self._attention = by_te if has_te else (hardware.sdpa_tflops, hardware.sdpa_backward_tflops)
 
     def milliseconds(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: Iterable[torch.Tensor]
@@ -58,8 +61,7 @@ class KernelCosts:
         """Return the operations of this kernel in 10^12 a second."""
         name = func._overloadpacket.__name__
         if _ATTENTION in name:
-            hardware = self._hardware
-            return hardware.attention_backward_tflops if "backward" in name else hardware.attention_tflops
+            return self._attention["backward" in name]
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         is_full = first is not None and first.dtype == torch.float32
         return self._hardware.bf16_tflops / (2 if is_full else 1)  # TF32 has half the rate

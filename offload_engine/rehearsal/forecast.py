@@ -29,6 +29,8 @@ class WayForecast(NamedTuple):
     """Of compute, without waiting for other ranks."""
     host_bytes: int = 0
     """Pinned."""
+    copied_out_bytes: int = 0
+    """In the rehearsed step."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -117,6 +119,25 @@ def make_forecast(
     modules = tuple(_modules(rank, outcome.stalls, link) for rank, outcome in zip(ranks, moved.ranks, strict=True))
     return Forecast(
         hardware, num_gpus, per_node, link, num_tokens, optimizer_ms, tuple(ranks), modules, steps
+    )  # fmt: skip
+
+
+def forecast_alone(
+    hardware: Hardware, link: Link, num_gpus: int, num_tokens: int, optimizer_ms: float, rank: RankForecast
+) -> Forecast:
+    """Return the forecast of ranks that are all alike and wait for none; the arguments are those of `make_forecast`."""
+    per_node = min(hardware.num_gpus, num_gpus)
+    steps = tuple(_step(hardware, [way], way.milliseconds + optimizer_ms, per_node) for way in rank.ways)
+    ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
+    groups = [group for shape in rank.shapes for group in shape.groups]
+    modules = []
+    for way in rank.ways[1:]:
+        exposed = max(0.0, way.milliseconds - rank.ways[0].milliseconds) if way is rank.ways[1] else 0.0
+        moved = way.copied_out_bytes
+        nbytes = sum(group.nbytes for group in groups)
+        modules.append(ModuleForecast(way.name, len(groups), nbytes, moved, moved * ms_per_byte, exposed))
+    return Forecast(
+        hardware, num_gpus, per_node, link, num_tokens, optimizer_ms, (rank,), (tuple(modules),), steps
     )  # fmt: skip
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from typing import Any, Final, NamedTuple
 
-_ALIASES_UNSAID: Final = ("_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "_local_scalar_dense")
+_ALIASES_UNSAID: Final = ("_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_")
 
 
 class Kind(enum.Enum):
     """What an operator does."""
 
     VIEW = enum.auto()
-    """Touches no contents, or reads one number."""
+    """Touches no contents, or returns no tensor."""
     WRITE = enum.auto()
     """Writes to an argument."""
     MAKE = enum.auto()
@@ -50,7 +50,9 @@ def operator_of(func: Any) -> Operator:
     returned = [value.alias_info for value in schema.returns]
     if func.namespace == "c10d":
         kind = Kind.COMMUNICATE
-    elif name in _ALIASES_UNSAID or any(alias is not None and not alias.is_write for alias in returned):
+    elif name in _ALIASES_UNSAID or not any("Tensor" in str(value.type) for value in schema.returns) and not written:
+        kind = Kind.VIEW
+    elif any(alias is not None and not alias.is_write for alias in returned):
         kind = Kind.VIEW
     else:
         kind = Kind.WRITE if written else Kind.MAKE

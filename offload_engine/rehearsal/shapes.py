@@ -124,7 +124,7 @@ class _Walk:
 
     def _spend(self, passed: float) -> None:
         """Add time to the backward that runs, else to the end of the forward."""
-        if self._backward is not None and self._index >= 0:
+        if self._backward is not None and 0 <= self._index < len(self._backward.groups):
             self._backward.backward_ms[self._index] = self._backward.backward_ms.get(self._index, 0.0) + passed
         elif self._backward is not None:
             self._backward.rest_backward_ms += passed
