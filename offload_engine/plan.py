@@ -24,8 +24,8 @@ from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
 _NOTES = (
-    "Each GPU has a whole replica, in bfloat16, with its gradients and the state of the optimizer. Fullest GPU: what is "
-    "allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA.",
+    "Each GPU has a whole replica, in bfloat16, with its gradients and the state of the optimizer. Fullest GPU: what "
+    "is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA.",
 )
 
 

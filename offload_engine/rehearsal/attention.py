@@ -1,4 +1,4 @@
-"""Attention of torch as a GPU runs it: one fused kernel, which saves its inputs, its output and a float for each row."""
+"""Attention of torch as a GPU runs it: one fused kernel, which saves its inputs, its output and a float a row."""
 
 from __future__ import annotations
 

@@ -70,11 +70,12 @@ class ModelRehearsal:
             num_tokens: of one replica's step.
             on_progress: called `NUM_WAYS` times.
         """
-        ways = []
+        ways: list[WayForecast] = []
+        shapes: Shapes = ()
         for name, settings in _WAYS.items():
             ways.append(self.run(name, **settings))
             on_progress()
-            shapes = self._shapes if not ways[1:] else shapes
+            shapes = shapes or self._shapes
         optimizer_ms = 2 * self._state_bytes / self._hardware.memory_gbps / 1e6 if self._optimizer_bytes else 0.0
         rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways))
         tokens = num_tokens * self._num_gpus
