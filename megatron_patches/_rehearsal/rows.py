@@ -65,12 +65,12 @@ def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> t
 def _routing_rows() -> Iterator[Patch]:
     yield Patch(
         target="megatron.core.transformer.moe.router:topk_routing_with_score_function",
-        wrapper=_balanced,
+        wrapper=balanced,
         why="without contents no expert is chosen: each gets as many tokens as any other",
     )
 
 
-def _balanced(original: Callable[..., Any]) -> Callable[..., Any]:
+def balanced(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def route(logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
         probs, chosen, *rest = original(logits, topk, *args, **kwargs)
