@@ -20,12 +20,12 @@ def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
     """Print the forecast of a script's training; return what is wrong, in one line, or None.
 
     Args:
-        args: with `hardware`, `hardware_file`, `nodes`, `recording` and `plan_plot`.
+        args: with `hardware`, `hardware_file`, `nodes`, `recording`, `plan_plot`, and the flags of offload.
         script: its path and its arguments.
     """
     try:
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
-        job = read_job(script, hardware.num_gpus * args.nodes)
+        job = read_job(script, hardware.num_gpus * args.nodes, args)
         forecast = _forecast(job, hardware)
         sys.stdout.write(forecast_text(forecast, _notes(job)))
         if args.plan_plot:

@@ -10,7 +10,7 @@ from megatron_patches._rehearsal.stage import StageRehearsal
 from offload_engine import OffloadConfig
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
-from offload_engine.planning.shapes import Shapes
+from offload_engine.planning.shapes import Bounds, Shapes
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -48,21 +48,28 @@ def _forecast_rank(
 ) -> RankForecast:
     number = steady_microbatches(job)
     with StageRehearsal(job, hardware, link, rank, **_offloadable(job)).ready() as stage:
-        names = stage.names_of(job.default_modules)
-        none = stage.run(names, OffloadConfig(dry_run=True), number)
+        names = stage.names_of(job.modules)
+        if not names:
+            raise ValueError(f"stage {rank} has none of {', '.join(job.modules) or 'the modules'} to offload")
+        none = stage.run(names, job.engine.replace(dry_run=True), number)
         on_progress()
-        away = stage.run(names, OffloadConfig(), number)
+        away = stage.run(names, job.engine, number)
         on_progress()
         sizes, actions = stage.sizes, tuple(stage.actions(job.num_microbatches))
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
     ways = (
         WayForecast("no offload", none.peak_bytes, none.milliseconds),
-        WayForecast("everything offloaded", away.peak_bytes, away.milliseconds, away.host_bytes),
+        WayForecast(_name_of_offload(job), away.peak_bytes, away.milliseconds, away.host_bytes),
         full,
     )
     state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
-    return RankForecast(sizes.num_parameters, state, actions, none.shapes, ways)
+    return RankForecast(sizes.num_parameters, state, actions, none.shapes, ways, job.bounds)
+
+
+def _name_of_offload(job: TrainingJob) -> str:
+    names = ", ".join(job.modules) or "everything"
+    return f"{names} offloaded" if job.bounds == Bounds() else f"{names} offloaded within bounds"
 
 
 def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, number: int) -> WayForecast:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload_engine import OffloadConfig
+from offload_engine.planning.shapes import Bounds
+
 
 @dataclass(frozen=True)
 class TrainingJob:
@@ -34,5 +37,8 @@ class TrainingJob:
     has_experts: bool = False
     recomputes_all: bool = False
     """Its configuration asks for full recomputation."""
-    default_modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     """Names to offload; none: all that the model has."""
+    engine: OffloadConfig = field(default_factory=OffloadConfig)
+    bounds: Bounds = field(default_factory=Bounds)
+    """Of the engine."""

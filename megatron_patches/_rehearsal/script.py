@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
+from megatron_patches._arguments import offload_config_from_args
 from megatron_patches._model.modules import canonical_names
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rows.registry import Patch, apply_patches
+from offload_engine.planning.shapes import Bounds
 
 _TRAINER = "gpt_trainer"
 _TRAINING = "megatron.training"
@@ -45,11 +48,16 @@ class ScriptError(Exception):
     """Raised if the command line of a script cannot be read; the message is one line."""
 
 
-def read_job(script: Sequence[str], world_size: int) -> TrainingJob:
+def read_job(script: Sequence[str], world_size: int, launcher: argparse.Namespace | None = None) -> TrainingJob:
     """Read the job of a script: its path and its arguments.
 
     The arguments are read by the trainer of examples/pretrain_gpt.py where that is the script, and by Megatron-LM's
     parser for every other. As on GPUs, TransformerEngine is taken to be there unless the arguments say local.
+
+    Args:
+        script: its path, and its arguments.
+        world_size: number of GPUs.
+        launcher: flags of offload in front of the script, for a script that has none.
 
     Raises:
         ScriptError: if the arguments cannot be read, or do not fit each other or the number of GPUs.
@@ -57,12 +65,26 @@ def read_job(script: Sequence[str], world_size: int) -> TrainingJob:
     path, *arguments = script
     read = _read_trainers if (Path(path).parent / _TRAINER / "arguments.py").is_file() else _read_megatrons
     try:
-        return read(path, arguments, world_size)
+        job, args = read(path, arguments, world_size)
+        own = None if getattr(args, "offload_activation", False) else launcher
+        return _with_offload(job, own or args)
     except (AssertionError, ValueError, TypeError, RuntimeError) as error:
         raise ScriptError(f"{path}: {error}") from error
 
 
-def _read_trainers(path: str, arguments: Sequence[str], world_size: int) -> TrainingJob:
+def _with_offload(job: TrainingJob, args: argparse.Namespace) -> TrainingJob:
+    """Return the job with what flags of offload ask for."""
+    config = offload_config_from_args(args).replace(dry_run=False)
+    names = ("horizon_bytes", "max_inflight_bytes", "resident_bytes")
+    bounds = Bounds(**{name: getattr(args, f"offload_{name}", None) for name in names})
+    modules = canonical_names(getattr(args, "offload_modules", None) or ())
+    return dataclasses.replace(job, modules=modules, engine=config, bounds=bounds)
+
+
+_Read = tuple[TrainingJob, argparse.Namespace]
+
+
+def _read_trainers(path: str, arguments: Sequence[str], world_size: int) -> _Read:
     with _importable(os.path.dirname(os.path.abspath(path))):
         args = importlib.import_module(f"{_TRAINER}.arguments").parse_arguments(arguments)
         model = importlib.import_module(f"{_TRAINER}.model")
@@ -73,10 +95,10 @@ def _read_trainers(path: str, arguments: Sequence[str], world_size: int) -> Trai
     args.virtual_pipeline_model_parallel_size = stages
     args.padded_vocab_size = model.padded_vocab_size(args, args.vocab_size)
     args.accumulate_allreduce_grads_in_fp32 = args.bf16
-    return _make_job(args, lambda: model.transformer_config(args, torch.device("cuda")), world_size)
+    return _make_job(args, lambda: model.transformer_config(args, torch.device("cuda")), world_size), args
 
 
-def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> TrainingJob:
+def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Read:
     try:
         reader: Any = importlib.import_module(f"{_TRAINING}.arguments")
     except ImportError as error:
@@ -92,7 +114,7 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> Tra
     if getattr(args, "padded_vocab_size", None) is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    return _make_job(args, lambda: reader.core_transformer_config_from_args(args), world_size)
+    return _make_job(args, lambda: reader.core_transformer_config_from_args(args), world_size), args
 
 
 def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_size: int) -> TrainingJob:
@@ -132,7 +154,6 @@ def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_si
         parallel=parallel,
         has_experts=bool(getattr(args, "num_moe_experts", None) or getattr(args, "num_experts", None)),
         recomputes_all=args.recompute_granularity == "full",
-        default_modules=canonical_names(getattr(args, "offload_modules", None) or ()),
     )
 
 

@@ -9,7 +9,7 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.plan import Line, Plan, make_plan
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.shapes import Shapes, step_boundaries
+from offload_engine.planning.shapes import Bounds, Shapes, step_boundaries
 from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
 from offload_engine.schedule import Action
 
@@ -47,7 +47,9 @@ class RankForecast(NamedTuple):
     actions: tuple[Action, ...]
     shapes: Shapes
     ways: tuple[WayForecast, ...]
-    """No offload, everything offloaded, and full recomputation if the model has it, in this order."""
+    """No offload, offload, and full recomputation if the model has it, in this order."""
+    bounds: Bounds = Bounds()
+    """Of offload."""
 
 
 class ModuleForecast(NamedTuple):
@@ -142,8 +144,8 @@ def forecast_alone(
 
 
 def _simulated(ranks: Sequence[RankForecast], link: Link, is_moved: bool) -> Simulation:
-    jobs = tuple(RankJob(rank.actions, rank.shapes) for rank in ranks)
-    plans = [plan_step(job.actions, job.shapes) if is_moved else _no_moves(job) for job in jobs]
+    jobs = tuple(RankJob(rank.actions, rank.shapes, rank.bounds) for rank in ranks)
+    plans = [plan_step(job.actions, job.shapes, job.bounds) if is_moved else _no_moves(job) for job in jobs]
     return simulate(PipelineJob(jobs, link), plans)
 
 
@@ -162,7 +164,7 @@ def _modules(rank: RankForecast, stalls: dict[str, float], link: Link) -> tuple[
     runs = {
         stage: sum(a.kind == "F" and a.chunk.stage == stage for a in rank.actions) for stage in range(len(rank.shapes))
     }
-    plan = plan_step(rank.actions, rank.shapes)
+    plan = plan_step(rank.actions, rank.shapes, rank.bounds)
     moved: dict[str, int] = {}
     for _, move in plan.moves():
         group = rank.shapes[move.group.chunk.stage].groups[move.group.index]

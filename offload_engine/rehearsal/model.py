@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from offload_engine.config import OffloadConfig
+from offload_engine.config import MIB, OffloadConfig
 from offload_engine.frontends._layers.find_layers import find_layers
 from offload_engine.frontends.layers import LayerOffload
 from offload_engine.planning.clocks import Link
@@ -39,6 +39,7 @@ class ModelRehearsal:
         hardware: of one node.
         num_gpus: replicas of the model, each on a GPU.
         optimizer_bytes: for each parameter.
+        min_tensor_bytes: see `OffloadConfig`.
     """
 
     def __init__(
@@ -48,15 +49,23 @@ class ModelRehearsal:
         hardware: Hardware,
         num_gpus: int = 1,
         optimizer_bytes: int = 8,
+        min_tensor_bytes: int = MIB,
     ) -> None:
         self._make_model = make_model
         self._run_forward = run_forward
         self._hardware = hardware
         self._num_gpus = num_gpus
         self._optimizer_bytes = optimizer_bytes
+        self._min_tensor_bytes = min_tensor_bytes
         self._link: Link = hardware.link(min(num_gpus, hardware.num_gpus), is_both_ways=False)
         self._state_bytes = self._num_parameters = 0
         self._shapes: Shapes = ()
+        self._managed_bytes = 0
+
+    @property
+    def managed_bytes(self) -> int:
+        """Return what the groups of the last step have saved."""
+        return self._managed_bytes
 
     @property
     def shapes(self) -> Shapes:
@@ -89,7 +98,7 @@ class ModelRehearsal:
         with hollow, fused_attention():
             model = self._make_model()
             state = self._hold_state(model)
-            config = OffloadConfig(dry_run=dry_run, policy=ResidentLayers())
+            config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=ResidentLayers())
             engine = RehearsalEngine(config, device)
             handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
             for _ in range(_NUM_STEPS):
@@ -99,6 +108,7 @@ class ModelRehearsal:
                 milliseconds = device.clocks.compute
                 peak = max(engine.peak_bytes, hollow.allocated.peak_bytes)
             stats = engine.stats
+            self._managed_bytes = stats.managed_bytes
             self._shapes = shapes_of(engine.boundaries)
             way = WayForecast(name, peak, milliseconds, stats.host_bytes, stats.copied_out_bytes)
             handle.remove()

@@ -65,7 +65,10 @@ def _real_groups(kind: str) -> Groups:
 def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> Any:
     tokens = next(batches)
     positions = torch.arange(tokens.shape[1])[None].expand(tokens.shape[0], -1)
-    return model(tokens, positions, None, labels=tokens), lambda output: (output.float().mean(), {"loss": output.mean()})
+    return model(tokens, positions, None, labels=tokens), lambda output: (
+        output.float().mean(),
+        {"loss": output.mean()},
+    )
 
 
 def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
