@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from offload_engine._compat.smp import smp_policy
-from offload_engine.policies import BOUNDS, PolicySettings, policy_for
+from offload_engine.policies import BOUNDS, LowestPeak, Planned, PolicySettings, policy_for
 from offload_engine.sizes import parse_bytes
 
 MIB = 1 << 20
@@ -40,6 +40,10 @@ class OffloadConfig:
     """Decides what stays on the device, what waits, and when copy-ins are issued: one of `offload_engine.policies`.
     None: the default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
 
+    gpu_budget: int | None = None
+    """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
+    groups). The engine measures a few steps and decides what stays, see docs/budget.md. None: `policy` decides."""
+
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
     None for a temporary directory. CUDA devices use pinned memory and reject a directory."""
@@ -48,12 +52,14 @@ class OffloadConfig:
     """Mark groups and account for their bytes, but move nothing: shows how much offload could move."""
 
     def __post_init__(self) -> None:
-        for field in ("min_tensor_bytes", "host_limit_bytes"):
+        for field in ("min_tensor_bytes", "host_limit_bytes", "gpu_budget"):
             self._check_size(field)
         if self.policy is not None and not isinstance(self.policy, PolicySettings):
             raise TypeError(
                 f"policy must be an object such as LowestPeak() or ResidentBudget(nbytes), got {self.policy!r}"
             )
+        if self.gpu_budget is not None:
+            self._check_budget()
         if self.host_policy not in HOST_POLICIES:
             raise ValueError(f"host_policy must be one of {', '.join(HOST_POLICIES)}, got {self.host_policy!r}")
         if self.host_limit_bytes is not None and self.host_limit_bytes < self.min_tensor_bytes:
@@ -65,6 +71,17 @@ class OffloadConfig:
             raise TypeError(f"directory must be a path, 'none' or None, got {self.directory!r}")
         if not isinstance(self.dry_run, bool):
             raise TypeError(f"dry_run must be True or False, got {self.dry_run!r}")
+
+    def _check_budget(self) -> None:
+        if self.policy not in (None, LowestPeak(), Planned()):
+            raise ValueError(
+                f"gpu_budget={self.gpu_budget:,} and policy={self.policy!r} both decide what stays on the device: set "
+                "one of them"
+            )
+        if self.dry_run:
+            raise ValueError(
+                f"gpu_budget={self.gpu_budget:,} measures what moves, and dry_run moves nothing: leave one out"
+            )
 
     def _check_size(self, field: str) -> None:
         value = getattr(self, field)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from offload_engine._budget.controller import BudgetController
+from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._devices import make_device
 from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
@@ -24,7 +26,7 @@ from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
 from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import HELD
-from offload_engine.policies import LowestPeak
+from offload_engine.policies import LowestPeak, Planned
 from offload_engine.schedule import Action, ChunkKey
 from offload_engine.stats import IterationStats
 
@@ -69,11 +71,14 @@ class OffloadEngine(EngineView):
         unawaited, leaving = UnawaitedCopies(), LeavingQueue()
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=unawaited)
         store = ActivationStore(TransferContext(self.device), self.pool, unawaited, self.meter, self.config)
-        policy = make_policy(self.config.policy or LowestPeak(), store.counters, leaving)
+        default = LowestPeak() if self.config.gpu_budget is None else Planned()
+        policy = make_policy(self.config.policy or default, store.counters, leaving)
         executor = Executor(store, self.device, policy, leaving, self.config.dry_run)
         super().__init__(store, executor, Observer(pipeline, logs_first_step))
         self._is_closed = False
         self._num_chunks = 0
+        if self.config.gpu_budget is not None:
+            self._budget = BudgetController(self.config.gpu_budget, executor, self.device.memory_gauge())
 
     def begin_iteration(
         self,
@@ -101,10 +106,12 @@ class OffloadEngine(EngineView):
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
                 "reset_iteration() if it raised"
             )
+        measuring = None if self._budget is None else self._budget.begin(actions or (), is_combined)
         self._store.begin(weights)
         self._executor.policy.begin(actions or (), is_combined)
         self._num_chunks = 0
-        self._store.context.recorder = self._observer.begin(self.device, self.config.dry_run)
+        # A step that is measured is recorded by what measures it: what was asked for is recorded in the next.
+        self._store.context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True
 
     def start_chunk(
@@ -213,7 +220,9 @@ class OffloadEngine(EngineView):
         self.current_chunk = None
         stats = self._store.finish()
         recorder, self._store.context.recorder = self._store.context.recorder, None
-        self._observer.end(recorder, stats)
+        if self._budget is not None:
+            self._budget.end(stats, self._num_chunks)
+        self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
         if stats.num_storages_left:
             logger.warning(
                 "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run",
@@ -233,6 +242,8 @@ class OffloadEngine(EngineView):
         recorder, self._store.context.recorder = self._store.context.recorder, None
         if recorder is not None:
             recorder.discard()
+        if self._budget is not None:
+            self._budget.abandon()
         self._executor.reset()
         self._store.abandon_all()
         self.pool.take_all_back()  # no copy is in flight
@@ -261,6 +272,8 @@ class OffloadEngine(EngineView):
         if self._is_closed:
             return
         self._observer.close()
+        if self._budget is not None:
+            self._budget.close()
         self.reset_iteration()
         self.pool.close()
         self.device.close()

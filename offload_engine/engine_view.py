@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from offload_engine._budget.controller import BudgetController
+from offload_engine._budget.summary import BudgetSummary, budget_text
 from offload_engine._compat import torch_private
 from offload_engine._observe.labels import Ranges
 from offload_engine._observe.observer import Observer
@@ -64,6 +66,7 @@ class EngineView:
         self._executor = executor
         self._observer = observer
         self._is_in_iteration = False
+        self._budget: BudgetController | None = None  # with `OffloadConfig.gpu_budget`
 
     @property
     def is_active(self) -> bool:
@@ -131,6 +134,30 @@ class EngineView:
         """The last iteration that was recorded, of this rank; blocks until the device has come to its end."""
         return self._observer.record
 
+    @property
+    def budget_controller(self) -> BudgetController | None:
+        """What decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one."""
+        return self._budget
+
+    @property
+    def budget(self) -> BudgetSummary | None:
+        """What `OffloadConfig.gpu_budget` has come to; None without one, and before the first decision."""
+        return None if self._budget is None else self._budget.summary
+
+    @property
+    def budget_curve(self) -> list[tuple[int, float]]:
+        """What the process would hold, in bytes, and a step would take, in ms, with every budget; from the lowest on.
+
+        Empty where `budget` is None.
+        """
+        chosen = None if self._budget is None else self._budget.decider.chosen
+        return [] if chosen is None else [(each.held_bytes, each.step_ms) for each in chosen.curve]
+
     def report(self) -> str:
-        """Return the tables of the last recorded iteration, else what the counters of the last one tell."""
-        return self._observer.report(self.stats)
+        """Return the tables of the last recorded iteration, else what the counters of the last one tell.
+
+        With a budget, behind those what it has come to.
+        """
+        text, summary = self._observer.report(self.stats), self.budget
+        chosen = None if self._budget is None else self._budget.decider.chosen
+        return text if chosen is None or summary is None else text + budget_text(summary, chosen)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from offload_engine._devices.base import CopyError
 
-__all__ = ["CopyError", "OffloadError"]
+__all__ = ["BudgetError", "CopyError", "OffloadError"]
 
 
 class OffloadError(RuntimeError):
     """Raised for a call in the wrong order, or an activation that was dropped."""
+
+
+class BudgetError(OffloadError):
+    """Raised where a step takes more memory than its budget, with everything offloaded."""

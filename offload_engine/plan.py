@@ -49,6 +49,7 @@ def _answer(options: argparse.Namespace) -> str:
         hardware,
         hardware.num_gpus * options.nodes,
         options.optimizer_bytes,
+        options.budget.resolve(hardware.gpu_bytes),
     )
     with Progress(NUM_WAYS, sys.stderr) as progress:
         forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)

@@ -25,6 +25,8 @@ class IterationStats:
     """Bytes that the groups kept by the plan saved, over the whole iteration."""
     num_unplanned_groups: int = 0
     """Groups that differed from those of the plan: their chunks went on without it."""
+    num_outgrown_groups: int = 0
+    """Groups that were chosen to be kept, but left: they, or all that was resident, had grown since."""
     num_host_limit_groups: int = 0
     """Groups that stayed resident because the host tier had no room."""
     num_emptied_storages: int = 0

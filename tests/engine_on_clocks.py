@@ -113,6 +113,9 @@ class ClockDevice:
         else:
             self._copied[stream] = self.clocks.copy_in(nbytes * SCALE, "")
 
+    def memory_gauge(self) -> None:
+        return None
+
     def free_host_bytes(self) -> int:
         return 1 << 40
 

@@ -20,13 +20,13 @@ def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
     """Print the forecast of a script's training; return what is wrong, in one line, or None.
 
     Args:
-        args: with `hardware`, `hardware_file`, `nodes`, `recording`, `plan_plot`, and the flags of offload.
+        args: with `hardware`, `hardware_file`, `nodes`, `budget`, `recording`, `plan_plot`, and the flags of offload.
         script: its path and its arguments.
     """
     try:
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
         job = read_job(script, hardware.num_gpus * args.nodes, args)
-        forecast = _forecast(job, hardware)
+        forecast = _forecast(job, hardware, args.budget.resolve(hardware.gpu_bytes))
         sys.stdout.write(forecast_text(forecast, _notes(job)))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
@@ -35,10 +35,10 @@ def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
     return None
 
 
-def _forecast(job: TrainingJob, hardware: Hardware) -> Forecast:
+def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Forecast:
     num_ranks = job.parallel.get("pipeline_model_parallel_size", 1)
     with Progress(NUM_WAYS * num_ranks, sys.stderr) as progress:
-        return forecast_job(job, hardware, progress.advance)
+        return forecast_job(job, hardware, budget_bytes, progress.advance)
 
 
 def _notes(job: TrainingJob) -> list[str]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
+from megatron_patches._model.sites import overlaps_expert_comm
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.stage import StageRehearsal
-from offload_engine import OffloadConfig
+from offload_engine import Action, OffloadConfig
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.memory import Job
 from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.rehearsal.chosen import choose_within
+from offload_engine.rehearsal.engine import NotedBoundary
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -19,12 +24,18 @@ NUM_WAYS: Final = 3
 """Rehearsals of each rank."""
 
 
-def forecast_job(job: TrainingJob, hardware: Hardware, on_progress: Callable[[], None] = lambda: None) -> Forecast:
+def forecast_job(
+    job: TrainingJob,
+    hardware: Hardware,
+    budget_bytes: int | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Forecast:
     """Rehearse a job on a machine.
 
     Args:
         job: of the script.
         hardware: of one node.
+        budget_bytes: what a process may hold on its GPU; None: all of it.
         on_progress: called `NUM_WAYS` times for each pipeline rank.
 
     Raises:
@@ -32,9 +43,13 @@ def forecast_job(job: TrainingJob, hardware: Hardware, on_progress: Callable[[],
     """
     num_stages = job.parallel.get("pipeline_model_parallel_size", 1)
     link = hardware.link(min(hardware.num_gpus, job.world_size), num_stages > 1)
-    ranks = [_forecast_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
+    budget = hardware.gpu_bytes if budget_bytes is None else budget_bytes
+    rehearsed = [_rehearse_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
+    ranks = [each.forecast for each in rehearsed]
+    if any(rank.ways[0].gpu_bytes > budget for rank in ranks):
+        ranks = [_with_choice(each, budget, link) for each in rehearsed]
     optimizer_ms = max(_optimizer_ms(job, hardware, rank) for rank in ranks)
-    return make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks)
+    return make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks, budget)
 
 
 def shapes_of_rank(job: TrainingJob, hardware: Hardware, link: Link, rank: int, names: Sequence[str]) -> Shapes:
@@ -43,9 +58,18 @@ def shapes_of_rank(job: TrainingJob, hardware: Hardware, link: Link, rank: int, 
         return stage.run(names, OffloadConfig(dry_run=True)).shapes
 
 
-def _forecast_rank(
+class _Rehearsed(NamedTuple):
+    """A rank, with what was seen of it with everything offloaded."""
+
+    forecast: RankForecast
+    actions: tuple[Action, ...]
+    """Of the step that was rehearsed, which may have fewer microbatches."""
+    boundaries: tuple[NotedBoundary, ...]
+
+
+def _rehearse_rank(
     job: TrainingJob, hardware: Hardware, link: Link, rank: int, on_progress: Callable[[], None]
-) -> RankForecast:
+) -> _Rehearsed:
     number = steady_microbatches(job)
     with StageRehearsal(job, hardware, link, rank, **_offloadable(job)).ready() as stage:
         names = stage.names_of(job.modules)
@@ -56,6 +80,7 @@ def _forecast_rank(
         away = stage.run(names, job.engine, number)
         on_progress()
         sizes, actions = stage.sizes, tuple(stage.actions(job.num_microbatches))
+        is_combined = overlaps_expert_comm(stage.config)
     full = _recomputed(job, hardware, link, rank, number)
     on_progress()
     ways = (
@@ -64,7 +89,15 @@ def _forecast_rank(
         full,
     )
     state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
-    return RankForecast(sizes.num_parameters, state, actions, none.shapes, ways, job.bounds)
+    rank_forecast = RankForecast(sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined)
+    return _Rehearsed(rank_forecast, away.actions, away.boundaries)
+
+
+def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankForecast:
+    rank = rehearsed.forecast
+    short = Job(rehearsed.actions, rank.shapes, rank.bounds, rank.is_combined)
+    whole = replace(short, actions=rank.actions)
+    return rank._replace(chosen=choose_within(budget_bytes, short, whole, rehearsed.boundaries, link))
 
 
 def _name_of_offload(job: TrainingJob) -> str:

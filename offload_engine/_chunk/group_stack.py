@@ -51,12 +51,11 @@ class GroupStack:
 
     def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
         """Open a group inside the innermost one, if any."""
-        groups = self.progress.groups
-        index = len(groups)
+        index = len(self.progress.groups)
         group = TensorGroup(self._key, index, name, traits)
         if index in self._keep_groups or index >= self._first_kept:
             group.is_kept = True
-        groups.append(group)
+        self.progress.add(group)
         self.open_groups.append(group)
         return group
 

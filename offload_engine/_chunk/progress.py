@@ -27,6 +27,14 @@ class ChunkProgress:
         self.prefetch_index: int = -1
         self.backward_index: int = 0
         self.last_index_by_name: dict[str, int] = {}
+        self._num_parts: dict[tuple[int, str], int] = {}
+
+    def add(self, group: TensorGroup) -> None:
+        """Add the group that opens."""
+        place = group.layer, group.name
+        group.part = self._num_parts.get(place, 0)
+        self._num_parts[place] = group.part + 1
+        self.groups.append(group)
 
     def begin_tail(self) -> None:
         """Mark the start of the last block of the forward; the last call counts."""

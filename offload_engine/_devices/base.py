@@ -48,6 +48,22 @@ class PlainRead:
         return self.tensor
 
 
+class MemoryGauge(Protocol):
+    """Measures what this process holds on a device. Never waits for the device."""
+
+    def peak_bytes(self) -> int:
+        """Return the most that was allocated at once since `reset`."""
+
+    def reset(self) -> None:
+        """Begin a new peak with what is allocated now."""
+
+    def held_bytes(self) -> int:
+        """Return what the process held at the most since `reset`: reserved by its allocator, and outside of it."""
+
+    def trim(self) -> None:
+        """Return to the device what is reserved and not in use."""
+
+
 class Device(Protocol):
     """What the engine needs of a device.
 
@@ -163,6 +179,9 @@ class Device(Protocol):
         Returns:
             A handle: `wait()` returns the tensor on the CPU; `tensor` is valid once the stream has reached the read.
         """
+
+    def memory_gauge(self) -> MemoryGauge | None:
+        """Return what measures the memory of the device; None: nothing can."""
 
     def free_host_bytes(self) -> int:
         """Return the free bytes of the host tier that this process may use."""

@@ -15,7 +15,17 @@ from typing import cast
 
 import torch
 
-from offload_engine._devices.base import Event, HostRead, HostRegion, HostSlab, PlainRead, Stream, TensorSpec, TimeMark
+from offload_engine._devices.base import (
+    Event,
+    HostRead,
+    HostRegion,
+    HostSlab,
+    MemoryGauge,
+    PlainRead,
+    Stream,
+    TensorSpec,
+    TimeMark,
+)
 from offload_engine._devices.copy_worker import (
     CopyableSlab,
     CopyEvent,
@@ -141,6 +151,9 @@ class CpuDevice:
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)
+
+    def memory_gauge(self) -> MemoryGauge | None:
+        return None
 
     def free_host_bytes(self) -> int:
         return available_host_bytes() if self.directory is None else free_bytes(self.directory)

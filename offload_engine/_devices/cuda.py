@@ -15,7 +15,8 @@ from functools import partial
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import CopyError, Event, HostRead, HostSlab, Stream
+from offload_engine._devices.base import CopyError, Event, HostRead, HostSlab, MemoryGauge, Stream
+from offload_engine._devices.cuda_memory import CudaMemory
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_memory import available_host_bytes
 from offload_engine._devices.host_read import MappedReader
@@ -99,6 +100,9 @@ class CudaDevice:
         if self._reader is None:
             self._reader = MappedReader(self.torch_device, self._runtime)
         return self._reader.read(tensor)
+
+    def memory_gauge(self) -> MemoryGauge | None:
+        return CudaMemory(self.torch_device)
 
     def free_host_bytes(self) -> int:
         return available_host_bytes()

@@ -111,6 +111,9 @@ class Recorder:
         key = GroupKey(group.chunk, group.index)
         self._notes.moves.append(NotedMove(self._clock(), self._boundary, op, key, nbytes))
 
+    def note_moved(self) -> None:
+        """Note that the moves of the boundary have been performed."""
+
     def note_group_stays(self, group: ObservedGroup, reason: Reason) -> None:
         """Note that a group was to be copied out, but stays."""
         self._notes.group_reasons[GroupKey(group.chunk, group.index)] = reason

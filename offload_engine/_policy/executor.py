@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch.autograd import profiler
@@ -14,6 +15,7 @@ from offload_engine._policy.policy import Policy
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
+from offload_engine.planning.choices import Allowance, Slot
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, IN, ITERATION_END, OUT, BoundaryKind
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
@@ -31,6 +33,7 @@ class Executor:
      3. A backward that begins waits for the copy-in of its group, and a group whose copy-in is late is counted.
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
+     5. What is chosen to be kept is not copied out, unless it is more than it was when that was chosen: see `allow`.
 
     Args:
         store: owns the storages of the groups.
@@ -51,7 +54,18 @@ class Executor:
         self._dry_run = dry_run
         self._context = store.context
         self._ranges = store.context.ranges
+        self._kept: Mapping[Slot, int] = {}
+        self._resident_limit: int = 0
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
+
+    def allow(self, allowance: Allowance) -> None:
+        """Set what may be on the device from the next step on. Call it between two steps.
+
+        Raises:
+            ValueError: if the policy cannot give room.
+        """
+        self.policy.allow(allowance)
+        self._kept, self._resident_limit = allowance.kept_bytes, allowance.resident_bytes
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
         """Perform the moves with which the policy answers a boundary; see `Policy.at`.
@@ -84,15 +98,19 @@ class Executor:
                     self._await(moved)  # Rule 3
             else:
                 self.copy_in(moved)
+        if self._kept and kind is COMMIT and group is not None and self._outgrows(group):
+            self.copy_out(group)  # a plan does not
+        if self._context.recorder is not None:
+            self._context.recorder.note_moved()
 
     def copy_out(self, group: TensorGroup) -> None:
-        """Issue the copy-out of a group's own storages. No-op for those copied out already, and in a dry run.
+        """Issue the copy-out of a group's own storages. No-op for those that left or are to stay, and in a dry run.
 
         Raises:
             OffloadError: if the host tier is full and `host_policy` is "error".
         """
         produced = self._produced.pop(group, None)
-        if self._dry_run:
+        if self._dry_run or group.stays:
             return
         if _profiler._is_profiler_enabled or self._ranges.is_nvtx_on:
             with self._ranges.around(OUT, group):
@@ -128,6 +146,8 @@ class Executor:
     def offload_kept(self, group: TensorGroup) -> None:
         """Copy out a group that was kept, because its backward does not come at once after all."""
         group.is_kept = False
+        if self._kept and not group.stays:
+            group.stays = self._may_stay(group)
         self.store.counters.stats.num_kept_groups -= 1
         self.store.counters.stats.kept_bytes -= group.own_bytes
         self.copy_out(group)
@@ -150,8 +170,27 @@ class Executor:
 
     def _commit(self, group: TensorGroup) -> None:
         self._count(group)
-        if group.may_delay and not group.is_kept and not self._dry_run:
+        if self._kept:
+            group.stays = self._may_stay(group)
+        if group.may_delay and not (group.is_kept or group.stays or self._dry_run):
             self._produced[group] = self._moves.record_produced(group)
+
+    def _may_stay(self, group: TensorGroup) -> bool:
+        """Return whether a group that commits is one to be kept, and as large as when that was chosen."""
+        nbytes = self._kept_bytes(group)
+        if nbytes < 0:
+            return False
+        if group.own_bytes <= nbytes and self.store.counters.resident_bytes <= self._resident_limit:
+            return True
+        self.store.counters.stats.num_outgrown_groups += 1
+        return False
+
+    def _outgrows(self, group: TensorGroup) -> bool:
+        return not (group.stays or group.is_kept) and self._kept_bytes(group) >= 0
+
+    def _kept_bytes(self, group: TensorGroup) -> int:
+        """Return how many bytes a group may have and be kept; -1: it is not to be kept."""
+        return self._kept.get(Slot(group.chunk.stage, group.layer, group.name, group.part), -1)
 
     def _count(self, group: TensorGroup) -> None:
         stats = self.store.counters.stats

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._policy.policy import Move, Policy
+from offload_engine._policy.resident import ResidentBudgetPolicy
 from offload_engine._policy.shape_log import ShapeLog
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.choices import Allowance, Slot
 from offload_engine.planning.moves import (
     BACKWARD,
     COMMIT,
@@ -49,6 +51,7 @@ class PlannedPolicy(Policy):
 
     Attributes:
         plan: of the running step, or of the last one; None: it went without.
+        own_bounds: where `allow` gives no room.
     """
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue, bounds: Bounds, reactive: Policy) -> None:
@@ -56,6 +59,8 @@ class PlannedPolicy(Policy):
         self.plan: Plan | None = None
         self._bounds = bounds
         self._reactive = reactive
+        self.own_bounds = bounds
+        self._own_reactive = reactive
         self._planner = Planner()
         self._log = ShapeLog()
         self._shapes: Shapes = ()  # that the plan was made of
@@ -63,10 +68,28 @@ class PlannedPolicy(Policy):
         self._unplanned: set[ChunkKey] = set()
         self._held_back: dict[TensorGroup, None] = {}  # committed; the plan copies them out later
 
+    def allow(self, allowance: Allowance) -> None:
+        """See `Policy`."""
+        self.choices = allowance.choices
+        room = allowance.room_bytes
+        if room is None:
+            self._bounds, self._reactive = self.own_bounds, self._own_reactive
+        else:
+            self._bounds = Bounds(resident_bytes=room)
+            self._reactive = ResidentBudgetPolicy(self.counters, self.leaving, room, allowance.saved_bytes)
+
+    def shapes(self, actions: Sequence[Action]) -> Shapes | None:
+        """Return the shapes of the chunks that `actions` run, as steps have shown them; None: not all are known."""
+        return self._log.shapes({action.chunk.stage for action in actions}) if _is_whole_step(actions) else None
+
+    def slots(self) -> frozenset[Slot]:
+        """Return the slots of all groups that steps have shown."""
+        return self._log.slots()
+
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """See `Policy`."""
         self.clear()
-        shapes = self._log.shapes({action.chunk.stage for action in actions}) if _is_whole_step(actions) else None
+        shapes = self.shapes(actions)
         self._shapes = shapes or ()
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
         # A copy-out under a plan comes back by that plan, released early or not.
@@ -105,7 +128,7 @@ class PlannedPolicy(Policy):
         return self._moves(self.plan, Boundary(kind, chunk.key, index))
 
     def _make_plan(self, actions: Sequence[Action], shapes: Shapes, is_combined: bool) -> Plan:
-        return self._planner.plan_step(actions, shapes, self._bounds, is_combined=is_combined)
+        return self._planner.plan_step(actions, shapes, self._bounds, choices=self.choices, is_combined=is_combined)
 
     def _at_end_or_held(self, kind: BoundaryKind) -> Iterator[Move]:
         for group in list(self._held_back):

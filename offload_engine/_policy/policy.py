@@ -8,6 +8,7 @@ from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.choices import Allowance, Choices
 from offload_engine.planning.moves import BoundaryKind, Op
 from offload_engine.schedule import Action
 
@@ -30,13 +31,26 @@ class Policy:
     Attributes:
         releases_completed: a completed copy-out is released at the next boundary; if False, only `must_release`
             decides.
+        choices: what becomes of each group; the executor keeps what is to be kept, so only plans need to know.
     """
 
     releases_completed: bool = True
+    choices: Choices
 
     def __init__(self, counters: ByteCounters, leaving: LeavingQueue) -> None:
         self.counters: ByteCounters = counters
         self.leaving: LeavingQueue = leaving
+        self.choices = Choices()
+
+    def allow(self, allowance: Allowance) -> None:
+        """Set what may be on the device from the next step on.
+
+        Raises:
+            ValueError: if there is a bound of resident bytes: only plans have one that changes.
+        """
+        if allowance.room_bytes is not None:
+            raise ValueError(f"room_bytes={allowance.room_bytes:,} needs OffloadConfig(policy=Planned())")
+        self.choices = allowance.choices
 
     def begin(self, actions: Sequence[Action], is_combined: bool) -> None:
         """Start an iteration.

@@ -28,10 +28,16 @@ class ResidentBudgetPolicy(Reactive):
 
     releases_completed = False
 
-    def __init__(self, counters: ByteCounters, leaving: LeavingQueue, resident_bytes: int | None) -> None:
+    def __init__(
+        self,
+        counters: ByteCounters,
+        leaving: LeavingQueue,
+        resident_bytes: int | None,
+        expected_bytes: int | None = None,
+    ) -> None:
         self._room = _Room(counters, resident_bytes)
         super().__init__(counters, leaving, self._room)
-        self._expected_bytes: int | None = None  # saved bytes, on device or host, when the last backward began
+        self._expected_bytes = expected_bytes  # saved, on device or host, when the last backward began; None: unknown
         self._is_in_forward = False
         self._within_budget: deque[TensorGroup] = deque()  # not copied out, within the budget; oldest first
 

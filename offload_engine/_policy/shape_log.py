@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from offload_engine._chunk.progress import ChunkProgress
+from offload_engine.planning.choices import Slot, slots_of
 from offload_engine.planning.moves import TAIL, BoundaryKind
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 from offload_engine.schedule import ChunkKey
@@ -28,6 +29,11 @@ class ShapeLog:
         shapes = [self._shapes.get(stage) for stage in sorted(stages)]
         found = tuple(shape for shape in shapes if shape is not None)
         return found if len(found) == len(shapes) else None
+
+    def slots(self) -> frozenset[Slot]:
+        """Return the slots of all groups of the chunks that have shown one shape."""
+        known = [(stage, shape) for stage, shape in self._shapes.items() if shape is not None]
+        return frozenset([slot for stage, shape in known for slot in slots_of(stage, shape.groups)])
 
     def mark(self, kind: BoundaryKind, chunk: ChunkProgress) -> None:
         """Record where the tail of a forward begins (TAIL), or its experts are launched (LAUNCH)."""

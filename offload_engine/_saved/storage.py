@@ -275,7 +275,9 @@ class TensorGroup:
         "index",
         "name",
         "layer",
+        "part",
         "is_kept",
+        "stays",
         "is_read_once",
         "may_delay",
         "ends_layer",
@@ -299,6 +301,8 @@ class TensorGroup:
         self.index = index
         self.name = name
         self.layer: int = -1
+        self.part: int = 0  # number among the groups of this name in this layer of the chunk
+        self.stays: bool = False  # chosen to be kept, whatever the policy and the microbatch
         self.is_kept: bool = False  # initially `traits.keep`; changed by the chunk or the executor
         self.is_read_once: bool = False
         self.may_delay: bool = False

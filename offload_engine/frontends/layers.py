@@ -114,7 +114,7 @@ def enable_activation_offloading(
             "enable_activation_offloading() returned"
         )
     config = config or OffloadConfig()
-    if config.policy is None:
+    if config.policy is None and config.gpu_budget is None:
         config = config.replace(policy=ResidentLayers())
     engine = OffloadEngine(config, device_for((model,), config), meter)
     handle = LayerOffload(model, found, engine, enable_ckpt)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
+from offload_engine.planning.choices import Choices
 from offload_engine.planning.moves import BACKWARD, FORWARD, LOSS_DONE, Boundary, GroupKey
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes
 from offload_engine.schedule import Action, ChunkKey
@@ -22,6 +23,7 @@ class Step(NamedTuple):
     """Chunks whose backward follows their forward at once."""
     largest_bytes: int
     """Of the largest group; 0: no bytes are known, and every group counts as one byte."""
+    choices: Choices = Choices()
 
     def shape(self, chunk: ChunkKey) -> ChunkShape:
         """Return the shape of a chunk."""

@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from offload_engine.planning.budget import fit_resident_bytes
+from offload_engine.planning.choices import Choices
+from offload_engine.planning.chosen import keep_chosen
 from offload_engine.planning.copy_ins import CopyInOrder, HorizonRoom, Step
 from offload_engine.planning.moves import (
     BACKWARD,
@@ -43,6 +45,7 @@ def plan_step(
     shapes: Shapes,
     bounds: Bounds | None = None,
     *,
+    choices: Choices | None = None,
     is_combined: bool = False,
     skip: Collection[str] = (),
 ) -> Plan:
@@ -52,6 +55,7 @@ def plan_step(
         actions: of the rank, in order.
         shapes: of its chunks, by virtual stage.
         bounds: None: the defaults.
+        choices: what becomes of each group; None: all are offloaded.
         is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
         skip: names of `PASSES` to leave out.
 
@@ -62,7 +66,8 @@ def plan_step(
     if unknown := [name for name in skip if name not in names]:
         raise ValueError(f"skip names {unknown[0]!r}; the passes are {', '.join(names)}")
     at_once = backward_at_once(actions, is_combined)
-    step = Step(tuple(actions), shapes, bounds or Bounds(), is_combined, at_once, largest_bytes(shapes))
+    largest, chosen = largest_bytes(shapes), choices or Choices()
+    step = Step(tuple(actions), shapes, bounds or Bounds(), is_combined, at_once, largest, chosen)
     lines = [Line(boundary, ()) for boundary in step_boundaries(actions, shapes)]
     for each in PASSES:
         if each.__name__ not in skip:
@@ -84,11 +89,19 @@ class Planner:
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
 
     def plan_step(
-        self, actions: Sequence[Action], shapes: Shapes, bounds: Bounds | None = None, *, is_combined: bool = False
+        self,
+        actions: Sequence[Action],
+        shapes: Shapes,
+        bounds: Bounds | None = None,
+        *,
+        choices: Choices | None = None,
+        is_combined: bool = False,
     ) -> Plan:
         """Return the plan of a step, as `plan_step` makes it."""
-        key = (tuple(actions), shapes, bounds, is_combined)
-        plan = self._plans.pop(key, None) or plan_step(actions, shapes, bounds, is_combined=is_combined)
+        key = (tuple(actions), shapes, bounds, choices, is_combined)
+        plan = self._plans.pop(key, None)
+        if plan is None:
+            plan = plan_step(actions, shapes, bounds, choices=choices, is_combined=is_combined)
         self._plans[key] = plan
         if len(self._plans) > self._max_plans:
             self._plans.popitem(last=False)
@@ -202,6 +215,7 @@ def fit_budget(lines: Sequence[Line], step: Step) -> list[Line]:
 PASSES: Final[tuple[Callable[[Sequence[Line], Step], list[Line]], ...]] = (
     everything_leaves,
     keep_turn_around,
+    keep_chosen,
     delay_before_experts,
     place_copy_ins,
     drop_before_peaks,  # what is back by then is not released

@@ -116,6 +116,9 @@ class RehearsalDevice:
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)
 
+    def memory_gauge(self) -> None:
+        return None
+
     def free_host_bytes(self) -> int:
         return _HOST_BYTES
 

@@ -9,12 +9,15 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.plan import Line, Plan, make_plan
 from offload_engine.planning.planner import plan_step
+from offload_engine.planning.predict import Prediction
 from offload_engine.planning.shapes import Bounds, Shapes, step_boundaries
 from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
 from offload_engine.schedule import Action
 
 CONTEXT_BYTES: Final = 600 << 20
 """Of a process on its GPU outside torch's allocator: CUDA's context, its libraries, communicators."""
+_HOST_SHARE: Final = 0.8
+"""Of a host's memory that may be pinned."""
 RESERVED_SHARE: Final = 1.08
 """What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/benchmarks.md, up to 1.4 at 65,536 tokens."""
 
@@ -50,6 +53,10 @@ class RankForecast(NamedTuple):
     """No offload, offload, and full recomputation if the model has it, in this order."""
     bounds: Bounds = Bounds()
     """Of offload."""
+    is_combined: bool = False
+    """Forward and backward of two chunks run together."""
+    chosen: Prediction | None = None
+    """Within the budget; None: it does not fit, or nothing was chosen."""
 
 
 class ModuleForecast(NamedTuple):
@@ -84,6 +91,8 @@ class Forecast(NamedTuple):
     hardware: Hardware
     num_gpus: int
     gpus_of_node: int
+    budget_bytes: int
+    """What a process may hold on its GPU."""
     link: Link
     num_tokens: int
     """Of a step."""
@@ -95,7 +104,13 @@ class Forecast(NamedTuple):
 
 
 def make_forecast(
-    hardware: Hardware, link: Link, num_gpus: int, num_tokens: int, optimizer_ms: float, ranks: Sequence[RankForecast]
+    hardware: Hardware,
+    link: Link,
+    num_gpus: int,
+    num_tokens: int,
+    optimizer_ms: float,
+    ranks: Sequence[RankForecast],
+    budget_bytes: int,
 ) -> Forecast:
     """Combine the ranks of a pipeline.
 
@@ -106,30 +121,69 @@ def make_forecast(
         num_tokens: of a step of all of them.
         optimizer_ms: of the optimizer and of the reduction of gradients.
         ranks: of the pipeline, in order.
+        budget_bytes: what a process may hold on its GPU.
     """
     per_node = min(hardware.num_gpus, num_gpus)
-    kept = _simulated(ranks, link, is_moved=False)
-    moved = _simulated(ranks, link, is_moved=True)
+    host_limit = _HOST_SHARE * hardware.host_bytes
+    kept = _simulated(ranks, link, [_no_moves(rank) for rank in ranks])
+    moved = _simulated(ranks, link, [_all_moves(rank) for rank in ranks])
     milliseconds = [kept.milliseconds, moved.milliseconds]
     if all(len(rank.ways) > 2 for rank in ranks):  # as much longer as its slowest rank
         longer = max(rank.ways[2].milliseconds / rank.ways[0].milliseconds for rank in ranks)
         milliseconds.append(kept.milliseconds * longer)
-    steps = tuple(
-        _step(hardware, [rank.ways[index] for rank in ranks], each + optimizer_ms, per_node)
+    steps = [
+        _step([rank.ways[index] for rank in ranks], each + optimizer_ms, per_node, budget_bytes, host_limit)
         for index, each in enumerate(milliseconds)
-    )
+    ]
+    if not steps[0].fits and (chosen := _chosen_ways(ranks, link)) is not None:
+        way_ms, ways = chosen
+        steps.append(_step(ways, way_ms + optimizer_ms, per_node, budget_bytes, host_limit))
     modules = tuple(_modules(rank, outcome.stalls, link) for rank, outcome in zip(ranks, moved.ranks, strict=True))
     return Forecast(
-        hardware, num_gpus, per_node, link, num_tokens, optimizer_ms, tuple(ranks), modules, steps
+        hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, tuple(ranks), modules, tuple(steps)
     )  # fmt: skip
 
 
+def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list[WayForecast]] | None:
+    """Return the time of a step in which each rank does as chosen, and the way of each; None: one does not fit."""
+    chosen = [rank.chosen for rank in ranks if rank.chosen is not None]
+    if len(chosen) < len(ranks):
+        return None
+    plans, bounds = [], []
+    for rank, prediction in zip(ranks, chosen, strict=True):
+        choices, room = prediction.decision
+        bounds.append(rank.bounds if room is None else Bounds(resident_bytes=room))
+        plans.append(
+            plan_step(rank.actions, rank.shapes, bounds[-1], choices=choices, is_combined=rank.is_combined)
+        )  # fmt: skip
+    simulation = _simulated(ranks, link, plans, bounds)
+    ways = [
+        WayForecast(
+            "chosen within the budget",
+            int((prediction.held_bytes - CONTEXT_BYTES) / RESERVED_SHARE),
+            outcome.milliseconds,
+            outcome.counters.peak_host_bytes,
+        )
+        for prediction, outcome in zip(chosen, simulation.ranks, strict=True)
+    ]
+    return simulation.milliseconds, ways
+
+
 def forecast_alone(
-    hardware: Hardware, link: Link, num_gpus: int, num_tokens: int, optimizer_ms: float, rank: RankForecast
+    hardware: Hardware,
+    link: Link,
+    num_gpus: int,
+    num_tokens: int,
+    optimizer_ms: float,
+    rank: RankForecast,
+    budget_bytes: int,
 ) -> Forecast:
     """Return the forecast of ranks that are all alike and wait for none; the arguments are those of `make_forecast`."""
     per_node = min(hardware.num_gpus, num_gpus)
-    steps = tuple(_step(hardware, [way], way.milliseconds + optimizer_ms, per_node) for way in rank.ways)
+    host_limit = _HOST_SHARE * hardware.host_bytes
+    steps = tuple(
+        _step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit) for way in rank.ways
+    )
     ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
     groups = [group for shape in rank.shapes for group in shape.groups]
     modules = []
@@ -139,24 +193,32 @@ def forecast_alone(
         nbytes = sum(group.nbytes for group in groups)
         modules.append(ModuleForecast(way.name, len(groups), nbytes, moved, moved * ms_per_byte, exposed))
     return Forecast(
-        hardware, num_gpus, per_node, link, num_tokens, optimizer_ms, (rank,), (tuple(modules),), steps
+        hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, (rank,), (tuple(modules),), steps
     )  # fmt: skip
 
 
-def _simulated(ranks: Sequence[RankForecast], link: Link, is_moved: bool) -> Simulation:
-    jobs = tuple(RankJob(rank.actions, rank.shapes, rank.bounds) for rank in ranks)
-    plans = [plan_step(job.actions, job.shapes, job.bounds) if is_moved else _no_moves(job) for job in jobs]
-    return simulate(PipelineJob(jobs, link), plans)
+def _simulated(
+    ranks: Sequence[RankForecast], link: Link, plans: Sequence[Plan], bounds: Sequence[Bounds] | None = None
+) -> Simulation:
+    limits = bounds or [rank.bounds for rank in ranks]
+    jobs = (RankJob(rank.actions, rank.shapes, limit) for rank, limit in zip(ranks, limits, strict=True))
+    return simulate(PipelineJob(tuple(jobs), link), plans)
 
 
-def _no_moves(job: RankJob) -> Plan:
-    return make_plan([Line(boundary, ()) for boundary in step_boundaries(job.actions, job.shapes)])
+def _no_moves(rank: RankForecast) -> Plan:
+    return make_plan([Line(boundary, ()) for boundary in step_boundaries(rank.actions, rank.shapes)])
 
 
-def _step(hardware: Hardware, ways: Sequence[WayForecast], milliseconds: float, per_node: int) -> StepForecast:
+def _all_moves(rank: RankForecast) -> Plan:
+    return plan_step(rank.actions, rank.shapes, rank.bounds, is_combined=rank.is_combined)
+
+
+def _step(
+    ways: Sequence[WayForecast], milliseconds: float, per_node: int, budget_bytes: int, host_limit: float
+) -> StepForecast:
     gpu_bytes = max(way.gpu_bytes for way in ways)
     host_bytes = max(way.host_bytes for way in ways) * per_node
-    fits = gpu_bytes <= hardware.gpu_bytes and host_bytes <= 0.8 * hardware.host_bytes
+    fits = gpu_bytes <= budget_bytes and host_bytes <= host_limit
     return StepForecast(ways[0].name, milliseconds, gpu_bytes, host_bytes, fits)
 
 
@@ -164,7 +226,7 @@ def _modules(rank: RankForecast, stalls: dict[str, float], link: Link) -> tuple[
     runs = {
         stage: sum(a.kind == "F" and a.chunk.stage == stage for a in rank.actions) for stage in range(len(rank.shapes))
     }
-    plan = plan_step(rank.actions, rank.shapes, rank.bounds)
+    plan = _all_moves(rank)
     moved: dict[str, int] = {}
     for _, move in plan.moves():
         group = rank.shapes[move.group.chunk.stage].groups[move.group.index]

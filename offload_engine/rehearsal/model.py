@@ -39,6 +39,7 @@ class ModelRehearsal:
         hardware: of one node.
         num_gpus: replicas of the model, each on a GPU.
         optimizer_bytes: for each parameter.
+        budget_bytes: what a process may hold on its GPU; None: all of it.
         min_tensor_bytes: see `OffloadConfig`.
     """
 
@@ -49,6 +50,7 @@ class ModelRehearsal:
         hardware: Hardware,
         num_gpus: int = 1,
         optimizer_bytes: int = 8,
+        budget_bytes: int | None = None,
         min_tensor_bytes: int = MIB,
     ) -> None:
         self._make_model = make_model
@@ -56,6 +58,7 @@ class ModelRehearsal:
         self._hardware = hardware
         self._num_gpus = num_gpus
         self._optimizer_bytes = optimizer_bytes
+        self._budget_bytes = hardware.gpu_bytes if budget_bytes is None else budget_bytes
         self._min_tensor_bytes = min_tensor_bytes
         self._link: Link = hardware.link(min(num_gpus, hardware.num_gpus), is_both_ways=False)
         self._state_bytes = self._num_parameters = 0
@@ -88,7 +91,9 @@ class ModelRehearsal:
         optimizer_ms = 2 * self._state_bytes / self._hardware.memory_gbps / 1e6 if self._optimizer_bytes else 0.0
         rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways))
         tokens = num_tokens * self._num_gpus
-        return forecast_alone(self._hardware, self._link, self._num_gpus, tokens, optimizer_ms, rank)
+        return forecast_alone(
+            self._hardware, self._link, self._num_gpus, tokens, optimizer_ms, rank, self._budget_bytes
+        )
 
     def run(self, name: str, *, dry_run: bool = False, checkpoints: bool = False) -> WayForecast:
         """Rehearse a step; see `OffloadConfig.dry_run` and `enable_ckpt` of `enable_activation_offloading`."""

@@ -9,6 +9,7 @@ from offload_engine._observe.chrome_trace import read_records
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware, find_hardware, with_link
 from offload_engine.planning.moves import OUT
+from offload_engine.sizes import Size, parse_size
 
 
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,13 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         help="recorded steps of an earlier run (--offload-trace): the link is as fast as it was there",
     )
     group.add_argument("--nodes", type=_positive, default=1, metavar="N", help="hosts (default: 1)")
+    group.add_argument(
+        "--budget",
+        type=_size,
+        default=Size(),
+        metavar="SIZE",
+        help="what a process may hold on its GPU: 60GiB, 90%% or auto, which is all of it (default: auto)",
+    )
     group.add_argument("--plan-plot", metavar="FILE", help="draw throughput over memory")
 
 
@@ -54,6 +62,13 @@ def recorded_link(files: Sequence[str]) -> Link:
             raise ValueError(f"{', '.join(files)}: no copies {'out' if is_out else 'in'} are recorded")
         rates.append(sum(copy.nbytes for copy in chosen) / milliseconds / 1e6)
     return Link(*rates)
+
+
+def _size(text: str) -> Size:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

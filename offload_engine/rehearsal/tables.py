@@ -42,7 +42,7 @@ def draw_forecast(forecast: Forecast, file: str) -> None:
         x, y = step.gpu_bytes / _GIB, _tokens_per_second(forecast, step)
         axes.plot(x, y, "o", color="C0" if step.fits else "C3")
         axes.annotate(step.name, (x, y), textcoords="offset points", xytext=(6, 6))
-    axes.axvline(forecast.hardware.gpu_gib, color="0.5", linestyle="--", label=f"memory of {forecast.hardware.name}")
+    axes.axvline(forecast.budget_bytes / _GIB, color="0.5", linestyle="--", label=f"budget on {forecast.hardware.name}")
     axes.set_xlabel("GiB of the fullest GPU, predicted")
     axes.set_ylabel("tokens a second and GPU, predicted")
     axes.set_xlim(left=0)
@@ -57,9 +57,10 @@ def draw_forecast(forecast: Forecast, file: str) -> None:
 def _machine(forecast: Forecast) -> str:
     hardware = forecast.hardware
     source = "" if hardware.source == "measured" else " (datasheet: rates are scaled, not measured)"
+    nodes = -(-forecast.num_gpus // forecast.gpus_of_node)
     return (
-        f"{forecast.num_gpus} GPUs on {-(-forecast.num_gpus // forecast.gpus_of_node)} node(s) of {hardware.name}"
-        f"{source}: {hardware.gpu_gib:g} GiB a GPU, {hardware.host_gib:,g} GiB a host, copies at "
+        f"{forecast.num_gpus} GPUs on {nodes} node(s) of {hardware.name}{source}: {_gib(forecast.budget_bytes)} of "
+        f"{hardware.gpu_gib:g} GiB of each GPU, {hardware.host_gib:,g} GiB a host, copies at "
         f"{forecast.link.out_gbps:.1f} GB/s out and {forecast.link.in_gbps:.1f} GB/s in while "
         f"{forecast.gpus_of_node} GPU(s) of the host copy"
     )
@@ -83,11 +84,11 @@ def _module_table(forecast: Forecast) -> Table:
 
 
 def _rank_table(forecast: Forecast) -> Table:
-    names = [step.name for step in forecast.steps]
+    names = [way.name for way in forecast.ranks[0].ways]
     columns = ("stage", "parameters", "weights, gradients, optimizer", *(f"peak, {name}" for name in names))
     table = _table("allocated on each GPU, GiB", columns, 1)
     for rank, each in enumerate(forecast.ranks):
-        peaks = (_gib(way.peak_bytes) for way in each.ways[: len(names)])
+        peaks = (_gib(way.peak_bytes) for way in each.ways)
         table.add_row(str(rank), f"{each.num_parameters / 1e9:,.3f} B", _gib(each.state_bytes), *peaks)
     return table
 
@@ -113,7 +114,7 @@ def _verdict(forecast: Forecast) -> str:
         best = min(fitting, key=lambda step: step.milliseconds)
         return f"It fits {forecast.hardware.name}, fastest with: {best.name}, {best.milliseconds:,.0f} ms a step."
     least = min(forecast.steps, key=lambda step: step.gpu_bytes)
-    missing = least.gpu_bytes - forecast.hardware.gpu_bytes
+    missing = least.gpu_bytes - forecast.budget_bytes
     if missing <= 0:
         return f"It does not fit: {least.name} needs {_gib(least.host_bytes)} GiB of host memory on each node."
     return (

@@ -73,9 +73,28 @@ def test_named_modules_only() -> None:
     assert "core_attn" in out and "mlp_fc1" not in out
 
 
+def test_a_budget_that_needs_offload(tmp_path: Path) -> None:
+    """The saved tensors of two forwards do not fit; what was chosen does, and takes less time than the other ways."""
+    wide = ["--num-layers", "8", "--seq-length", "4096", "--hidden-size", "1024"]
+    model = [*MODEL, *wide, "--attention-dropout", "0", "--hidden-dropout", "0"]
+    out, _, status = _run("--plan", "--budget", "3.9GiB", TRAINER, *model, *DATA)
+    assert status == 0
+    rows = {
+        words[1].strip(): [word.strip() for word in words[2:]]
+        for line in out.splitlines()
+        if (words := line.split("│"))[2:]
+    }
+    assert rows["no offload"][4] == "no"
+    assert rows["chosen within the budget"][4] == "yes"
+    assert "fastest with: chosen within the budget" in out
+    times = {name: float(rows[name][0].replace(",", "")) for name in ("no offload", "chosen within the budget")}
+    assert times["no offload"] <= times["chosen within the budget"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--budget", "much", TRAINER], "'much' is not a size"),
         (["--hardware", "h300", TRAINER], "'h300' is unknown hardware; known are a100-40"),
         ([TRAINER, *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
         (

@@ -1,0 +1,77 @@
+"""Has several ranks decide alike: they exchange what they have measured, and each takes the worst of each figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Final
+
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.memory import MemoryModel
+from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
+
+Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""Returns the largest of each number over the ranks."""
+
+_GROUP_TIMES: Final = ("forward_ms", "backward_ms", "lead_backward_ms")
+_CHUNK_TIMES: Final = ("head_ms", "head_backward_ms", "rest_ms", "rest_backward_ms")
+_NS: Final = 1e6
+
+
+def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
+    """Return shapes with the largest bytes and longest times of all ranks, whose chunks have as many groups."""
+    numbers = agree(tuple(number for shape in shapes for number in _numbers_of(shape)))
+    values = iter(numbers)
+    return tuple(_with_numbers(shape, [next(values) for _ in _numbers_of(shape)]) for shape in shapes)
+
+
+def agreed_model(agree: Agree, model: MemoryModel) -> MemoryModel:
+    """Return the model that holds on every rank: most for all else, least that is gone early."""
+    others, early = list(model.other_bytes.items()), list(model.early_bytes.items())
+    own = (model.between_bytes, model.overhead_bytes, *(n for _, n in others), *(-n for _, n in early))
+    between, overhead, *rest = agree(own)
+    return dataclasses.replace(
+        model,
+        between_bytes=between,
+        overhead_bytes=overhead,
+        other_bytes={at: n for (at, _), n in zip(others, rest[: len(others)], strict=True)},
+        early_bytes={at: -n for (at, _), n in zip(early, rest[len(others) :], strict=True)},
+    )
+
+
+def agreed_link(agree: Agree, link: Link) -> Link:
+    """Return the slowest link of all ranks."""
+    out, into = agree((-round(1e3 * link.out_gbps), -round(1e3 * link.in_gbps)))
+    return dataclasses.replace(link, out_gbps=max(1, -out) / 1e3, in_gbps=max(1, -into) / 1e3)
+
+
+def _numbers_of(shape: ChunkShape) -> list[int]:
+    of_groups = [
+        number
+        for group in shape.groups
+        for number in (group.nbytes, *(round(_NS * getattr(group, name)) for name in _GROUP_TIMES))
+    ]
+    return [*of_groups, *(round(_NS * getattr(shape, name)) for name in _CHUNK_TIMES)]
+
+
+def _with_numbers(shape: ChunkShape, numbers: list[int]) -> ChunkShape:
+    size = 1 + len(_GROUP_TIMES)
+    groups = tuple(
+        _group_with(group, numbers[size * index : size * (index + 1)]) for index, group in enumerate(shape.groups)
+    )
+    head, head_backward, rest, rest_backward = (number / _NS for number in numbers[size * len(groups) :])
+    return dataclasses.replace(
+        shape,
+        groups=groups,
+        head_ms=head,
+        head_backward_ms=head_backward,
+        rest_ms=rest,
+        rest_backward_ms=rest_backward,
+    )
+
+
+def _group_with(group: GroupShape, numbers: list[int]) -> GroupShape:
+    nbytes, forward, backward, lead = numbers
+    return dataclasses.replace(
+        group, nbytes=nbytes, forward_ms=forward / _NS, backward_ms=backward / _NS, lead_backward_ms=lead / _NS
+    )

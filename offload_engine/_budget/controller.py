@@ -1,0 +1,281 @@
+"""`BudgetController`: measures a step, decides what may be on the device, and holds that within a budget."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from offload_engine._budget.decide import TOLERANCE, Decider
+from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._budget.optimizers import OptimizerWatch
+from offload_engine._budget.state import State, check_following
+from offload_engine._budget.summary import BudgetSummary, summary_of
+from offload_engine._devices.base import Device, MemoryGauge, TimeMark
+from offload_engine._policy.executor import Executor
+from offload_engine._policy.planned import PlannedPolicy
+from offload_engine.planning.choices import Allowance
+from offload_engine.planning.saved_plan import SavedPlan
+from offload_engine.schedule import Action
+from offload_engine.stats import IterationStats
+
+logger = logging.getLogger(__name__)
+
+_MAX_CORRECTIONS: Final = 3
+_MAX_WAIT_STEPS: Final = 64
+"""For an optimizer to step: gradients may be accumulated over many iterations."""
+_MAX_TRIES: Final = 8
+"""To measure a step whose chunks can be planned."""
+_CLOSE: Final = 1 / 256
+"""Of the budget: a prediction this close to what is measured is right."""
+_WINDOW_STEPS: Final = 50
+_UNUSED: Final = 1 / 32
+"""Of the budget: if as much was left for a whole window, more is kept."""
+_GIB: Final = 1 << 30
+
+
+class BudgetController:
+    """Decides for one engine, between its iterations. While a decision holds it costs some 50 microseconds a step.
+
+    Args:
+        budget_bytes: what the process may hold on its device.
+        executor: of the engine, with the policy `Planned`.
+        gauge: measures what the process holds; None: nothing can, and the resident bytes of the engine stand for it.
+
+    Attributes:
+        state: see `State`.
+        decider: has the decision, and the hooks of the caller.
+        measured_bytes: what the process held at the most in the last step that was verified or watched.
+        measured_ms: of the last step that was verified.
+    """
+
+    def __init__(self, budget_bytes: int, executor: Executor, gauge: MemoryGauge | None) -> None:
+        assert isinstance(executor.policy, PlannedPolicy)
+        context = executor.store.context
+        self.state: State = State.FLOOR
+        # Where copies are threads it is left to chance when they complete.
+        self.decider: Decider = Decider(budget_bytes, context, executor.policy, is_early_certain=gauge is not None)
+        self.measured_bytes: int = 0
+        self.measured_ms: float = 0.0
+        self._budget_bytes = budget_bytes
+        self._device: Device = context.device
+        self._executor = executor
+        self._gauge: MemoryGauge = gauge or ResidentGauge(executor.store.counters)
+        self._optimizers = OptimizerWatch()
+        self._has_state = False  # an optimizer had stepped when the last step began
+        self._recorder: MeasuringRecorder | None = None
+        self._begin_mark: TimeMark = None
+        self._end_mark: TimeMark = None
+        self._floor_ms = 0.0
+        self._num_steps = self._num_tries = self._num_corrections = self._num_in_window = 0
+        self._is_settled = True  # not in the first step with other groups, which no plan knows
+        self._has_ended = False  # the last step was not abandoned
+        self._step_peak_bytes = self._step_held_bytes = 0
+        self._chunk_bytes = 0.0  # saved by a chunk of the last step, on average
+
+    # -- the engine calls --------------------------------------------------------------------------------------------
+
+    def begin(self, actions: Sequence[Action], is_combined: bool) -> MeasuringRecorder | None:
+        """Decide about the iteration that begins; returns its recorder if it is to be measured.
+
+        Raises:
+            BudgetError: if the budget is below what a step takes with everything offloaded.
+        """
+        if self._has_ended:
+            self._conclude(is_combined)
+        if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
+            planned = tuple(actions)
+            if not self.decider.is_decided(planned):
+                self._allow(self.decider.decide(planned))
+        if self.state is not State.HOLD:
+            self._gauge.reset()
+        self._num_steps += 1
+        self._has_ended, self._has_state = False, self._optimizers.has_stepped or self._num_steps > _MAX_WAIT_STEPS
+        self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
+        self._begin_mark = self._mark()
+        return self._recorder
+
+    def start_with(self, saved: SavedPlan, source: str) -> None:
+        """Begin with a decision that was made before, without measuring; it is watched as any other.
+
+        Args:
+            saved: to begin with; not used if it takes more than the budget.
+            source: where it comes from.
+        """
+        allowance = self.decider.take(saved, source)
+        if allowance is not None:
+            self._allow(allowance)
+            self.state = State.HOLD
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether an iteration has begun."""
+        return self._num_steps > 0
+
+    @property
+    def summary(self) -> BudgetSummary | None:
+        """Return what the budget has come to; None before there is a decision."""
+        chosen = self.decider.chosen
+        return chosen and summary_of(chosen, self._budget_bytes, self.measured_bytes, self.measured_ms)
+
+    def end(self, stats: IterationStats, num_chunks: int) -> None:
+        """Note what the iteration took that is over."""
+        if isinstance(self._gauge, ResidentGauge):
+            self._gauge.restore()
+        self._step_peak_bytes, self._step_held_bytes = self._gauge.peak_bytes(), self._gauge.held_bytes()
+        self._chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
+        self._end_mark = self._mark()
+        self._has_ended = True
+
+    def abandon(self) -> None:
+        """Forget the running iteration, which has raised. Idempotent."""
+        self._has_ended, self._recorder = False, None
+
+    def close(self) -> None:
+        """Watch optimizers no more. Idempotent."""
+        self._optimizers.close()
+
+    def _mark(self) -> TimeMark:
+        is_timed = self.state in (State.FLOOR, State.VERIFY)
+        return self._device.mark_time(self._device.current_stream()) if is_timed else None
+
+    # -- from state to state -----------------------------------------------------------------------------------------
+
+    def _go(self, to: State) -> None:
+        check_following(self.state, to)
+        self.state = to
+
+    def _conclude(self, is_combined: bool) -> None:
+        """Draw conclusions from the step before."""
+        if self._num_steps == 1:
+            self.decider.check_taken()
+        if self.state is State.FLOOR:
+            if self._has_state:
+                self._floor_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+                self._optimizers.close()
+                self._go(State.MEASURE)
+        elif self.state is State.MEASURE:
+            self._conclude_measuring(is_combined)
+        elif self._has_outgrown():
+            self._measure_again("activations have grown")
+        elif self.state is State.VERIFY:
+            self._verify()
+        else:
+            self._watch()
+
+    def _conclude_measuring(self, is_combined: bool) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        self._num_tries += 1
+        if self.decider.learn(recorder, self._gauge, self._floor_ms, is_combined):
+            self._num_tries = self._num_corrections = 0
+            self._allow(self.decider.decide())
+            self._go(State.VERIFY)
+        elif self._num_tries >= _MAX_TRIES:
+            logger.warning("gpu_budget: no step could be planned, so everything stays offloaded: chunks differ")
+            self._go(State.HOLD)
+
+    def _verify(self) -> None:
+        """Compare what the step took with what was predicted; correct the model, or be content with it."""
+        assert self.decider.chosen is not None
+        if not self._is_settled:
+            self._is_settled = True
+            return
+        best = self.decider.chosen.best
+        self.measured_bytes = self._held_bytes()
+        self.measured_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+        [error] = self.decider.agree((self.measured_bytes - best.held_bytes,))
+        is_over = best.held_bytes + error > self._budget_bytes
+        close = _CLOSE * self._budget_bytes
+        is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
+        is_wrong = is_wasteful or error > close or is_over
+        if is_wrong and not (is_over and self.decider.is_at_floor):  # where nothing more can leave
+            self._num_corrections += 1
+            self._correct(error, is_over)
+        else:
+            is_wrong = False
+        if not is_wrong or self._num_corrections >= _MAX_CORRECTIONS:
+            self._begin_window()
+            self._go(State.HOLD)
+            self._log()
+
+    def _watch(self) -> None:
+        """Keep less at once where a step went over the budget, more where it was well below for long."""
+        self._num_in_window += 1
+        self.measured_bytes = self._held_bytes()
+        over = self.measured_bytes - self._budget_bytes
+        if over > 0:
+            self._answer_excess(over)
+        elif self._num_in_window >= _WINDOW_STEPS:
+            self._use_what_is_left()
+            self._begin_window()
+        elif self._gauge.peak_bytes() > self._step_peak_bytes:
+            self._gauge.reset()  # the peak was between the steps
+
+    def _answer_excess(self, over: int) -> None:
+        is_of_step = self._step_peak_bytes + self.decider.extra_bytes > self._budget_bytes
+        if is_of_step and self.decider.is_at_floor:
+            return  # as has been said; nothing more can leave
+        if is_of_step:
+            logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
+            self._keep_less(over)
+        self._gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
+        self._begin_window()
+
+    def _keep_less(self, over: int) -> None:
+        chosen = self.decider.chosen
+        if chosen is None:
+            self._measure_again("the plan that was given does not fit")
+        else:
+            self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_over=True)
+
+    def _use_what_is_left(self) -> None:
+        chosen = self.decider.chosen
+        if chosen is None:
+            return
+        [need] = self.decider.agree((self._step_peak_bytes + self.decider.extra_bytes,))
+        if self._budget_bytes - need > _UNUSED * self._budget_bytes and chosen.best.stalled_ms > 0:
+            self._correct((need - chosen.best.held_bytes) // 2, is_over=False)
+
+    def _correct(self, error: int, is_over: bool) -> None:
+        self.decider.correct(error)
+        self._allow(self.decider.decide())
+        if is_over:
+            self._gauge.trim()
+
+    def _allow(self, allowance: Allowance) -> None:
+        self._executor.allow(allowance)
+        self.decider.apply(allowance.choices)
+        self._is_settled = not allowance.choices.recomputed
+
+    def _held_bytes(self) -> int:
+        """Return what the process held in the last step and behind it, where another engine may have reset the peak."""
+        return max(self._step_held_bytes, self._gauge.held_bytes())
+
+    def _begin_window(self) -> None:
+        self._num_in_window = 0
+        self._gauge.reset()
+
+    def _has_outgrown(self) -> bool:
+        """Return whether chunks have become larger than what was measured, so that all else may have grown, too."""
+        stages = self.decider.num_stages()
+        return bool(stages) and self._chunk_bytes > TOLERANCE * self.decider.saved_bytes() / stages
+
+    def _measure_again(self, why: str) -> None:
+        logger.info("gpu_budget: %s, so one more step is measured with everything offloaded", why)
+        self._gauge.trim()
+        self._allow(Allowance())
+        self._go(State.MEASURE)
+
+    def _log(self) -> None:
+        assert self.decider.chosen is not None
+        best = self.decider.chosen.best
+        logger.info(
+            "gpu_budget %.2f GiB: predicted %.2f GiB and %.1f ms, measured %.2f GiB and %.1f ms",
+            self._budget_bytes / _GIB,
+            best.held_bytes / _GIB,
+            best.step_ms,
+            self.measured_bytes / _GIB,
+            self.measured_ms,
+        )

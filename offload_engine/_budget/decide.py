@@ -1,0 +1,201 @@
+"""`Decider`: what one engine has measured, and what it decides by that."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_model
+from offload_engine._budget.link import measure_link
+from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._budget.times import with_times
+from offload_engine._devices.base import Device, MemoryGauge
+from offload_engine._policy.planned import PlannedPolicy
+from offload_engine._saved.transfers import TransferContext
+from offload_engine.errors import BudgetError
+from offload_engine.planning.choices import Allowance, Choices, slots_of
+from offload_engine.planning.choose import Chosen, choose
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
+from offload_engine.planning.predict import Costs
+from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.saved_plan import SavedPlan, check_same_model
+from offload_engine.planning.shapes import Shapes, largest_bytes
+from offload_engine.schedule import Action
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE: Final = 9 / 8
+"""A group may grow by so much, as routing gives experts now more, now fewer tokens."""
+_LINK_BYTES: Final = 32 << 20
+
+
+class Decider:
+    """Owns the model of one engine's memory and time, and the decisions made by it.
+
+    Args:
+        budget_bytes: what the process may hold on its device.
+        context: device and streams.
+        policy: has the shapes of chunks.
+        is_early_certain: see `make_memory_model`.
+
+    Attributes:
+        agree: returns the largest of each number over the ranks that must decide alike; every rank calls it at the same
+            time, with as many numbers. The default is one rank.
+        start_together: called before the link is measured; see `measure_link`.
+        options: what the model can recompute.
+        apply: called with each decision between two steps, to have the model recompute what was chosen.
+        chosen: the decision in force, and what else could have been; None before the first.
+    """
+
+    def __init__(
+        self, budget_bytes: int, context: TransferContext, policy: PlannedPolicy, is_early_certain: bool
+    ) -> None:
+        self.budget_bytes: int = budget_bytes
+        self.agree: Agree = tuple
+        self.start_together: Callable[[], None] = lambda: None
+        self.options: tuple[RecomputeOption, ...] = ()
+        self.apply: Callable[[Choices], None] = lambda choices: None
+        self.chosen: Chosen | None = None
+        self._context = context
+        self._policy = policy
+        self._is_early_certain = is_early_certain
+        self._taken: tuple[SavedPlan, str] | None = None  # to begin with, and where it comes from
+        self._job: Job | None = None
+        self._model: MemoryModel | None = None
+        self._costs = Costs()
+        self._decisions: dict[tuple[Action, ...], Chosen] = {}
+        self._actions: tuple[Action, ...] = ()  # that the decision in force is for
+
+    @property
+    def has_model(self) -> bool:
+        """Return whether a step has been measured."""
+        return self._model is not None
+
+    @property
+    def extra_bytes(self) -> int:
+        """Return what the process holds besides its peak of allocated bytes, by what is known now."""
+        return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
+
+    @property
+    def is_at_floor(self) -> bool:
+        """Return whether everything is offloaded, because no less fits."""
+        return self.chosen is not None and self.chosen.best is self.chosen.floor
+
+    @property
+    def saved(self) -> SavedPlan | None:
+        """Return the decision in force, or the one to begin with; None without one."""
+        if self.chosen is None:
+            return None if self._taken is None else self._taken[0]
+        return SavedPlan(self.allowance(self.chosen), self.chosen.best.held_bytes)
+
+    def take(self, saved: SavedPlan, source: str) -> Allowance | None:
+        """Begin with a decision that was made before; None if it takes more than the budget."""
+        if saved.held_bytes > self.budget_bytes:
+            logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
+            return None
+        self._taken = saved, source
+        return saved.allowance
+
+    def check_taken(self) -> None:
+        """Check, when groups are known, that the decision to begin with is for this model.
+
+        Raises:
+            ValueError: if not; names where it comes from.
+        """
+        if self._taken is not None:
+            saved, source = self._taken
+            check_same_model(saved, self._policy.slots(), source)
+
+    def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
+        """Make the model of a step that was measured with everything offloaded.
+
+        Args:
+            recorder: of the step; blocks until the device has come to its end.
+            gauge: not reset since the step ended.
+            floor_ms: of a step like it that was not measured.
+            is_combined: each forward runs together with the next backward.
+
+        Returns:
+            Whether it could be made: not where the chunks of one virtual stage differ, or lack a backward.
+        """
+        actions = tuple(recorder.actions())
+        shapes = self._policy.shapes(actions)
+        if shapes is None:
+            return False
+        between, measured = gauge.peak_bytes(), recorder.boundaries
+        overhead = max(0, gauge.held_bytes() - max([between, *(each.peak_bytes for each in measured)]))
+        waits = recorder.finish().get().waits
+        timed = with_times(shapes, recorder.intervals(), waits)
+        job = Job(actions, agreed_job(self.agree, timed), self._policy.own_bounds, is_combined)
+        memory = MeasuredMemory(measured, between, overhead)
+        model = make_memory_model(job, memory, is_early_certain=self._is_early_certain)
+        self._job, self._model = job, agreed_model(self.agree, model)
+        link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
+        self._costs = Costs(link, options=self.options, floor_ms=floor_ms)
+        self._decisions.clear()
+        return True
+
+    def _measure_link(self, device: Device, shapes: Shapes) -> Link:
+        streams = self._context.copy_out_stream, self._context.copy_in_stream
+        return measure_link(device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), self.start_together)
+
+    def correct(self, nbytes: int) -> None:
+        """Take in that steps hold so many bytes more than predicted; what was decided before is void."""
+        assert self._model is not None
+        self._model = self._model.corrected(nbytes)
+        self._decisions.clear()
+
+    def decide(self, actions: tuple[Action, ...] = ()) -> Allowance:
+        """Decide about steps of these actions, or of those that were measured.
+
+        Raises:
+            BudgetError: in the first decision, if the budget is below the floor. Later ones choose the floor.
+        """
+        assert self._job is not None
+        self._actions = actions or self._job.actions
+        found = self._decisions.get(self._actions)
+        if found is None:
+            found = self._decisions[self._actions] = self._choose(self._actions)
+        self.chosen = found
+        return self.allowance(found)
+
+    def is_decided(self, actions: tuple[Action, ...]) -> bool:
+        """Return whether the decision in force is for steps of these actions, or these cannot be planned."""
+        return not actions or actions == self._actions or self._policy.shapes(actions) is None
+
+    def saved_bytes(self) -> int:
+        """Return how many bytes all chunks save, one microbatch of each, as measured."""
+        shapes = () if self._job is None else self._job.shapes
+        return sum(group.nbytes for shape in shapes for group in shape.groups)
+
+    def num_stages(self) -> int:
+        """Return the number of virtual stages."""
+        return 0 if self._job is None else len(self._job.shapes)
+
+    def _choose(self, actions: tuple[Action, ...]) -> Chosen:
+        assert self._job is not None and self._model is not None
+        job = dataclasses.replace(self._job, actions=actions)
+        try:
+            return choose(job, self._model, self.budget_bytes, self._costs)
+        except BudgetError as error:
+            if self.chosen is None:
+                raise
+            logger.warning("%s", error)
+            return choose(job, self._model, self.budget_bytes, self._costs, must_fit=False)
+
+    def allowance(self, chosen: Chosen) -> Allowance:
+        """Return what a decision allows to be on the device."""
+        assert self._job is not None
+        best = chosen.best
+        choices, room = best.decision
+        sizes = {
+            slot: round(TOLERANCE * group.nbytes)
+            for stage, shape in enumerate(self._job.shapes)
+            for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True)
+        }
+        kept = {slot: nbytes for slot, nbytes in sizes.items() if slot in choices.kept}
+        saved = None if room is None else chosen.top.resident_bytes
+        return Allowance(choices, kept, round(TOLERANCE * best.resident_bytes), room, saved, frozenset(sizes))

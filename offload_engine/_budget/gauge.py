@@ -1,0 +1,41 @@
+"""`ResidentGauge`: measures resident bytes where nothing else can be measured, as on the CPU device."""
+
+from __future__ import annotations
+
+from offload_engine._saved.counters import ByteCounters
+
+
+class ResidentGauge:
+    """Takes the bytes of saved tensors in groups for all that the process holds; implements `MemoryGauge`.
+
+    Args:
+        counters: of the engine, whose peak it sets back.
+    """
+
+    def __init__(self, counters: ByteCounters) -> None:
+        self._counters = counters
+        self._most_bytes = 0  # before the last `reset` of this iteration
+        self._stats = counters.stats
+
+    def peak_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        return self._counters.stats.peak_resident_bytes
+
+    def reset(self) -> None:
+        """See `MemoryGauge`."""
+        stats = self._counters.stats
+        self._most_bytes = max(stats.peak_resident_bytes, self._most_bytes if stats is self._stats else 0)
+        self._stats = stats
+        stats.peak_resident_bytes = self._counters.resident_bytes
+
+    def restore(self) -> None:
+        """Set the peak of the counters to that of the iteration, whatever was reset in it."""
+        if self._counters.stats is self._stats:
+            self._stats.peak_resident_bytes = max(self._stats.peak_resident_bytes, self._most_bytes)
+
+    def held_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        return self.peak_bytes()
+
+    def trim(self) -> None:
+        """See `MemoryGauge`."""

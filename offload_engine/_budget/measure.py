@@ -1,0 +1,93 @@
+"""`MeasuringRecorder`: records a step, and measures memory and time at each of its boundaries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offload_engine._devices.base import Device, MemoryGauge, TimeMark
+from offload_engine._observe.notes import ObservedGroup
+from offload_engine._observe.recorder import Recorder
+from offload_engine.planning.memory import MeasuredBoundary
+from offload_engine.planning.moves import (
+    BACKWARD,
+    BACKWARD_END,
+    CHUNK_BACKWARD,
+    FORWARD,
+    LOSS_DONE,
+    Boundary,
+    BoundaryKind,
+)
+from offload_engine.schedule import Action, ChunkKey
+
+
+class Interval(NamedTuple):
+    """What compute did between two boundaries, in ms of device time since the step began."""
+
+    ends_at: Boundary
+    begin_ms: float
+    end_ms: float
+
+
+class MeasuringRecorder(Recorder):
+    """Measures one step. It takes some 30 microseconds at each boundary on a GPU.
+
+    Args:
+        device: marks time.
+        gauge: measures memory.
+    """
+
+    def __init__(self, device: Device, gauge: MemoryGauge) -> None:
+        super().__init__(device, has_modules=False)
+        self._gauge = gauge
+        self._marks: list[tuple[Boundary, TimeMark]] = []
+        self._measured: list[MeasuredBoundary] = []
+        self._backward: dict[ChunkKey | None, int] = {}  # the group that the backward of each chunk has reached
+        self._peak_bytes = 0
+        gauge.reset()
+
+    def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
+        """See `Recorder`; measures what lies behind."""
+        super().note_boundary(kind, chunk, group)
+        assert self._boundary is not None
+        index = self._boundary.number
+        if kind is BACKWARD:
+            self._backward[chunk] = index
+        elif kind is BACKWARD_END:  # the engine does not say of which group
+            index = self._backward.get(chunk, index)
+        self._marks.append(
+            (Boundary(kind, self._boundary.chunk, index), self._device.mark_time(self._device.current_stream()))
+        )
+        self._peak_bytes = self._gauge.peak_bytes()
+
+    def note_counters(self, resident_bytes: int, inflight_bytes: int, host_bytes: int) -> None:
+        """See `Recorder`; comes behind `note_boundary`, before the moves."""
+        super().note_counters(resident_bytes, inflight_bytes, host_bytes)
+        self._measured.append(MeasuredBoundary(self._marks[-1][0], self._peak_bytes, resident_bytes))
+
+    def note_moved(self) -> None:
+        """See `Recorder`; what compute takes from here on is another peak."""
+        self._gauge.reset()
+
+    @property
+    def boundaries(self) -> tuple[MeasuredBoundary, ...]:
+        """Return what was measured, in order."""
+        return tuple(self._measured)
+
+    def actions(self) -> list[Action]:
+        """Return the forwards and backwards that have run, in order."""
+        found: dict[Action, None] = {}
+        for (kind, chunk, _), _ in self._marks:
+            if chunk is not None and kind is FORWARD:
+                found[Action("F", chunk)] = None
+            elif chunk is not None and kind in (CHUNK_BACKWARD, LOSS_DONE, BACKWARD):
+                found[Action("B", chunk)] = None
+        return list(found)
+
+    def intervals(self) -> list[Interval]:
+        """Return the times between boundaries; blocks until the device has passed the last one."""
+        found, begin = [], 0.0
+        for boundary, mark in self._marks:
+            end = self._origin.device_ms(mark)
+            found.append(Interval(boundary, begin, end))
+            begin = end
+        return found

@@ -1,0 +1,89 @@
+"""`BudgetSummary`: what a budget has come to, as numbers and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rich.table import Table
+
+from offload_engine._observe.report import as_text
+from offload_engine.planning.choose import Chosen
+
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class BudgetSummary:
+    """A decision within a budget; bytes of groups are sums over a step."""
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    """What the process holds on its device at the most."""
+    measured_peak_bytes: int
+    """In the last step that was verified or watched; 0 before."""
+    predicted_step_ms: float
+    measured_step_ms: float
+    """Of the last step that was verified; 0 before."""
+    kept_bytes: int
+    offloaded_bytes: int
+    recomputed_bytes: int
+    exposed_ms: float
+    """How long compute waits for copies, as predicted."""
+    lowest_bytes: int
+    """The lowest budget that can be reached, with everything offloaded."""
+    lowest_step_ms: float
+    """What a step takes with that."""
+
+
+def summary_of(chosen: Chosen, budget_bytes: int, measured_bytes: int, measured_ms: float) -> BudgetSummary:
+    """Sum up a decision."""
+    best, floor = chosen.best, chosen.floor
+    return BudgetSummary(
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=best.held_bytes,
+        measured_peak_bytes=measured_bytes,
+        predicted_step_ms=best.step_ms,
+        measured_step_ms=measured_ms,
+        kept_bytes=sum(best.kept_bytes.values()),
+        offloaded_bytes=sum(best.moved_bytes.values()),
+        recomputed_bytes=sum(best.recomputed_bytes.values()),
+        exposed_ms=best.stalled_ms,
+        lowest_bytes=floor.held_bytes,
+        lowest_step_ms=floor.step_ms,
+    )
+
+
+def budget_text(summary: BudgetSummary, chosen: Chosen) -> str:
+    """Return the tables of a decision: by name of group, and what it takes."""
+    return as_text(_module_table(chosen), _total_table(summary))
+
+
+def _module_table(chosen: Chosen) -> Table:
+    best = chosen.best
+    table = Table(title="Budget: a step by group, MiB", title_justify="left")
+    table.add_column("group", overflow="fold")
+    for name in ("kept", "offloaded", "recomputed", "exposed, ms"):
+        table.add_column(name, justify="right")
+    for name in sorted({*best.kept_bytes, *best.moved_bytes, *best.recomputed_bytes}):
+        sizes = (each.get(name, 0) for each in (best.kept_bytes, best.moved_bytes, best.recomputed_bytes))
+        table.add_row(name, *map(_mib, sizes), f"{best.exposed_ms.get(name, 0.0):,.1f}")
+    return table
+
+
+def _total_table(summary: BudgetSummary) -> Table:
+    table = Table(title="Budget: the whole step", title_justify="left")
+    table.add_column("")
+    for name in ("memory, MiB", "step, ms"):
+        table.add_column(name, justify="right")
+    table.add_row("budget", _mib(summary.budget_bytes), "")
+    table.add_row("predicted", _mib(summary.predicted_peak_bytes), f"{summary.predicted_step_ms:,.1f}")
+    measured_ms = f"{summary.measured_step_ms:,.1f}" if summary.measured_step_ms else "-"
+    measured = _mib(summary.measured_peak_bytes) if summary.measured_peak_bytes else "-"
+    table.add_row("measured", measured, measured_ms)
+    table.add_row("lowest budget", _mib(summary.lowest_bytes), f"{summary.lowest_step_ms:,.1f}")
+    return table
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.1f}"

@@ -1,0 +1,82 @@
+"""Files of what a budget has decided: a plan to begin with later, and a picture of what every budget takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from offload_engine.engine_view import EngineView
+from offload_engine.errors import OffloadError
+from offload_engine.planning.saved_plan import format_saved, parse_saved
+
+_GIB: Final = 1 << 30
+_NOTHING: Final = "the engine has no gpu_budget, or has not measured a step yet"
+
+
+def save_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
+    """Write what `OffloadConfig.gpu_budget` has decided, for `load_plan`.
+
+    Raises:
+        OffloadError: without a budget, and before the first decision.
+        OSError: if the file cannot be written.
+    """
+    controller = engine.budget_controller
+    saved = None if controller is None else controller.decider.saved
+    if saved is None:
+        raise OffloadError(f"no plan to save: {_NOTHING}")
+    Path(file).write_text(format_saved(saved))
+
+
+def load_plan(engine: EngineView, file: str | os.PathLike[str]) -> None:
+    """Begin with a plan that `save_plan` has written, without measuring. Call it before the first iteration.
+
+    A plan that takes more than the budget is not used. One of another model is refused when the second iteration
+    begins, with a ValueError that names the file: only then are the groups of this model known.
+
+    Raises:
+        OffloadError: without a budget, and after the first iteration.
+        ValueError: if the file is no plan.
+        OSError: if the file cannot be read.
+    """
+    controller = engine.budget_controller
+    if controller is None or controller.has_begun:
+        raise OffloadError("load_plan() needs OffloadConfig(gpu_budget=...), and comes before the first iteration")
+    controller.start_with(parse_saved(Path(file).read_text(), os.fspath(file)), os.fspath(file))
+
+
+def plot_budget(engine: EngineView, file: str | os.PathLike[str]) -> None:
+    """Draw the predicted throughput over memory, with the chosen point and the measured one.
+
+    Args:
+        engine: with a budget, some steps after it began.
+        file: to write; its ending says in what format, as ".png" or ".svg".
+
+    Raises:
+        OffloadError: if the engine has no budget, or has not decided yet.
+        ModuleNotFoundError: without matplotlib (pip install "offload-engine[plots]").
+    """
+    summary, curve = engine.budget, engine.budget_curve
+    if summary is None:
+        raise OffloadError(f"nothing to draw: {_NOTHING}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    _draw(axes, curve, "o-", "predicted", markersize=3)
+    _draw(axes, [(summary.predicted_peak_bytes, summary.predicted_step_ms)], "s", "chosen")
+    if summary.measured_peak_bytes and summary.measured_step_ms:
+        _draw(axes, [(summary.measured_peak_bytes, summary.measured_step_ms)], "x", "measured", markersize=9)
+    axes.axvline(summary.budget_bytes / _GIB, linestyle=":", color="gray", label="budget")
+    axes.set_xlabel("memory of the process, GiB")
+    axes.set_ylabel("steps per second")
+    axes.legend()
+    figure.savefig(os.fspath(file))
+
+
+def _draw(axes: Any, points: Sequence[tuple[int, float]], style: str, label: str, **settings: Any) -> None:
+    known = [(nbytes / _GIB, 1e3 / milliseconds) for nbytes, milliseconds in points if milliseconds > 0]
+    axes.plot([x for x, _ in known], [y for _, y in known], style, label=label, **settings)

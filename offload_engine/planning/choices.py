@@ -1,0 +1,100 @@
+"""What becomes of each group of a chunk: it is kept, offloaded or recomputed, the same for every microbatch.
+
+A group is named by its slot, not by its index, which shifts when a group before it is recomputed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+
+class Choice(enum.Enum):
+    """What becomes of a group."""
+
+    KEEP = "keep"
+    """It stays on the device."""
+    OFFLOAD = "offload"
+    """It may be copied out; the policy says when."""
+    RECOMPUTE = "recompute"
+    """It is not saved: the backward computes it again."""
+
+
+class Slot(NamedTuple):
+    """The place of a group in its chunk, whatever the microbatch."""
+
+    stage: int
+    """Virtual stage of the rank."""
+    layer: int
+    """Of the chunk; -1 where layers are not known."""
+    name: str
+    part: int
+    """Number among the groups of this name in this layer, from 0."""
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.layer} {self.name} {self.part}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choice for each slot of one rank. Hashable, so that plans can be memoised by it.
+
+    Raises:
+        ValueError: if a slot is kept and recomputed.
+    """
+
+    kept: frozenset[Slot] = frozenset()
+    recomputed: frozenset[Slot] = frozenset()
+
+    def __post_init__(self) -> None:
+        if both := sorted(self.kept & self.recomputed):
+            raise ValueError(f"{both[0]} is kept and recomputed: choose one")
+
+    def __bool__(self) -> bool:
+        return bool(self.kept or self.recomputed)
+
+    def of(self, slot: Slot) -> Choice:
+        """Return the choice for a slot; those that no choice names are offloaded."""
+        if slot in self.kept:
+            return Choice.KEEP
+        return Choice.RECOMPUTE if slot in self.recomputed else Choice.OFFLOAD
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a step may have on the device: set between two steps."""
+
+    choices: Choices = Choices()
+    kept_bytes: Mapping[Slot, int] = field(default_factory=dict)
+    """Of each group that is kept; with more it leaves, as its policy says."""
+    resident_bytes: int = 0
+    """With more than this on the device when it commits, a group leaves that would be kept."""
+    room_bytes: int | None = None
+    """Of groups on the device, by which all others stay as long as there is room; None: they leave."""
+    saved_bytes: int | None = None
+    """Of groups, wherever they are, when the first backward of a step begins; None: to be learned."""
+    slots: frozenset[Slot] = frozenset()
+    """All that were chosen for; empty: not known."""
+
+
+class Named(Protocol):
+    """A group of a chunk."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+
+def slots_of(stage: int, groups: Iterable[Named]) -> list[Slot]:
+    """Return the slot of each group of a chunk, in order."""
+    counts: dict[tuple[int, str], int] = {}
+    slots = []
+    for group in groups:
+        part = counts.get((group.layer, group.name), 0)
+        counts[group.layer, group.name] = part + 1
+        slots.append(Slot(stage, group.layer, group.name, part))
+    return slots

@@ -1,0 +1,159 @@
+"""Chooses what to keep, offload and recompute, so that a step fits a budget and is as short as it can be.
+
+A budget is filled in several ways: with room for whatever needs it, with groups that always stay, with both. Each is
+simulated, and the shortest step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from offload_engine.errors import BudgetError
+from offload_engine.planning.choices import Choices, Slot
+from offload_engine.planning.memory import Job, MemoryModel
+from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
+from offload_engine.planning.worth import ms_per_byte, order_to_keep
+
+_CURVE_POINTS: Final = 4
+_ROOM_TRIES: Final = 4
+_KEPT_SHARES: Final = 2
+"""So many shares of what could always stay are tried beside room for the rest."""
+_SHARES_RECOMPUTED: Final = (0.25, 0.5, 1.0)
+_EQUAL: Final = 1.0005
+"""Steps within this ratio take the same time: then the one that moves less is better."""
+
+
+class Chosen(NamedTuple):
+    """What was chosen, and what else could have been."""
+
+    best: Prediction
+    floor: Prediction
+    """With everything offloaded: the lowest budget that can be reached."""
+    top: Prediction
+    """With nothing that moves."""
+    curve: tuple[Prediction, ...]
+    """More memory and less time from each to the next; from the floor to a step in which nothing moves."""
+
+
+def choose(job: Job, model: MemoryModel, budget_bytes: int, costs: Costs, *, must_fit: bool = True) -> Chosen:
+    """Choose what becomes of each group.
+
+    Args:
+        job: with bytes and times.
+        model: of its memory.
+        budget_bytes: what the process may hold on its device.
+        costs: of moves.
+        must_fit: if even the floor does not, raise; else choose the floor.
+
+    Raises:
+        BudgetError: if the budget is below what the step takes with everything offloaded.
+    """
+    predictor = Predictor(job, model, costs)
+    chooser, floor = _Chooser(predictor), predictor.floor
+    if floor.held_bytes > budget_bytes and must_fit:
+        raise BudgetError(below_floor_text(budget_bytes, floor.held_bytes, floor.resident_bytes))
+    curve = chooser.curve()
+    if floor.held_bytes > budget_bytes:
+        return Chosen(floor, floor, curve[-1], _improving(curve))
+    if curve[-1].held_bytes <= budget_bytes:
+        return Chosen(curve[-1], floor, curve[-1], _improving(curve))
+    tried = [*curve, *chooser.candidates(budget_bytes)]
+    tried += chooser.recomputing(_best(tried, budget_bytes), budget_bytes)
+    return Chosen(_best(tried, budget_bytes), floor, curve[-1], _improving(tried))
+
+
+def below_floor_text(budget_bytes: int, floor_bytes: int, group_bytes: int) -> str:
+    """Say by how much a budget is too small, and what else would help; `group_bytes` of the floor are of groups."""
+    return (
+        f"gpu_budget is {_size(budget_bytes)}, {_size(floor_bytes - budget_bytes)} less than the {_size(floor_bytes)} "
+        f"of a step with everything offloaded, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
+        "optimizer state and whatever else is not offloaded. Raise the budget, offload or recompute more modules, use "
+        "smaller microbatches or shorter sequences, or shard the model further"
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):,.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):,.2f} MiB"
+
+
+class _Chooser:
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+
+    def _all_kept(self) -> Choices:
+        return Choices(frozenset(self._predictor.nbytes))
+
+    def curve(self) -> list[Prediction]:
+        """Predict steps with more and more room, from the floor to one in which nothing moves."""
+        top = self._predictor.predict(Decision(self._all_kept()))
+        grown = top.resident_bytes - self._predictor.floor.resident_bytes
+        rooms = (
+            self._predictor.floor.resident_bytes + grown * i // (_CURVE_POINTS + 1) for i in range(1, _CURVE_POINTS + 1)
+        )
+        return [self._predictor.floor, *(self._predictor.predict(Decision(resident_bytes=room)) for room in rooms), top]
+
+    def candidates(self, budget_bytes: int) -> list[Prediction]:
+        """Predict steps that fill a budget: with room for whatever needs it, with groups that always stay, with both.
+
+        Room is what compute waits least with: it is used by what is needed next. What always stays costs the host
+        nothing.
+        """
+        kept = self._fill(order_to_keep(self._predictor), budget_bytes)
+        counts = sorted({len(kept) * share // _KEPT_SHARES for share in range(_KEPT_SHARES)})
+        decisions = [self._with_room(Choices(frozenset(kept[:n])), budget_bytes) for n in counts]
+        return [self._predictor.predict(decision) for decision in (*decisions, Decision(Choices(frozenset(kept))))]
+
+    def _with_room(self, choices: Choices, budget_bytes: int) -> Decision:
+        """Give what does not stay as much room as fits a budget; less than the floor takes would be none."""
+        low = self._predictor.model.room_bytes(budget_bytes)
+        if low < self._predictor.floor.resident_bytes:
+            return Decision(choices)
+        held = self._predictor.held_bytes(Decision(choices, low))
+        spare = budget_bytes - held  # what more room takes is at most as much, and less where the peak is elsewhere
+        for _ in range(_ROOM_TRIES):
+            if spare <= 0:
+                break
+            held = self._predictor.held_bytes(Decision(choices, low + spare))
+            low, spare = (low + spare, budget_bytes - held) if held <= budget_bytes else (low, spare // 2)
+        return Decision(choices, low)
+
+    def _fill(self, order: Sequence[Slot], budget_bytes: int) -> list[Slot]:
+        """Return what can always stay: in order, until the budget is full."""
+
+        def fits(kept: Sequence[Slot]) -> bool:
+            return self._predictor.held_bytes(Decision(Choices(frozenset(kept)))) <= budget_bytes
+
+        low, high = 0, len(order)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(order[:middle]) else (low, middle - 1)
+        return list(order[:low])
+
+    def recomputing(self, best: Prediction, budget_bytes: int) -> list[Prediction]:
+        """Predict steps that recompute what costs less to recompute than to copy, where compute waits for copies."""
+        if best.stalled_ms < (_EQUAL - 1) * best.step_ms:
+            return []
+        options = [
+            option for option in self._predictor.costs.options if option.ms_per_byte < ms_per_byte(self._predictor)
+        ]
+        options.sort(key=lambda option: option.ms_per_byte)
+        counts = sorted({max(1, round(share * len(options))) for share in _SHARES_RECOMPUTED}) if options else []
+        replaced = [frozenset(slot for option in options[:n] for slot in option.replaces) for n in counts]
+        return [self._predictor.predict(self._with_room(Choices(recomputed=each), budget_bytes)) for each in replaced]
+
+
+def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:
+    fitting = [each for each in predictions if each.held_bytes <= budget_bytes]
+    fastest = min(each.step_ms for each in fitting)
+    equal = [each for each in fitting if each.step_ms <= _EQUAL * fastest]
+    return min(equal, key=lambda each: (each.num_moves, each.step_ms, each.held_bytes))
+
+
+def _improving(predictions: Iterable[Prediction]) -> tuple[Prediction, ...]:
+    """Return those that no other beats in both memory and time, by memory."""
+    found: list[Prediction] = []
+    for each in sorted(predictions, key=lambda each: (each.held_bytes, each.step_ms)):
+        if not found or each.step_ms < found[-1].step_ms:
+            found.append(each)
+    return tuple(found)

@@ -1,0 +1,27 @@
+"""What choices change: what is to be kept does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload_engine.planning.choices import Choice, slots_of
+from offload_engine.planning.copy_ins import Step
+from offload_engine.planning.plan import Line
+
+
+def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
+    """Move nothing of what is chosen to be kept, in any microbatch, nor of what is recomputed.
+
+    Before copy-ins and releases are placed, so that these are for what does move.
+    """
+    staying = {
+        (stage, index)
+        for stage, shape in enumerate(step.shapes if step.choices else ())
+        for index, slot in enumerate(slots_of(stage, shape.groups))
+        if step.choices.of(slot) is not Choice.OFFLOAD
+    }
+    if not staying:
+        return list(lines)
+    return [
+        Line(b, tuple(m for m in moves if (m.group.chunk.stage, m.group.index) not in staying)) for b, moves in lines
+    ]

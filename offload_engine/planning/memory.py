@@ -1,0 +1,164 @@
+"""How much memory a step takes with other choices: one step is measured, and only the difference is modelled.
+
+Bytes of groups that leave the device leave its peak one for one. So the allocator's peak before each boundary, less the
+bytes of groups that were there, is what all else takes, whatever is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from offload_engine.planning.choices import Choice, Choices, slots_of
+from offload_engine.planning.moves import Boundary, BoundaryKind
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.residents import Residents, residents_of
+from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.schedule import Action
+
+
+class MeasuredBoundary(NamedTuple):
+    """What was measured when a boundary came, before its moves."""
+
+    boundary: Boundary
+    peak_bytes: int
+    """The most that was allocated since the boundary before."""
+    resident_bytes: int
+    """Of groups, on the device."""
+
+
+class MeasuredMemory(NamedTuple):
+    """What was measured of one step in which everything was offloaded."""
+
+    boundaries: tuple[MeasuredBoundary, ...]
+    between_bytes: int
+    """The most that was allocated between this step and the next, by an optimizer for instance."""
+    overhead_bytes: int
+    """Of what the process holds besides its peak of allocated bytes: reserved by the allocator, and outside of it."""
+
+
+Moment = tuple[BoundaryKind, int, int]
+"""A boundary of any microbatch: kind, virtual stage, and index of the group."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank runs, and what it may keep."""
+
+    actions: tuple[Action, ...]
+    shapes: Shapes
+    bounds: Bounds = Bounds()
+    is_combined: bool = False
+
+    def within(self, resident_bytes: int | None) -> Job:
+        """Return the job under a budget of resident bytes; None: the same."""
+        return self if resident_bytes is None else replace(self, bounds=Bounds(resident_bytes=resident_bytes))
+
+    def residents(self, choices: Choices) -> Residents:
+        """Return the bytes of groups on the device."""
+        plan = plan_step(self.actions, self.shapes, self.bounds, choices=choices, is_combined=self.is_combined)
+        return residents_of(self.actions, self.shapes, self.bounds, plan)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Predicts what a process holds on its device at the most."""
+
+    other_bytes: Mapping[Boundary | Moment, int]
+    """What all but groups takes before each boundary; and, for steps with other microbatches, before the same boundary
+    of any microbatch."""
+    early_bytes: Mapping[Boundary | Moment, int]
+    """How much less of the groups was there than might have been, because copy-outs were complete. Scaled by how much
+    leaves. Empty where that is left to chance."""
+    floor_bytes: int
+    """Of groups that leave at all when everything is offloaded."""
+    between_bytes: int = 0
+    overhead_bytes: int = 0
+    correction_bytes: int = 0
+    """Measured less predicted, of steps since."""
+
+    def held_bytes(self, job: Job, choices: Choices) -> int:
+        """Return how many bytes the process holds at the most, with some choices."""
+        return self.held_with(job.residents(choices).before, self.early_share(job, choices))
+
+    def early_share(self, job: Job, choices: Choices) -> float:
+        """Return how much of what was gone early will be: under a budget of resident bytes nothing needs to be."""
+        if job.bounds.resident_bytes is not None or not self.floor_bytes:
+            return 0.0
+        return leaving_bytes(job.shapes, choices) / self.floor_bytes
+
+    def room_bytes(self, budget_bytes: int) -> int:
+        """Return how many bytes groups may have at any boundary within a budget of what the process holds."""
+        most = max(self.other_bytes.values(), default=0)
+        return max(0, budget_bytes - most - self.overhead_bytes - self.correction_bytes)
+
+    def held_with(self, residents: Mapping[Boundary, int], share: float) -> int:
+        """Return how many bytes the process holds at the most.
+
+        Args:
+            residents: of groups, when each boundary comes.
+            share: see `early_share`.
+        """
+        peak = max((self._peak_at(b, nbytes, share) for b, nbytes in residents.items()), default=0)
+        return max(peak, self.between_bytes) + self.overhead_bytes + self.correction_bytes
+
+    def peak_boundary(self, residents: Mapping[Boundary, int]) -> Boundary | None:
+        """Return the boundary before which the peak is; None: nothing was measured."""
+        return max(residents, key=lambda boundary: self._peak_at(boundary, residents[boundary], 0.0), default=None)
+
+    def corrected(self, nbytes: int) -> MemoryModel:
+        """Return the model of a step that took `nbytes` more than predicted."""
+        return replace(self, correction_bytes=self.correction_bytes + nbytes)
+
+    def _peak_at(self, boundary: Boundary, nbytes: int, share: float) -> int:
+        at: Boundary | Moment = boundary if boundary in self.other_bytes else moment_of(boundary)
+        other = self.other_bytes.get(at)
+        return 0 if other is None else other + nbytes - round(share * self.early_bytes.get(at, 0))
+
+
+def moment_of(boundary: Boundary) -> Moment:
+    """Return the moment of a boundary, for any microbatch."""
+    kind, chunk, index = boundary
+    return kind, -1 if chunk is None else chunk.stage, index
+
+
+def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: bool) -> MemoryModel:
+    """Make the model of what was measured with everything offloaded.
+
+    Args:
+        job: that was measured.
+        measured: of the step.
+        is_early_certain: a copy-out that was complete when a boundary came will be complete there again.
+    """
+    residents = job.residents(Choices()).before
+    others: dict[Boundary | Moment, int] = {}
+    early: dict[Boundary | Moment, int] = {}
+    for boundary, other, resident in _merged(measured.boundaries, residents):
+        spare = residents[boundary] - resident
+        for at in (boundary, moment_of(boundary)):
+            others[at] = max(others.get(at, other), other)
+            if is_early_certain:
+                early[at] = min(early.get(at, spare), spare)
+    floor = leaving_bytes(job.shapes, Choices())
+    return MemoryModel(others, early, floor, measured.between_bytes, measured.overhead_bytes)
+
+
+def leaving_bytes(shapes: Shapes, choices: Choices) -> int:
+    """Add up the bytes of groups that may leave, one microbatch of each chunk."""
+    return sum(
+        group.nbytes
+        for stage, shape in enumerate(shapes)
+        for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True)
+        if choices.of(slot) is Choice.OFFLOAD
+    )
+
+
+def _merged(measured: Sequence[MeasuredBoundary], known: Mapping[Boundary, int]) -> Iterable[tuple[Boundary, int, int]]:
+    """Yield boundary, other bytes and resident bytes; what was measured at an unknown boundary goes to the next."""
+    other = 0
+    for boundary, peak, resident in measured:
+        other = max(other, peak - resident)
+        if boundary in known:
+            yield boundary, other, resident
+            other = 0

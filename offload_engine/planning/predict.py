@@ -1,0 +1,158 @@
+"""Predicts what a step takes, in memory and time, by what was measured of one in which everything was offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from offload_engine.planning.choices import Choices, Slot, slots_of
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.memory import Job, MemoryModel
+from offload_engine.planning.moves import OUT, GroupKey
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.recompute import RecomputeOption, with_recomputation
+from offload_engine.planning.residents import residents_of
+from offload_engine.planning.shapes import group_keys
+from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
+
+
+class Decision(NamedTuple):
+    """What a step does about its memory."""
+
+    choices: Choices = Choices()
+    resident_bytes: int | None = None
+    """Of groups on the device, by which all others stay as long as there is room; None: they leave as early as they
+    can, and come back as late."""
+
+
+class Prediction(NamedTuple):
+    """What a step takes with some decision."""
+
+    decision: Decision
+    held_bytes: int
+    """What the process holds on its device at the most."""
+    resident_bytes: int
+    """Of groups on the device at the most."""
+    step_ms: float
+    exposed_ms: dict[str, float]
+    """How long compute waits for the copies of groups, by their name."""
+    moved_bytes: dict[str, int]
+    """Copied out in a step, by name of group; as the next two."""
+    kept_bytes: dict[str, int]
+    recomputed_bytes: dict[str, int]
+    num_moves: int
+    """Groups copied out in a step."""
+
+    @property
+    def stalled_ms(self) -> float:
+        """Return how long compute waits for copies."""
+        return sum(self.exposed_ms.values())
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What moving and recomputing cost."""
+
+    link: Link = Link()
+    host_us: float = 25.0
+    """Of the host, to copy a group out and in."""
+    options: tuple[RecomputeOption, ...] = ()
+    floor_ms: float | None = None
+    """Measured, of a step in which everything was offloaded; None: as simulated."""
+
+
+class Predictor:
+    """Predicts the steps of one job, each decision once.
+
+    Args:
+        job: with bytes and times.
+        model: of its memory.
+        costs: of moves.
+
+    Attributes:
+        nbytes: of each slot, for one microbatch.
+        floor: a step in which everything is offloaded.
+    """
+
+    def __init__(self, job: Job, model: MemoryModel, costs: Costs) -> None:
+        self.job: Job = job
+        self.model: MemoryModel = model
+        self.costs: Costs = costs
+        self._predictions: dict[Decision, Prediction] = {}
+        self._simulated_floor_ms = 0.0
+        self._slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(job.shapes)]
+        self.nbytes: dict[Slot, int] = {
+            slot: group.nbytes
+            for slots, shape in zip(self._slots, job.shapes, strict=True)
+            for slot, group in zip(slots, shape.groups, strict=True)
+        }
+        self.floor: Prediction = self.predict(Decision())
+
+    def predict(self, decision: Decision) -> Prediction:
+        """Predict a step, by a simulation."""
+        found = self._predictions.get(decision)
+        if found is None:
+            found = self._predictions[decision] = self._simulate(decision)
+        return found
+
+    def _simulate(self, decision: Decision) -> Prediction:
+        job, choices = self._job_with(decision), decision.choices
+        plan = plan_step(job.actions, job.shapes, job.bounds, choices=choices, is_combined=job.is_combined)
+        rank = RankJob(job.actions, job.shapes, job.bounds)
+        [outcome] = simulate(PipelineJob((rank,), self.costs.link), [plan]).ranks
+        if not self._predictions:
+            self._simulated_floor_ms = outcome.milliseconds
+        measured = self._simulated_floor_ms if self.costs.floor_ms is None else self.costs.floor_ms
+        residents = residents_of(job.actions, job.shapes, job.bounds, plan)
+        moved = [move.group for _, move in plan.moves() if move.op is OUT]
+        return Prediction(
+            decision,
+            self.model.held_with(residents.before, self.model.early_share(job, choices)),
+            residents.most,
+            max(0.0, measured + outcome.milliseconds - self._simulated_floor_ms),
+            summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
+            *self._bytes_of(job, choices, moved),
+            num_moves=len(moved),
+        )
+
+    def _job_with(self, decision: Decision) -> Job:
+        recomputed = [option for option in self.costs.options if option.replaces <= decision.choices.recomputed]
+        shapes = with_recomputation(self.job.shapes, recomputed)
+        return replace(self.job, shapes=shapes).within(decision.resident_bytes)
+
+    def _bytes_of(
+        self, job: Job, choices: Choices, moved: Sequence[GroupKey]
+    ) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Return the bytes that a step moves, keeps and recomputes, by name of group."""
+        away = set(moved)
+        keys = group_keys(job.actions, job.shapes)
+        sizes = [(key, job.shapes[key.chunk.stage].groups[key.index]) for key in keys]
+        recomputed = [
+            (slot.name, self.nbytes[slot]) for key in keys if (slot := self.slot_of(key)) in choices.recomputed
+        ]
+        return (
+            summed((group.name, group.nbytes) for key, group in sizes if key in away),
+            summed((group.name, group.nbytes) for key, group in sizes if key not in away),
+            summed(recomputed),
+        )
+
+    def slot_of(self, group: GroupKey) -> Slot:
+        """Return the slot of a group."""
+        return self._slots[group.chunk.stage][group.index]
+
+    def held_bytes(self, decision: Decision) -> int:
+        """Predict what the process holds at the most, without a simulation."""
+        return self.model.held_bytes(self._job_with(decision), decision.choices)
+
+
+K = TypeVar("K")
+N = TypeVar("N", int, float)
+
+
+def summed(items: Iterable[tuple[K, N]]) -> dict[K, N]:
+    """Add up the numbers of equal keys."""
+    found: dict[K, N] = {}
+    for key, number in items:
+        found[key] = found[key] + number if key in found else number
+    return found

@@ -1,0 +1,139 @@
+"""How many bytes of groups are on the device when each boundary of a planned step comes, without clocks.
+
+In the order of the host, which is the order in which an allocator sees them, and as if no copy-out completed before
+compute must wait for it: more there cannot be. A host that runs ahead of its device finds it so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from offload_engine.planning.moves import BACKWARD, BACKWARD_END, COMMIT, IN, OUT, Boundary, GroupKey
+from offload_engine.planning.plan import Plan
+from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes, step_boundaries
+from offload_engine.schedule import Action
+
+
+class Residents(NamedTuple):
+    """Bytes of groups on the device, in one step."""
+
+    before: dict[Boundary, int]
+    """When each boundary comes, before its moves."""
+    most: int
+    """At any time."""
+
+
+def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan) -> Residents:
+    """Return the bytes of groups on the device in a planned step.
+
+    A group counts from its commit, which comes after all of it was saved, to the end of its backward.
+
+    Args:
+        actions: of the rank.
+        shapes: of its chunks.
+        bounds: of the plan.
+        plan: of the step.
+    """
+    walk = _Walk(shapes, bounds)
+    found = {}
+    for boundary in step_boundaries(actions, shapes):
+        walk.come_to(boundary)
+        found[boundary] = walk.resident_bytes
+        walk.move(boundary, plan)
+    return Residents(found, walk.most_bytes)
+
+
+def groups_before(
+    actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan, at: Boundary
+) -> frozenset[GroupKey]:
+    """Return the groups that are on the device when the boundary `at` comes; arguments as `residents_of`."""
+    walk = _Walk(shapes, bounds)
+    for boundary in step_boundaries(actions, shapes):
+        walk.come_to(boundary)
+        if boundary == at:
+            break
+        walk.move(boundary, plan)
+    return walk.resident_groups
+
+
+class _Walk:
+    """Where groups are between two boundaries."""
+
+    def __init__(self, shapes: Shapes, bounds: Bounds) -> None:
+        self.resident_bytes = self.most_bytes = 0
+        self._shapes = shapes
+        self._largest = largest_bytes(shapes)
+        self._budget = bounds.resident_bytes
+        self._inflight_limit = bounds.inflight_limit(self._largest)
+        self._leaving: deque[GroupKey] = deque()  # oldest first; what is gone or recalled, too
+        self._leaving_bytes = 0
+        self._is_leaving: set[GroupKey] = set()
+        self._away: set[GroupKey] = set()
+        self._alive: set[GroupKey] = set()
+
+    @property
+    def resident_groups(self) -> frozenset[GroupKey]:
+        """Return the groups that are on the device."""
+        return frozenset(self._alive - self._away)
+
+    def come_to(self, boundary: Boundary) -> None:
+        """Count what compute has saved or freed since the boundary before."""
+        if boundary.kind is COMMIT:
+            self._alive.add(boundary.group)
+            self._hold(boundary.group)
+        elif boundary.kind is BACKWARD_END:
+            self._is_leaving.discard(boundary.group)
+            self._alive.discard(boundary.group)
+            self.resident_bytes -= self._size(boundary.group)
+
+    def move(self, boundary: Boundary, plan: Plan) -> None:
+        """Perform the moves of a boundary, as the executor does."""
+        self._make_room()
+        if boundary.kind is BACKWARD:
+            self._bring_back(boundary.group)
+        for op, group in plan.at(boundary):
+            if op is OUT:
+                self._leave(group)
+            elif op is IN:
+                self._bring_back(group)
+            else:
+                self._release(group)
+
+    def _leave(self, group: GroupKey) -> None:
+        self._leaving.append(group)
+        self._is_leaving.add(group)
+        self._leaving_bytes += self._size(group)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Release the oldest that leave, as the executor does whatever the plan says."""
+        while self._leaving and self._is_over():
+            oldest = self._leaving.popleft()
+            self._leaving_bytes -= self._size(oldest)
+            self._release(oldest)
+
+    def _is_over(self) -> bool:
+        if self._budget is not None:
+            return self.resident_bytes + self._largest > self._budget
+        return self._leaving_bytes > self._inflight_limit
+
+    def _release(self, group: GroupKey) -> None:
+        if group in self._is_leaving:
+            self._is_leaving.discard(group)
+            self._away.add(group)
+            self.resident_bytes -= self._size(group)
+
+    def _bring_back(self, group: GroupKey) -> None:
+        self._is_leaving.discard(group)
+        if group in self._away:
+            self._away.discard(group)
+            self._hold(group)
+
+    def _hold(self, group: GroupKey) -> None:
+        self.resident_bytes += self._size(group)
+        self.most_bytes = max(self.most_bytes, self.resident_bytes)
+
+    def _size(self, group: GroupKey) -> int:
+        return self._shapes[group.chunk.stage].groups[group.index].nbytes

@@ -1,0 +1,85 @@
+"""A decision in a file, so that a job that goes on later starts with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from offload_engine.planning.choices import Allowance, Choice, Choices, Slot
+
+_VERSION: Final = 1
+_NUMBERS: Final = ("resident_bytes", "room_bytes", "saved_bytes")
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """What may be on the device in each step, and what that takes."""
+
+    allowance: Allowance
+    held_bytes: int
+    """What the process holds at the most."""
+
+
+def format_saved(saved: SavedPlan) -> str:
+    """Format a decision as JSON, with a line for each slot."""
+    allowance = saved.allowance
+    head = {"version": _VERSION, "held_bytes": saved.held_bytes}
+    head |= {name: getattr(allowance, name) for name in _NUMBERS}
+    slots = ",\n".join(f"    {json.dumps(_row(slot, allowance))}" for slot in sorted(allowance.slots))
+    numbers = ",\n".join(f'  "{name}": {json.dumps(value)}' for name, value in head.items())
+    return f'{{\n{numbers},\n  "slots": [\n{slots}\n  ]\n}}\n'
+
+
+def parse_saved(text: str, source: str) -> SavedPlan:
+    """Parse a decision; the exact inverse of `format_saved`.
+
+    Raises:
+        ValueError: naming `source`, if it is none.
+    """
+    try:
+        data = json.loads(text)
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']!r}, expected {_VERSION}")
+        rows = [
+            (Slot(stage, layer, name, part), Choice(choice), kept)
+            for stage, layer, name, part, choice, kept in data["slots"]
+        ]
+        return SavedPlan(_allowance(rows, {name: data[name] for name in _NUMBERS}), data["held_bytes"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{source} is no plan of this version ({type(error).__name__}: {error}): remove it, and a new one is made"
+        ) from None
+
+
+def check_same_model(saved: SavedPlan, slots: Collection[Slot], source: str) -> None:
+    """Check that a plan is for a model with these groups.
+
+    Raises:
+        ValueError: naming `source` and the first group that differs.
+    """
+    allowance, here = saved.allowance, frozenset(slots)
+    missing = allowance.slots - allowance.choices.recomputed - here  # what is recomputed need not be a group
+    unknown = here - allowance.slots
+    if not missing and not unknown:
+        return
+    what = f"names a group {min(missing)}" if missing else f"has no group {min(unknown)}"
+    raise ValueError(
+        f"{source} is of another model or layout: it {what} (stage, layer, name, part), and has {len(allowance.slots)} "
+        f"groups, this rank {len(here)}. Remove it, and a new one is made"
+    )
+
+
+def _row(slot: Slot, allowance: Allowance) -> list[Any]:
+    return [*slot, allowance.choices.of(slot).value, allowance.kept_bytes.get(slot)]
+
+
+def _allowance(rows: list[tuple[Slot, Choice, int | None]], numbers: dict[str, int | None]) -> Allowance:
+    choices = Choices(
+        frozenset(slot for slot, choice, _ in rows if choice is Choice.KEEP),
+        frozenset(slot for slot, choice, _ in rows if choice is Choice.RECOMPUTE),
+    )
+    kept = {slot: nbytes for slot, _, nbytes in rows if nbytes is not None}
+    resident, room, saved = (numbers[name] for name in _NUMBERS)
+    return Allowance(choices, kept, int(resident or 0), room, saved, frozenset(slot for slot, _, _ in rows))

@@ -1,0 +1,67 @@
+"""What to keep first: an order of groups by what they are worth for their bytes at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from offload_engine.planning.choices import Choices, Slot
+from offload_engine.planning.moves import OUT
+from offload_engine.planning.plan import Plan
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.predict import Predictor, summed
+from offload_engine.planning.residents import groups_before, residents_of
+
+
+def order_to_keep(predictor: Predictor) -> list[Slot]:
+    """Return the groups that move when everything is offloaded, in the order in which to keep them.
+
+    First what is worth most for its bytes at the peak: the time of the host, and of its copies as far as they are
+    exposed. Bytes that are not there at the peak, or would be there anyway, count nothing. Among equals the layers
+    whose backward comes first, whose copies have the least time.
+    """
+    num_moves = _num_moves(predictor)
+    worth, costs = _worth(predictor, num_moves), _peak_costs(predictor)
+    places = {slot: number for number, slot in enumerate(predictor.nbytes)}  # in the order of forward, by stage
+    late = sorted(num_moves, key=lambda slot: -places[slot])
+    return sorted(late, key=lambda slot: -worth[slot] / max(costs[slot], 1))
+
+
+def ms_per_byte(predictor: Predictor) -> float:
+    """Return how long it takes to copy a byte out and in."""
+    link = predictor.costs.link
+    return (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
+
+
+def _plan(predictor: Predictor, choices: Choices) -> Plan:
+    job = predictor.job
+    return plan_step(job.actions, job.shapes, job.bounds, choices=choices, is_combined=job.is_combined)
+
+
+def _num_moves(predictor: Predictor) -> dict[Slot, int]:
+    """Count the copy-outs of each slot that moves, when everything is offloaded."""
+    moves = _plan(predictor, Choices()).moves()
+    return summed((predictor.slot_of(move.group), 1) for _, move in moves if move.op is OUT)
+
+
+def _worth(predictor: Predictor, num_moves: Mapping[Slot, int]) -> dict[Slot, float]:
+    """Return how many ms a step gains by keeping each slot."""
+    per_byte, host_ms = ms_per_byte(predictor), predictor.costs.host_us / 1e3
+    copy_ms = {slot: count * predictor.nbytes[slot] * per_byte for slot, count in num_moves.items()}
+    total = sum(copy_ms.values())
+    exposed = min(1.0, predictor.floor.stalled_ms / total) if total else 0.0
+    return {slot: count * host_ms + exposed * copy_ms[slot] for slot, count in num_moves.items()}
+
+
+def _peak_costs(predictor: Predictor) -> dict[Slot, int]:
+    """Return how much the peak would grow by keeping each slot: at the peak of a step that keeps all, or none."""
+    job = predictor.job
+    plans = [_plan(predictor, choices) for choices in (Choices(), Choices(frozenset(predictor.nbytes)))]
+    costs = dict.fromkeys(predictor.nbytes, 0)
+    for plan in plans:
+        peak = predictor.model.peak_boundary(residents_of(job.actions, job.shapes, job.bounds, plan).before)
+        if peak is None:
+            continue
+        none, every = (groups_before(job.actions, job.shapes, job.bounds, each, peak) for each in plans)
+        growth = summed((slot := predictor.slot_of(group), predictor.nbytes[slot]) for group in every - none)
+        costs |= {slot: max(costs[slot], nbytes) for slot, nbytes in growth.items()}
+    return costs

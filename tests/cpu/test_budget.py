@@ -1,0 +1,357 @@
+"""Budgets on the CPU device: they hold, change no result, and follow what a job does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_engine import (
+    Action,
+    ChunkKey,
+    GroupTraits,
+    OffloadConfig,
+    OffloadEngine,
+    OffloadError,
+    enable_activation_offloading,
+    group_commit,
+    group_start,
+    manage_activations,
+)
+from offload_engine._budget.state import State
+from offload_engine.errors import BudgetError
+from offload_engine.plan_files import load_plan, plot_budget, save_plan
+from offload_engine.schedule import backward_at_once, no_pipelining, one_forward_one_backward
+
+HIDDEN, ROWS, DEPTH = 32, 64, 6
+KIB = 1 << 10
+
+
+def config(**settings: Any) -> OffloadConfig:
+    return OffloadConfig(min_tensor_bytes=1, directory="none", **settings)
+
+
+def make_layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+
+
+class Job:
+    """A model that trains with Adam on random batches, the same in each job."""
+
+    engine: OffloadEngine
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(make_layer() for _ in range(DEPTH)))
+        self._optimizer = torch.optim.Adam(self.model.parameters())
+        self._batches = torch.Generator().manual_seed(1)
+        self.trace: list[Any] = []
+        """Loss and gradients of each step."""
+        self.peaks: list[int] = []
+        self.states: list[State | None] = []
+
+    def step(self, num_microbatches: int = 4, rows: int = ROWS) -> None:
+        batches = [torch.randn(rows, HIDDEN, generator=self._batches) for _ in range(num_microbatches)]
+        loss = self.run(batches)
+        self.trace.append((loss, [p.grad.clone() for p in self.model.parameters() if p.grad is not None]))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        stats = self.engine.stats
+        self.peaks.append(stats.peak_resident_bytes)
+        controller = self.engine.budget_controller
+        self.states.append(None if controller is None else controller.state)
+
+    def steps(self, num_steps: int, **settings: int) -> Job:
+        for _ in range(num_steps):
+            self.step(**settings)
+        return self
+
+    def run(self, batches: list[torch.Tensor]) -> float:
+        raise NotImplementedError
+
+
+class ByHand(Job):
+    """The first of two pipeline stages: two microbatches are in flight."""
+
+    def __init__(self, settings: OffloadConfig, num_in_flight: int = 2) -> None:
+        super().__init__()
+        self.engine = OffloadEngine(settings)
+        self._num_in_flight = num_in_flight
+
+    def actions(self, num_microbatches: int) -> list[Action]:
+        if self._num_in_flight == 1:
+            return no_pipelining(num_microbatches)
+        return one_forward_one_backward(self._num_in_flight, 0, num_microbatches)
+
+    def run(self, batches: list[torch.Tensor]) -> float:
+        actions, total = self.actions(len(batches)), 0.0
+        at_once, losses = backward_at_once(actions), {}
+        with self.engine.iteration(actions, self.model.parameters()):
+            for kind, key in actions:
+                if kind == "F":
+                    losses[key] = self._forward(key, batches[key.microbatch], key in at_once)
+                    continue
+                chunk, loss = losses.pop(key)
+                chunk.begin_backward()
+                loss.backward()
+                total += loss.item()
+        return total
+
+    def _forward(self, key: ChunkKey, x: torch.Tensor, is_at_once: bool) -> Any:
+        chunk = self.engine.start_chunk(key)
+        for index, layer in enumerate(self.model):
+            for name, part in (("up", layer[:2]), ("down", layer[2:])):
+                keep = is_at_once and index == DEPTH - 1
+                x = group_start(x, chunk, name, GroupTraits(layer=index, keep=keep))
+                with chunk.saved_tensors_hooks():
+                    x = part(x)
+                x = group_commit(x, chunk)
+        chunk.end_forward()
+        return chunk, x.square().mean()
+
+
+class ByFrontEnd(Job):
+    """A front-end, which knows no schedule; an iteration for each microbatch."""
+
+    def run(self, batches: list[torch.Tensor]) -> float:
+        total = 0.0
+        for batch in batches:
+            with self.context():
+                loss = self.model(batch).square().mean()
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def context(self) -> Any:
+        return nullcontext()
+
+
+class ByLayers(ByFrontEnd):
+    def __init__(self, settings: OffloadConfig) -> None:
+        super().__init__()
+        layers = list(self.model)
+        self.handle = enable_activation_offloading(self.model, "none", config=settings, layers=layers)
+        self.engine = self.handle.engine
+
+
+class ByBytes(ByFrontEnd):
+    def __init__(self, settings: OffloadConfig) -> None:
+        super().__init__()
+        self.handle = manage_activations(self.model, settings, group_bytes=40 * KIB)
+        self.engine = self.handle.engine
+
+    def context(self) -> Any:
+        return self.handle
+
+
+Make = Callable[[OffloadConfig], Job]
+each_job = pytest.mark.parametrize("make", [ByHand, ByLayers, ByBytes])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in another order would be other sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def all_kept(make: Make) -> Job:
+    return make(config(dry_run=True)).steps(8)
+
+
+def lowest_budget(make: Make) -> int:
+    """The floor, as a budget that everything fits has measured it."""
+    summary = make(config(gpu_budget=1 << 40)).steps(8).engine.budget
+    assert summary is not None
+    return summary.lowest_bytes
+
+
+def assert_same_training(job: Job, reference: Job) -> None:
+    for (loss, grads), (expected_loss, expected) in zip(job.trace, reference.trace, strict=False):
+        assert loss == expected_loss
+        assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
+
+
+@each_job
+def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Make) -> None:
+    reference = all_kept(make)
+    lowest, most = lowest_budget(make), max(reference.peaks)
+    assert lowest < most
+    moved = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        budget = round(lowest + share * (most - lowest))
+        job = make(config(gpu_budget=budget)).steps(8)
+        assert_same_training(job, reference)
+        first = next(i for i, state in enumerate(job.states) if state in (State.VERIFY, State.HOLD))
+        assert max(job.peaks[first + 2 :]) <= budget
+        assert job.states[-1] is State.HOLD
+        summary = job.engine.budget
+        assert summary is not None and summary.budget_bytes == budget
+        assert max(job.peaks[first:]) <= summary.predicted_peak_bytes <= budget
+        moved.append(job.engine.stats.copied_out_bytes)
+    assert moved == sorted(moved, reverse=True) and moved[0] > 0 == moved[-1]
+
+
+@each_job
+def test_a_job_that_fits_moves_nothing(make: Make) -> None:
+    job = make(config(gpu_budget=1 << 40)).steps(8)
+    assert job.states[-1] is State.HOLD
+    assert job.engine.stats.copied_out_bytes == 0
+    assert job.engine.stats.num_outgrown_groups == 0
+
+
+def test_it_is_held_within_five_steps_of_a_pipeline() -> None:
+    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
+    floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
+    assert job.states == [floor, floor, measure, verify, State.HOLD, State.HOLD]
+
+
+@each_job
+def test_a_budget_below_the_floor_is_refused_with_what_would_help(make: Make) -> None:
+    lowest = lowest_budget(make)
+    with pytest.raises(BudgetError, match=r"gpu_budget is .* less than the .* Raise the budget, offload or recompute"):
+        make(config(gpu_budget=lowest - 1)).steps(8)
+
+
+def test_without_an_optimizer_it_waits() -> None:
+    job = ByHand(config(gpu_budget=1 << 40))
+    for _ in range(4):
+        job.run([torch.randn(ROWS, HIDDEN)] * 2)
+    assert job.engine.budget is None
+    assert job.engine.budget_controller is not None and job.engine.budget_controller.state is State.FLOOR
+
+
+@each_job
+def test_other_microbatches_and_evaluation_in_between(make: Make) -> None:
+    reference, lowest = make(config(dry_run=True)), lowest_budget(make)
+    budget = lowest + 3 * ROWS * HIDDEN * 4 * 4  # some groups stay
+    job = make(config(gpu_budget=budget))
+    for num_microbatches in (4, 4, 4, 4, 4, 2, 6, 1, 4, 6):
+        for each in (job, reference):
+            each.step(num_microbatches)
+            with torch.no_grad():
+                each.model(torch.ones(8 * ROWS, HIDDEN))
+    assert_same_training(job, reference)
+    assert max(job.peaks[5:]) <= budget
+
+
+@each_job
+def test_longer_sequences_keep_less_at_once_and_are_measured_again(make: Make) -> None:
+    longer = ROWS * 3 // 2
+    reference = make(config(dry_run=True)).steps(6).steps(8, rows=longer)
+    budget = round(0.95 * max(reference.peaks[:6]))
+    job = make(config(gpu_budget=budget)).steps(6)
+    moved_before = job.engine.stats.copied_out_bytes
+    job.steps(8, rows=longer)
+    assert_same_training(job, reference)
+    assert max(job.peaks[6:]) <= budget
+    assert job.engine.stats.copied_out_bytes > 1.5 * moved_before
+    assert job.states[-1] is State.HOLD
+
+
+def test_sequences_that_no_longer_fit_are_offloaded_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    reference = ByLayers(config(dry_run=True)).steps(6).steps(8, rows=4 * ROWS)
+    job = ByLayers(config(gpu_budget=max(reference.peaks[:6]))).steps(6).steps(8, rows=4 * ROWS)
+    assert_same_training(job, reference)
+    assert job.peaks[-1] < reference.peaks[-1]
+    assert sum("of a step with everything offloaded" in each.message for each in caplog.records) <= 2
+
+
+@each_job
+def test_two_engines_in_a_process(make: Make) -> None:
+    reference, lowest = all_kept(make), lowest_budget(make)
+    budgets = (lowest + ROWS * HIDDEN * 4, 1 << 40)
+    jobs = [make(config(gpu_budget=budget)) for budget in budgets]
+    for _ in range(8):
+        for job in jobs:
+            job.step()
+    for job, budget in zip(jobs, budgets, strict=True):
+        assert_same_training(job, reference)
+        assert max(job.peaks[5:]) <= budget
+    assert jobs[0].engine.stats.copied_out_bytes > 0 == jobs[1].engine.stats.copied_out_bytes
+
+
+@each_job
+def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
+    lowest = lowest_budget(make)
+    budget, file = lowest + 2 * ROWS * HIDDEN * 4 * 4, tmp_path / "plan.json"
+    job = make(config(gpu_budget=budget)).steps(8)
+    save_plan(job.engine, file)
+    resumed = make(config(gpu_budget=budget))
+    load_plan(resumed.engine, file)
+    resumed.steps(4)
+    assert_same_training(resumed, job)
+    assert resumed.states == [State.HOLD] * 4
+    assert max(resumed.peaks[1:]) <= budget
+    assert resumed.engine.stats.copied_out_bytes == job.engine.stats.copied_out_bytes
+    save_plan(resumed.engine, tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == file.read_text()
+
+
+def test_a_plan_of_another_model_is_refused_by_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    save_plan(ByHand(config(gpu_budget=1 << 40)).steps(6).engine, file)
+    job = ByLayers(config(gpu_budget=1 << 40))
+    load_plan(job.engine, file)
+    with pytest.raises(
+        ValueError, match=r"^\S+plan.json is of another model or layout: it names a group 0 0 down 0 .*$"
+    ):
+        job.steps(2)
+
+
+def test_a_plan_that_takes_more_than_the_budget_is_not_used(tmp_path: Path) -> None:
+    file, most = tmp_path / "plan.json", max(all_kept(ByHand).peaks)
+    save_plan(ByHand(config(gpu_budget=1 << 40)).steps(6).engine, file)
+    job = ByHand(config(gpu_budget=round(0.8 * most)))
+    load_plan(job.engine, file)
+    job.steps(6)
+    assert job.states[0] is State.FLOOR
+    assert max(job.peaks[4:]) <= 0.8 * most
+
+
+def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
+    for engine in (OffloadEngine(config()), OffloadEngine(config(gpu_budget=1))):
+        with pytest.raises(OffloadError, match="has no gpu_budget, or has not measured a step yet"):
+            save_plan(engine, tmp_path / "plan.json")
+        with pytest.raises(OffloadError, match="nothing to draw"):
+            plot_budget(engine, tmp_path / "plan.png")
+    with pytest.raises(OffloadError, match="comes before the first iteration"):
+        load_plan(OffloadEngine(config()), tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"plan.json is no plan of this version \(KeyError: 'version'\): remove it"):
+        load_plan(OffloadEngine(config(gpu_budget=1)), tmp_path / "plan.json")
+
+
+def test_an_exception_in_a_measured_step_measures_the_next(tmp_path: Path) -> None:
+    job = ByHand(config(gpu_budget=1 << 40)).steps(2)
+    with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
+        raise ZeroDivisionError
+    assert job.engine.budget_controller is not None and job.engine.budget_controller.state is State.MEASURE
+    job.steps(3)
+    assert job.states[-1] is State.HOLD
+
+
+def test_the_report_says_what_stays_and_what_it_takes() -> None:
+    most = max(all_kept(ByHand).peaks)
+    job = ByHand(config(gpu_budget=round(0.7 * most))).steps(8)
+    text = job.engine.report()
+    assert "Budget: a step by group" in text and "lowest budget" in text
+    summary = job.engine.budget
+    assert summary is not None
+    assert summary.measured_peak_bytes == job.peaks[-1] and summary.measured_step_ms > 0
+    curve = job.engine.budget_curve
+    assert [nbytes for nbytes, _ in curve] == sorted(nbytes for nbytes, _ in curve)
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
+    plot_budget(job.engine, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

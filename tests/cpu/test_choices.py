@@ -1,0 +1,210 @@
+"""Choices: what is kept does not move in any microbatch, under a plan or without one, and a plan in a file is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload_engine import ChunkKey, GroupTraits, LowestPeak, OffloadConfig, OffloadEngine, Planned, ResidentBudget
+from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
+from offload_engine.planning.plan import validate_plan
+from offload_engine.planning.planner import Planner, plan_step
+from offload_engine.planning.saved_plan import SavedPlan, check_same_model, format_saved, parse_saved
+from offload_engine.planning.shapes import GroupShape
+from offload_engine.planning.simulate import PipelineJob
+from offload_engine.policies import PolicySettings
+from offload_engine.schedule import no_pipelining, one_forward_one_backward
+from tests.dense_jobs import ALL, ATTENTION, DEEP, ONE_RANK, dense_job
+
+UP, DOWN = Slot(0, 0, "up", 0), Slot(0, 0, "down", 0)
+GROUP_BYTES = 256
+
+
+def test_slots_count_the_groups_of_one_name_in_one_layer() -> None:
+    groups = [GroupShape("a", 0), GroupShape("b", 0), GroupShape("a", 0), GroupShape("a", 1)]
+    assert slots_of(2, groups) == [Slot(2, 0, "a", 0), Slot(2, 0, "b", 0), Slot(2, 0, "a", 1), Slot(2, 1, "a", 0)]
+
+
+def test_the_choice_of_a_slot() -> None:
+    choices = Choices(frozenset({UP}), frozenset({DOWN}))
+    found = [choices.of(slot) for slot in (UP, DOWN, Slot(0, 1, "up", 0))]
+    assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD]
+    assert hash(choices) == hash(Choices(frozenset({UP}), frozenset({DOWN})))
+    assert choices and not Choices()
+    with pytest.raises(ValueError, match="0 0 up 0 is kept and recomputed: choose one"):
+        Choices(frozenset({UP}), frozenset({UP}))
+
+
+@pytest.mark.parametrize("job", [dense_job(ALL), dense_job(ATTENTION, virtual=4), DEEP, ONE_RANK])
+def test_what_is_kept_has_no_move_in_any_microbatch(job: PipelineJob) -> None:
+    for rank in job.ranks:
+        slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(rank.shapes)]
+        every = [slot for of_stage in slots for slot in of_stage]
+        choices = Choices(frozenset(every[::3]), frozenset(every[1::3]))
+        plan, without = plan_step(rank.actions, rank.shapes, choices=choices), plan_step(rank.actions, rank.shapes)
+        validate_plan(plan, rank.actions, rank.shapes)
+        moved, could = ({slots[g.chunk.stage][g.index] for _, (_, g) in each.moves()} for each in (plan, without))
+        assert moved == could - choices.kept - choices.recomputed
+        assert plan_step(rank.actions, rank.shapes, choices=Choices()) == without
+        assert list(plan_step(rank.actions, rank.shapes, choices=Choices(frozenset(every))).moves()) == []
+
+
+def test_plans_are_remembered_by_choices_too() -> None:
+    planner, [rank] = Planner(), ONE_RANK.ranks
+    kept = Choices(frozenset(slots_of(0, rank.shapes[0].groups)[:2]))
+    first = planner.plan_step(rank.actions, rank.shapes)
+    other = planner.plan_step(rank.actions, rank.shapes, choices=kept)
+    assert other != first
+    assert planner.plan_step(rank.actions, rank.shapes, choices=kept) is other
+    assert planner.plan_step(rank.actions, rank.shapes) is first
+
+
+class Bench:
+    """Chunks with a large and a small group in each of three layers."""
+
+    def __init__(self, policy: PolicySettings) -> None:
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none", policy=policy))
+        self.left: set[Slot] = set()
+        """Of the last step: groups that were copied out when the backward of their chunk began."""
+
+    def step(self, scale: int = 1, num_stages: int = 2) -> None:
+        actions = one_forward_one_backward(num_stages, 0, 4) if num_stages > 1 else no_pipelining(4)
+        chunks, saved = {}, {}
+        self.left = set()
+        with self.engine.iteration(actions):
+            for kind, key in actions:
+                if kind == "F":
+                    chunk = chunks[key] = self.engine.start_chunk(key)
+                    names = [(layer, name) for layer in range(3) for name in ("up", "down")]
+                    saved[key] = [self._save(chunk, layer, name, scale) for layer, name in names]
+                    chunk.end_forward()
+                else:
+                    self._backward(chunks.pop(key), saved.pop(key))
+
+    @staticmethod
+    def _save(chunk: object, layer: int, name: str, scale: int) -> tuple[object, object, int]:
+        size, value = scale * GROUP_BYTES * (4 if name == "up" else 1), layer + 7 * (name == "up")
+        group = chunk.open_group(name, GroupTraits(layer=layer))  # type: ignore[attr-defined]
+        handle = chunk.tensor_push(torch.full((size,), value, dtype=torch.uint8))  # type: ignore[attr-defined]
+        chunk.close_group()  # type: ignore[attr-defined]
+        return group, handle, value
+
+    def _backward(self, chunk: object, saved: list[tuple[object, object, int]]) -> None:
+        chunk.begin_backward()  # type: ignore[attr-defined]
+        for group in chunk.groups:  # type: ignore[attr-defined]
+            if group.on_host_bytes or group.leaving_bytes:
+                self.left.add(Slot(0, group.layer, group.name, group.part))
+        while saved:
+            group, handle, value = saved.pop()
+            chunk.on_group_commit_backward(group)  # type: ignore[attr-defined]
+            assert (chunk.tensor_pop(handle) == value).all()  # type: ignore[attr-defined]
+            del handle
+            chunk.on_group_start_backward()  # type: ignore[attr-defined]
+
+
+SLOTS = frozenset(Slot(0, layer, name, 0) for layer in range(3) for name in ("up", "down"))
+KEPT = frozenset({UP, Slot(0, 2, "down", 0)})
+each_policy = pytest.mark.parametrize("policy", [LowestPeak(), Planned(), ResidentBudget(7 * GROUP_BYTES)], ids=str)
+
+
+def allowance(kept: frozenset[Slot] = KEPT, resident_bytes: int = 1 << 30, room_bytes: int | None = None) -> Allowance:
+    sizes = {slot: GROUP_BYTES * (4 if slot.name == "up" else 1) for slot in kept}
+    return Allowance(Choices(kept), sizes, resident_bytes, room_bytes)
+
+
+def trained(policy: PolicySettings, num_stages: int = 2) -> Bench:
+    """Two steps have shown what the groups are."""
+    bench = Bench(policy)
+    for _ in range(2):
+        bench.step(num_stages=num_stages)
+    return bench
+
+
+@each_policy
+def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
+    bench = trained(policy)
+    assert bench.left & KEPT
+    bench.engine._executor.allow(allowance())
+    for _ in range(2):
+        bench.step()
+        assert not bench.left & KEPT
+        assert bench.engine.stats.copied_out_bytes > 0 == bench.engine.stats.num_outgrown_groups
+    bench.engine._executor.allow(allowance(SLOTS))
+    bench.step()
+    assert bench.engine.stats.copied_out_bytes == 0
+    bench.engine._executor.allow(Allowance())
+    bench.step()
+    assert bench.left & KEPT
+
+
+@each_policy
+def test_what_has_grown_leaves_and_is_counted(policy: PolicySettings) -> None:
+    bench = trained(policy)
+    bench.engine._executor.allow(allowance(SLOTS))
+    bench.step(scale=2)
+    assert bench.engine.stats.num_outgrown_groups == 4 * len(SLOTS)
+    assert bench.left
+
+
+@each_policy
+def test_no_more_stays_than_there_is_room_for(policy: PolicySettings) -> None:
+    bench = trained(policy)
+    bench.engine._executor.allow(allowance(SLOTS, resident_bytes=9 * GROUP_BYTES))
+    bench.step()
+    assert bench.engine.stats.num_outgrown_groups > 0
+    assert bench.left
+
+
+def test_room_is_given_to_plans_only() -> None:
+    bench = trained(Planned(), num_stages=1)
+    bench.engine._executor.allow(allowance(frozenset(), room_bytes=11 * GROUP_BYTES))
+    bench.step(num_stages=1)
+    assert bench.engine.stats.peak_resident_bytes <= 11 * GROUP_BYTES
+    assert 0 < bench.engine.stats.copied_out_bytes < 4 * 15 * GROUP_BYTES
+    with pytest.raises(ValueError, match=r"room_bytes=5 needs OffloadConfig\(policy=Planned\(\)\)"):
+        Bench(LowestPeak()).engine._executor.allow(allowance(room_bytes=5))
+
+
+def test_a_kept_group_stays_where_that_its_backward_comes_at_once_is_taken_back() -> None:
+    engine = Bench(LowestPeak()).engine
+    engine._executor.allow(allowance(frozenset({UP})))
+    with engine.iteration():
+        chunk = engine.start_chunk(ChunkKey(0, 0))
+        handles = []
+        for name in ("up", "down"):
+            chunk.open_group(name, GroupTraits(keep=True, layer=0))
+            handles.append(chunk.tensor_push(torch.ones(GROUP_BYTES, dtype=torch.uint8)))
+            chunk.close_group(keep=True)
+        chunk.offload_kept_groups()
+        assert [group.leaving_bytes + group.on_host_bytes > 0 for group in chunk.groups] == [False, True]
+        del handles
+
+
+OTHER = Slot(1, -1, "two words", 3)
+SAVED = SavedPlan(
+    Allowance(Choices(KEPT, frozenset({DOWN})), dict.fromkeys(KEPT, 5), 7, 11, 13, SLOTS | {OTHER}), held_bytes=17
+)
+
+
+@pytest.mark.parametrize("saved", [SAVED, SavedPlan(Allowance(slots=SLOTS), 0)])
+def test_a_plan_in_a_file_is_exact(saved: SavedPlan) -> None:
+    text = format_saved(saved)
+    assert parse_saved(text, "x") == saved
+    assert format_saved(parse_saved(text, "x")) == text
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 0}', '{"version": 1, "held_bytes": 1}', "nonsense"])
+def test_what_is_no_plan_is_refused_by_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^plan.json is no plan of this version \(.*\): remove it") as caught:
+        parse_saved(text, "plan.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    here = SAVED.allowance.slots
+    check_same_model(SAVED, here, "x")
+    check_same_model(SAVED, here - {DOWN}, "x")  # what is recomputed is no group any more
+    with pytest.raises(ValueError, match="x is of another model or layout: it names a group 0 0 up 0 "):
+        check_same_model(SAVED, here - {UP}, "x")
+    with pytest.raises(ValueError, match="it has no group 0 9 up 0 .* and has 7 groups, this rank 8. Remove it"):
+        check_same_model(SAVED, here | {Slot(0, 9, "up", 0)}, "x")

@@ -1,0 +1,249 @@
+"""The model of memory and the choice, without an engine; and engines on the simulator's clocks, which do as told."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from offload_engine.errors import BudgetError
+from offload_engine.planning.choices import Allowance, Choices, slots_of
+from offload_engine.planning.choose import Chosen, choose
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
+from offload_engine.planning.moves import CHUNK_BACKWARD
+from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
+from offload_engine.planning.recompute import RecomputeOption, with_recomputation
+from offload_engine.planning.simulate import PipelineJob, RankJob
+from offload_engine.schedule import no_pipelining
+from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
+from tests.engine_on_clocks import SCALE, EngineRank, _run_step
+
+GIB = 1 << 30
+JOBS = {"all names": dense_job(ALL), "five names": dense_job(MOST), "four ranks": DEEP, "one rank": ONE_RANK}
+each_job = pytest.mark.parametrize("name", JOBS)
+COSTS = Costs()
+
+
+def job_of(rank: RankJob) -> Job:
+    return Job(rank.actions, rank.shapes, rank.bounds)
+
+
+def flat_model(job: Job, more_bytes: int = GIB // 2) -> MemoryModel:
+    """All else takes 6 GiB, but `more_bytes` where the backward of a chunk begins."""
+    residents = job.residents(Choices()).before
+    more = {boundary: more_bytes if boundary.kind is CHUNK_BACKWARD else 0 for boundary in residents}
+    measured = [MeasuredBoundary(b, n + 5 * GIB + more[b], n) for b, n in residents.items()]
+    return make_memory_model(job, MeasuredMemory(tuple(measured), 0, GIB), is_early_certain=True)
+
+
+@cache
+def ends(name: str) -> tuple[Prediction, Prediction]:
+    """Everything offloaded, and nothing."""
+    chosen = chosen_for(name, 1 << 50)
+    return chosen.floor, chosen.top
+
+
+@cache
+def chosen_for(name: str, budget_bytes: int) -> Chosen:
+    job = job_of(JOBS[name].ranks[0])
+    return choose(job, flat_model(job), budget_bytes, COSTS)
+
+
+def budgets(name: str, count: int = 6) -> list[int]:
+    floor, top = ends(name)
+    return [floor.held_bytes + (top.held_bytes - floor.held_bytes) * i // (count - 1) for i in range(count)]
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+@each_job
+def test_every_budget_holds_and_more_memory_takes_no_longer(name: str) -> None:
+    floor, top = ends(name)
+    before = floor.step_ms
+    for budget in budgets(name):
+        best = chosen_for(name, budget).best
+        assert best.held_bytes <= budget
+        assert top.step_ms <= best.step_ms <= 1.001 * before
+        before = best.step_ms
+    assert best == top and best.num_moves == 0
+
+
+@each_job
+def test_budgets_are_used_where_compute_waits(name: str) -> None:
+    """A quarter of the way is worth more than a quarter of the waits."""
+    floor, top = ends(name)
+    best = chosen_for(name, budgets(name, 5)[1]).best
+    assert best.step_ms - top.step_ms < 0.7 * (floor.step_ms - top.step_ms)
+
+
+@pytest.mark.parametrize(
+    ("name", "golden"),
+    [
+        ("all names", [(1354.6, 160), (1058.8, 136), (933.7, 117), (889.6, 80), (859.2, 67), (859.2, 0)]),
+        ("five names", [(1004.1, 128), (896.6, 126), (859.2, 94), (859.2, 64), (859.2, 53), (859.2, 0)]),
+    ],
+)
+def test_golden(name: str, golden: list[tuple[float, int]]) -> None:
+    """Milliseconds and groups that move, of six budgets between both ends."""
+    found = [chosen_for(name, budget).best for budget in budgets(name)]
+    assert [(round(each.step_ms, 1), each.num_moves) for each in found] == golden
+
+
+@each_job
+def test_the_curve_goes_from_the_lowest_budget_to_the_shortest_step(name: str) -> None:
+    floor, top = ends(name)
+    curve = chosen_for(name, budgets(name)[2]).curve
+    assert curve[0].held_bytes <= floor.held_bytes and curve[-1].step_ms == top.step_ms
+    sizes, times = [each.held_bytes for each in curve], [each.step_ms for each in curve]
+    assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
+
+
+def test_a_budget_below_the_floor_says_by_how_much() -> None:
+    floor, _ = ends("all names")
+    with pytest.raises(BudgetError, match=r"is 4.00 GiB, 4.06 GiB less than the 8.06 GiB of a step .* 6.12 GiB"):
+        chosen_for("all names", 4 * GIB)
+    job = job_of(JOBS["all names"].ranks[0])
+    chosen = choose(job, flat_model(job), 4 * GIB, COSTS, must_fit=False)
+    assert chosen.best is chosen.floor and chosen.floor == floor
+
+
+def test_where_the_link_has_slack_fewer_groups_move_in_the_same_time() -> None:
+    job = job_of(dense_job(("core_attn", "mlp_fc1")).ranks[0])
+    model = flat_model(job)
+    budget = 9 * GIB
+    chosen = choose(job, model, budget, Costs(Link(500.0, 500.0)))
+    assert chosen.best.stalled_ms == chosen.floor.stalled_ms == 0
+    assert chosen.best.num_moves < chosen.floor.num_moves
+
+
+def test_measured_time_shifts_every_prediction() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    model, budget = flat_model(job), budgets("one rank")[2]
+    simulated, measured = (choose(job, model, budget, Costs(floor_ms=ms)) for ms in (None, 2000.0))
+    assert measured.floor.step_ms == 2000.0
+    shift = 2000.0 - simulated.floor.step_ms
+    assert measured.best.step_ms == pytest.approx(simulated.best.step_ms + shift)
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------
+
+
+def options(job: Job, name: str, milliseconds: float) -> tuple[RecomputeOption, ...]:
+    slots = [
+        (s, g)
+        for v, shape in enumerate(job.shapes)
+        for s, g in zip(slots_of(v, shape.groups), shape.groups, strict=True)
+    ]
+    return tuple(RecomputeOption(name, frozenset({s}), g.nbytes, milliseconds) for s, g in slots if s.name == name)
+
+
+def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> None:
+    job, budget = job_of(ONE_RANK.ranks[0]), budgets("one rank")[1]
+    model, plain = flat_model(job), chosen_for("one rank", budget)
+    cheap = choose(job, model, budget, Costs(options=options(job, "mlp_act", 0.5)))
+    assert cheap.best.recomputed_bytes and set(cheap.best.recomputed_bytes) == {"mlp_act"}
+    assert cheap.best.held_bytes <= budget
+    assert cheap.best.step_ms < 0.9 * plain.best.step_ms
+    dear = choose(job, model, budget, Costs(options=options(job, "mlp_act", 50.0)))
+    assert dear.best == plain.best
+    fitting = choose(job, model, 1 << 50, Costs(options=options(job, "mlp_act", 0.5)))
+    assert not fitting.best.recomputed_bytes
+
+
+def test_recomputation_takes_bytes_and_adds_time() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    slots = slots_of(0, job.shapes[0].groups)
+    both = RecomputeOption("mlp", frozenset(slots[3:5]), 500 * MIB, 3.0)  # mlp_fc1 has 128, mlp_act 448 MiB
+    [before], [after] = job.shapes, with_recomputation(job.shapes, [both])
+    assert [g.nbytes // MIB for g in after.groups[3:5]] == [76, 0]
+    assert [a.backward_ms - b.backward_ms for a, b in zip(after.groups[3:5], before.groups[3:5], strict=True)] == [0, 3]
+    with pytest.raises(ValueError, match="it must replace a group"):
+        RecomputeOption("mlp", frozenset(), 1, 1.0)
+
+
+# -- the model of memory ----------------------------------------------------------------------------------------------
+
+
+def test_the_measured_step_is_predicted_exactly() -> None:
+    job = job_of(JOBS["all names"].ranks[0])
+    residents = job.residents(Choices()).before
+    measured = tuple(MeasuredBoundary(b, n + 7 * i, n - 3 * (n > 3)) for i, (b, n) in enumerate(residents.items()))
+    for is_certain in (True, False):
+        model = make_memory_model(job, MeasuredMemory(measured, 0, 11), is_early_certain=is_certain)
+        expected = max(each.peak_bytes for each in measured) + 11
+        assert model.held_bytes(job, Choices()) == expected + (0 if is_certain else 3)
+
+
+def test_bytes_leave_the_peak_one_for_one() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    model = flat_model(job, more_bytes=0)
+    everything = Choices(frozenset(slots_of(0, job.shapes[0].groups)))
+    grown = model.held_bytes(job, everything) - model.held_bytes(job, Choices())
+    most, least = (max(job.residents(choices).before.values()) for choices in (everything, Choices()))
+    assert grown == most - least
+    assert model.corrected(5).corrected(-2).held_bytes(job, everything) == model.held_bytes(job, everything) + 3
+
+
+def test_what_lies_between_steps_counts_too() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    model = dataclasses.replace(flat_model(job), between_bytes=100 * GIB)
+    assert model.held_bytes(job, Choices()) == 101 * GIB
+
+
+def test_other_microbatches_are_predicted_by_the_same_boundaries() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    longer = dataclasses.replace(job, actions=tuple(no_pipelining(9)))
+    model = flat_model(job)
+    assert model.held_bytes(longer, Choices()) == model.held_bytes(job, Choices())
+
+
+# -- the engine does as told ------------------------------------------------------------------------------------------
+
+
+def run_decision(job: PipelineJob, decisions: list[Decision]) -> list[EngineRank]:
+    """Run a pipeline in engines on clocks, two steps with everything offloaded and two as decided."""
+    ranks = [EngineRank(rank, job.link, planned=True) for rank in job.ranks]
+    for _ in range(2):
+        _run_step(ranks)
+    for rank, (choices, room) in zip(ranks, decisions, strict=True):
+        kept = dict.fromkeys(choices.kept, 1 << 40)
+        rank.engine._executor.allow(Allowance(choices, kept, 1 << 40, None if room is None else room // SCALE))
+    for _ in range(2):
+        _run_step(ranks)
+    for rank in ranks:
+        rank.engine.close()
+    return ranks
+
+
+@pytest.mark.parametrize("share", [1, 2, 4])
+@each_job
+def test_the_engine_runs_what_was_decided(name: str, share: int) -> None:
+    """No more memory and no more moves than predicted; and no rank of a pipeline makes it slower."""
+    job = JOBS[name]
+    predictions = []
+    for rank in job.ranks:
+        of_rank = job_of(rank)
+        model = flat_model(of_rank)
+        ends_of = Predictor(of_rank, model, COSTS)
+        top = ends_of.predict(Decision(Choices(frozenset(ends_of.nbytes))))
+        budget = ends_of.floor.held_bytes + (top.held_bytes - ends_of.floor.held_bytes) * share // 5
+        predictions.append(choose(of_rank, model, budget, COSTS).best)
+    ranks = run_decision(job, [each.decision for each in predictions])
+    for rank, predicted in zip(ranks, predictions, strict=True):
+        stats = rank.engine.stats
+        assert stats.peak_resident_bytes * SCALE <= predicted.resident_bytes + MIB
+        assert stats.num_outgrown_groups == stats.num_unplanned_groups == stats.prefetch_misses == 0
+        assert stats.num_offloaded_groups <= predicted.num_moves
+    everything = run_decision(job, [Decision()] * len(job.ranks))
+    slowest = max(rank.device.clocks.compute for rank in ranks)
+    assert slowest <= 1.0001 * max(rank.device.clocks.compute for rank in everything)
+
+
+def test_one_rank_alone_takes_the_predicted_time() -> None:
+    for budget in budgets("one rank"):
+        best = chosen_for("one rank", budget).best
+        [rank] = run_decision(ONE_RANK, [best.decision])
+        assert rank.device.clocks.compute == pytest.approx(best.step_ms, rel=1e-4)
