@@ -8,13 +8,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron_patches._arguments import Settings
 from megatron_patches._handle import patch_rows
 from megatron_patches._model.modules import MODULES
 from megatron_patches._model.sites import overlaps_expert_comm, own_norms, survey
 from megatron_patches._model.validate import check_conflicts, check_parts_are_called
+from megatron_patches._rehearsal.building import (
+    build_chunk,
+    data_parallel_size,
+    one_rank_of_many,
+    virtual_stages,
+    with_gradients,
+    workspace_bytes,
+)
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.rows import rehearsal_rows
 from megatron_patches._rows.registry import apply_patches
@@ -25,14 +32,11 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.shapes import Shapes
 from offload_engine.rehearsal.costs import KernelCosts
-from offload_engine.rehearsal.device import RehearsalDevice
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
 from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
-
-WORKSPACE_BYTES = 32 << 20
-"""Of cuBLAS, on Hopper."""
 
 
 class StepOutcome(NamedTuple):
@@ -85,15 +89,15 @@ class StageRehearsal:
             ValueError, AssertionError: if megatron-core rejects the configuration.
         """
         hollow = HollowTensors(KernelCosts(self._hardware, self._job.has_te), self._hardware.peer_gbps)
-        device = RehearsalDevice(self._link, hollow.allocated)
-        hollow.run = device.run
+        device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
+        hollow.run = device.clocks.run
         runtime = _Runtime(device)
         rows = [*patch_rows(runtime), *rehearsal_rows(hollow, self._job.has_te)]
         with (
             apply_patches(rows),
             torch.compiler.set_stance("force_eager"),
             contextlib.closing(runtime),
-            _one_rank_of_many(self._job, self._rank),
+            one_rank_of_many(self._job, self._rank),
             hollow,
         ):
             yield ReadyStage(self._job, self._rank, self._job.make_config(**self._changes), hollow, runtime)
@@ -107,15 +111,15 @@ class ReadyStage:
         self._rank = rank
         self._hollow = hollow
         self._runtime = runtime
-        bare = [build_chunk(job, config, stage) for stage in _virtual_stages(config)]
+        bare = [build_chunk(job, config, stage) for stage in virtual_stages(config)]
         weight_bytes = hollow.allocated.nbytes
         self.config = config
-        self._chunks = [_with_gradients(job, config, chunk, index > 0) for index, chunk in enumerate(bare)]
+        self._chunks = [with_gradients(job, config, chunk, index > 0) for index, chunk in enumerate(bare)]
         gradient_bytes = hollow.allocated.nbytes - weight_bytes
         parameters = sum(p.numel() for chunk in bare for p in chunk.parameters())
-        held = job.optimizer_bytes * parameters // (_data_parallel_size() if job.distributes_optimizer else 1)
+        held = job.optimizer_bytes * parameters // (data_parallel_size() if job.distributes_optimizer else 1)
         self._optimizer = torch.empty(held, dtype=torch.uint8)
-        self._workspace = torch.empty(_workspace_bytes(job, bare), dtype=torch.uint8)
+        self._workspace = torch.empty(workspace_bytes(job, bare), dtype=torch.uint8)
         self.bare = bare
         self.sizes = StageSizes(parameters, weight_bytes, gradient_bytes, held)
 
@@ -156,7 +160,7 @@ class ReadyStage:
         self._runtime.use(names, settings)
         for _ in range(2 if names and not settings.dry_run else 1):
             self._hollow.allocated.reset_peak()
-            self._runtime.device.begin_step()
+            self._runtime.device.clocks.begin_step()
             self._step(number)
         return self._runtime.outcome(self._hollow.allocated.peak_bytes)
 
@@ -237,7 +241,7 @@ class _Runtime(ModelRuntime):
         assert self._step_now is not None
         actions = tuple(self._step_now.order(self._step_now.config))
         if self._engine is None:
-            return StepOutcome(peak_bytes, self.device.clocks.compute, 0, 0, actions)
+            return StepOutcome(peak_bytes, self.device.clocks.now.compute, 0, 0, actions)
         engine = self._engine
         noted, stats = tuple(engine.boundaries), engine.stats
         peak = max(engine.peak_bytes, peak_bytes)
@@ -249,84 +253,3 @@ class _Runtime(ModelRuntime):
         super()._make_engine(step, settings).close()  # for its checks
         self._engine = RehearsalEngine(settings.engine, self.device)
         return self._engine
-
-
-def build_chunk(job: TrainingJob, config: Any, vp_stage: int | None) -> torch.nn.Module:
-    """Build a chunk of the model."""
-    from megatron.core import parallel_state
-    from megatron.core.enums import ModelType
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    ends = {"ignore_virtual": False, "vp_stage": vp_stage}
-    chunk = GPTModel(
-        config,
-        _layer_spec(job, config, vp_stage),
-        vocab_size=job.vocab_size,
-        max_sequence_length=job.seq_length,
-        pre_process=parallel_state.is_pipeline_first_stage(**ends),
-        post_process=parallel_state.is_pipeline_last_stage(**ends),
-        vp_stage=vp_stage,
-        **job.model,
-    )
-    chunk.model_type = ModelType.encoder_or_decoder
-    return chunk.to(config.params_dtype)
-
-
-def _layer_spec(job: TrainingJob, config: Any, vp_stage: int | None) -> Any:
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    if config.num_moe_experts is not None:
-        return specs.get_gpt_decoder_block_spec(
-            config, job.has_te, normalization=config.normalization, vp_stage=vp_stage
-        )
-    if job.has_te:
-        return specs.get_gpt_layer_with_transformer_engine_spec(**job.spec)
-    return specs.get_gpt_layer_local_spec(normalization=config.normalization, **job.spec)
-
-
-def _with_gradients(job: TrainingJob, config: Any, chunk: torch.nn.Module, is_behind: bool) -> Any:
-    if not job.has_data_parallelism:
-        return chunk
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.module import Float16Module
-
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=job.keeps_fp32_gradients, use_distributed_optimizer=job.distributes_optimizer
-    )
-    inner = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
-    return DistributedDataParallel(config, settings, inner, disable_bucketing=is_behind)
-
-
-def _workspace_bytes(job: TrainingJob, chunks: Sequence[Any]) -> int:
-    """Return what matrix products hold for good: TransformerEngine for its own, torch for the logits'."""
-    has_logits = any(chunk.post_process for chunk in chunks)
-    return WORKSPACE_BYTES * (int(job.has_te) + (2 if has_logits or not job.has_te else 0))
-
-
-def _virtual_stages(config: Any) -> list[int | None]:
-    number = config.virtual_pipeline_model_parallel_size
-    return [None] if number is None else list(range(number))
-
-
-def _data_parallel_size() -> int:
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-
-
-@contextlib.contextmanager
-def _one_rank_of_many(job: TrainingJob, rank: int) -> Iterator[None]:
-    """Set up parallel state as the first process of a pipeline rank sees it; all others are imagined."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    size = job.parallel.get("pipeline_model_parallel_size", 1)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank * (job.world_size // size), world_size=job.world_size)
-    try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **job.parallel)
-        model_parallel_cuda_manual_seed(1)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()

@@ -33,30 +33,45 @@ class _Slab:
     def close(self) -> None: ...
 
 
-class RehearsalDevice:
-    """A GPU that computes nothing: its streams are `Clocks`. See `Device`.
+class StepClocks:
+    """The clocks of one step: of compute, and of the two copy streams.
 
     Args:
-        link: how fast it copies.
+        link: how fast copies are.
+
+    Attributes:
+        now: the clocks.
+        copied: until when each copy stream copies or waits, in ms.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Set all clocks to zero; call it between steps."""
+        self.now = Clocks(self._link)
+        self.copied = {"copy_out": 0.0, "copy_in": 0.0}
+
+    def run(self, milliseconds: float, name: str) -> None:
+        """Launch a kernel."""
+        self.now.run(milliseconds, name)
+
+
+class RehearsalDevice:
+    """A GPU that computes nothing: its streams are clocks. See `Device`.
+
+    Args:
+        clocks: of its streams.
         allocated: counts what it allocates.
     """
 
     torch_device = torch.device("cpu")
     host_alignment = 512
 
-    def __init__(self, link: Link, allocated: AllocatedBytes) -> None:
+    def __init__(self, clocks: StepClocks, allocated: AllocatedBytes) -> None:
+        self.clocks = clocks
         self.allocated = allocated
-        self._link = link
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Set all clocks to zero; call it between steps."""
-        self.clocks = Clocks(self._link)
-        self._copied = {"copy_out": 0.0, "copy_in": 0.0}  # until when each stream copies or waits
-
-    def run(self, milliseconds: float, name: str) -> None:
-        """Launch a kernel."""
-        self.clocks.run(milliseconds, name)
 
     def new_stream(self, name: str) -> str:
         return name
@@ -65,13 +80,13 @@ class RehearsalDevice:
         return _COMPUTE
 
     def record_event(self, stream: str) -> _Event:
-        return _Event(self.clocks.compute if stream == _COMPUTE else self._copied[stream])
+        return _Event(self.clocks.now.compute if stream == _COMPUTE else self.clocks.copied[stream])
 
     def wait_event(self, stream: str, event: _Event) -> None:
         if stream == _COMPUTE:
-            self.clocks.wait(event.at, "")
+            self.clocks.now.wait(event.at, "")
         else:
-            self._copied[stream] = max(self._copied[stream], event.at)
+            self.clocks.copied[stream] = max(self.clocks.copied[stream], event.at)
 
     def wait_stream(self, stream: str, leader: str) -> None:
         self.wait_event(stream, self.record_event(leader))
@@ -80,10 +95,10 @@ class RehearsalDevice:
         return False
 
     def is_complete(self, event: _Event) -> bool:
-        return self.clocks.is_over(event.at)
+        return self.clocks.now.is_over(event.at)
 
     def synchronize(self, event: _Event) -> None:
-        self.clocks.host = max(self.clocks.host, event.at)
+        self.clocks.now.host = max(self.clocks.now.host, event.at)
 
     def mark_time(self, stream: str) -> _Event:
         return self.record_event(stream)
@@ -105,12 +120,12 @@ class RehearsalDevice:
 
     def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, HostRegion]]) -> _Event:
         nbytes = sum(region.nbytes for _, region in copies)
-        self._copied[stream] = self.clocks.copy_out(nbytes, self._copied[stream], "")
+        self.clocks.copied[stream] = self.clocks.now.copy_out(nbytes, self.clocks.copied[stream], "")
         return self.record_event(stream)
 
     def copy_in(self, stream: str, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> _Event:
         nbytes = sum(region.nbytes for region, _ in copies)
-        self._copied[stream] = self.clocks.copy_in(nbytes, "")
+        self.clocks.copied[stream] = self.clocks.now.copy_in(nbytes, "")
         return self.record_event(stream)
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from offload_engine._devices.base import Device
 from offload_engine._observe.notes import ObservedGroup
 from offload_engine._observe.recorder import Recorder
 from offload_engine.config import OffloadConfig
@@ -43,6 +44,9 @@ class NotedBoundary(NamedTuple):
     """Of groups, on the device."""
 
 
+_Note = Callable[[BoundaryKind, ChunkKey | None, NotedGroup | None], None]
+
+
 class RehearsalEngine(OffloadEngine):
     """An engine on a `RehearsalDevice`, whose last step can be read.
 
@@ -70,26 +74,26 @@ class RehearsalEngine(OffloadEngine):
         is_combined: bool = False,
     ) -> None:
         """Start a step; see `OffloadEngine.begin_iteration`."""
-        self._rehearsed.begin_step()
+        self._rehearsed.clocks.begin_step()
         self.pool.take_all_back()  # of the step before, whose clocks have been set back
         super().begin_iteration(actions, weights, is_combined=is_combined)
         self._rehearsed.allocated.reset_peak()
         self.boundaries, self.peak_bytes = [], 0
-        self._store.context.recorder = _Log(self)
+        self._store.context.recorder = _Log(self.device, self._note)
 
     def end_iteration(self) -> IterationStats:
         """End a step; see `OffloadEngine.end_iteration`."""
         stats = super().end_iteration()
-        self.milliseconds = self._rehearsed.clocks.compute
+        self.milliseconds = self._rehearsed.clocks.now.compute
         self.peak_bytes = max(self.peak_bytes, self._rehearsed.allocated.peak_bytes)
         return stats
 
-    def note(self, kind: BoundaryKind, chunk: ChunkKey | None, group: NotedGroup | None) -> None:
+    def _note(self, kind: BoundaryKind, chunk: ChunkKey | None, group: NotedGroup | None) -> None:
         """Note that a boundary has come."""
         allocated = self._rehearsed.allocated
         self.peak_bytes = max(self.peak_bytes, allocated.peak_bytes)
         resident = self._store.counters.resident_bytes
-        at_ms = self._rehearsed.clocks.compute
+        at_ms = self._rehearsed.clocks.now.compute
         self.boundaries.append(NotedBoundary(kind, chunk, group, at_ms, allocated.peak_bytes, resident))
         allocated.reset_peak()
 
@@ -97,14 +101,14 @@ class RehearsalEngine(OffloadEngine):
 class _Log(Recorder):
     """Passes on boundaries, and records nothing else."""
 
-    def __init__(self, engine: RehearsalEngine) -> None:
-        super().__init__(engine.device, has_modules=False)
-        self._engine = engine
+    def __init__(self, device: Device, note: _Note) -> None:
+        super().__init__(device, has_modules=False)
+        self._note_passed = note
 
     def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:
         """See `Recorder.note_boundary`."""
         noted = None if group is None else NotedGroup(
             group.index, group.name, group.layer, group.own_bytes, group.is_kept, getattr(group, "may_delay", False)
         )  # fmt: skip
-        self._engine.note(kind, chunk, noted)
+        self._note_passed(kind, chunk, noted)
         super().note_boundary(kind, chunk, group)

@@ -16,7 +16,7 @@ from offload_engine.planning.shapes import Shapes
 from offload_engine.policies import ResidentLayers
 from offload_engine.rehearsal.attention import fused_attention
 from offload_engine.rehearsal.costs import KernelCosts
-from offload_engine.rehearsal.device import RehearsalDevice
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
 from offload_engine.rehearsal.engine import RehearsalEngine
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
 from offload_engine.rehearsal.shapes import shapes_of
@@ -98,8 +98,8 @@ class ModelRehearsal:
     def run(self, name: str, *, dry_run: bool = False, checkpoints: bool = False) -> WayForecast:
         """Rehearse a step; see `OffloadConfig.dry_run` and `enable_ckpt` of `enable_activation_offloading`."""
         hollow = HollowTensors(KernelCosts(self._hardware), self._hardware.peer_gbps)
-        device = RehearsalDevice(self._link, hollow.allocated)
-        hollow.run = device.run
+        device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
+        hollow.run = device.clocks.run
         with hollow, fused_attention():
             model = self._make_model()
             state = self._hold_state(model)
@@ -108,9 +108,9 @@ class ModelRehearsal:
             handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
             for _ in range(_NUM_STEPS):
                 hollow.allocated.reset_peak()
-                device.begin_step()
+                device.clocks.begin_step()
                 self._run_forward(model).backward()  # type: ignore[no-untyped-call]
-                milliseconds = device.clocks.compute
+                milliseconds = device.clocks.now.compute
                 peak = max(engine.peak_bytes, hollow.allocated.peak_bytes)
             stats = engine.stats
             self._managed_bytes = stats.managed_bytes

@@ -134,7 +134,7 @@ LAYERS = {
         ("_handle",),
         ("",),
         ("_rehearsal", "_rehearsal.kernels", "_rehearsal.job"),
-        ("_rehearsal.modules", "_rehearsal.script"),
+        ("_rehearsal.modules", "_rehearsal.script", "_rehearsal.building"),
         ("_rehearsal.rows",),
         ("_rehearsal.stage",),
         ("_rehearsal.forecast",),
