@@ -16,7 +16,7 @@ import torch
 from megatron_patches import add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
 from megatron_patches._arguments import DEFAULT_MODULES, split_flags
 from megatron_patches._model.modules import MODULES, Span, canonical_names
-from offload_engine.rehearsal.options import add_hardware_options
+from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
 
 logger = logging.getLogger("megatron_patches")
 
@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("no script given: name the Megatron-LM script to run, for instance pretrain_gpt.py")
     if not os.path.isfile(script[0]):
         parser.error(f"there is no script {script[0]!r}")
+    if not args.plan and (given := hardware_flags_in(args)):
+        parser.error(f"{', '.join(given)} without --plan changes nothing: give both, or neither")
     if args.plan:
         _plan(parser, args, script)
         return

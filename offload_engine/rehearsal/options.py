@@ -35,6 +35,14 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--plan-plot", metavar="FILE", help="draw throughput over memory")
 
 
+def hardware_flags_in(args: argparse.Namespace) -> list[str]:
+    """Return which of these flags were given."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_hardware_options(parser)
+    defaults = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, value in defaults.items() if getattr(args, name) != value]
+
+
 def hardware_of(name: str, file: str | None, recordings: Sequence[str]) -> Hardware:
     """Return the machine that the options name.
 

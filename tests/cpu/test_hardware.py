@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from offload_engine._observe.chrome_trace import write_trace
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import find_hardware, with_link
+from offload_engine.rehearsal.options import hardware_of, recorded_link
+from tests.cpu.test_observe_trace import MIB, a_step
 
 
 def test_a_name_with_a_number_is_so_many_gpus_of_a_host() -> None:
@@ -74,3 +77,17 @@ def test_mistakes_in_a_file(table: Path, text: str, message: str) -> None:
 def test_a_file_that_is_not_there(table: Path) -> None:
     with pytest.raises(FileNotFoundError):
         find_hardware("h200", table)
+
+
+def test_a_recording_says_how_fast_copies_were(tmp_path: Path) -> None:
+    trace = write_trace([a_step(0), a_step(1)], tmp_path / "trace.json")
+    link = recorded_link([str(trace)])
+    assert link.out_gbps == pytest.approx(8 * MIB / 1e6)  # 8 MiB in a millisecond, two in each step
+    assert link.in_gbps == pytest.approx(4 * MIB / 1e6)
+    assert hardware_of("h100x8", None, [str(trace)]).link(8, is_both_ways=False) == link
+
+
+def test_a_recording_without_copies_says_so(tmp_path: Path) -> None:
+    trace = write_trace(a_step(copies=()), tmp_path / "trace.json")
+    with pytest.raises(ValueError, match="trace.json: no copies out are recorded"):
+        recorded_link([str(trace)])

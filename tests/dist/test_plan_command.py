@@ -110,6 +110,12 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert message in error.splitlines()[-1]
 
 
+def test_hardware_is_for_plans() -> None:
+    _, error, status = _run("--hardware", "h100", "--budget", "3GiB", TRAINER)
+    assert status == 2
+    assert "--hardware, --budget without --plan changes nothing" in error.splitlines()[-1]
+
+
 def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
     if importlib.util.find_spec("megatron.training") is not None:
         pytest.skip("Megatron-LM is installed, and reads them")
