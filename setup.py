@@ -91,7 +91,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["offload_engine*", "megatron_patches*"]),
-    package_data={"offload_engine": ["py.typed"]},
+    package_data={"offload_engine": ["py.typed", "planning/hardware.toml"]},
     ext_modules=compiled_modules() if is_compiling() else [],
     cmdclass={"build_ext": BuildCompiled},
     python_requires=">=3.11",

@@ -8,6 +8,7 @@ import os
 import runpy
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from megatron_patches import add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
 from megatron_patches._arguments import DEFAULT_MODULES, split_flags
 from megatron_patches._model.modules import MODULES, Span, canonical_names
+from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
 
 logger = logging.getLogger("megatron_patches")
 
@@ -33,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("no script given: name the Megatron-LM script to run, for instance pretrain_gpt.py")
     if not os.path.isfile(script[0]):
         parser.error(f"there is no script {script[0]!r}")
+    if not args.plan and (given := hardware_flags_in(args)):
+        parser.error(f"{', '.join(given)} without --plan changes nothing: give both, or neither")
+    if args.plan:
+        _plan(parser, args, script)
+        return
     _log_to_stderr()
     _apply(parser, args)
     _run(script)
@@ -80,7 +87,23 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--list-modules", action="store_true", help="Print the names for --offload-modules and exit.")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="Do not run the script: print what its training would take on --hardware. No GPU is needed.",
+    )
+    add_hardware_options(parser)
     return add_offload_arguments(parser)
+
+
+def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Sequence[str]) -> None:
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's, of kernels that a GPU would have
+        from megatron_patches._rehearsal.command import show_plan  # imports megatron-core, which takes seconds
+
+        if mistake := show_plan(args, script):
+            parser.error(mistake)
 
 
 def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

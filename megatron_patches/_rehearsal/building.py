@@ -1,0 +1,106 @@
+"""Builds the chunks of one rank, and what holds them, where all other ranks are imagined."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_patches._rehearsal.job import TrainingJob
+
+WORKSPACE_BYTES = 32 << 20
+"""Of cuBLAS, on Hopper."""
+
+
+def build_chunk(job: TrainingJob, config: Any, vp_stage: int | None) -> torch.nn.Module:
+    """Build a chunk of the model."""
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    ends = {"ignore_virtual": False, "vp_stage": vp_stage}
+    chunk = GPTModel(
+        config,
+        _layer_spec(job, config, vp_stage),
+        vocab_size=job.vocab_size,
+        max_sequence_length=job.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**ends),
+        post_process=parallel_state.is_pipeline_last_stage(**ends),
+        vp_stage=vp_stage,
+        **job.model,
+    )
+    chunk.model_type = ModelType.encoder_or_decoder
+    return chunk.to(config.params_dtype)
+
+
+def _layer_spec(job: TrainingJob, config: Any, vp_stage: int | None) -> Any:
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if config.num_moe_experts is not None:
+        return specs.get_gpt_decoder_block_spec(
+            config, job.has_te, normalization=config.normalization, vp_stage=vp_stage
+        )
+    if job.has_te:
+        return specs.get_gpt_layer_with_transformer_engine_spec(**job.spec)
+    return specs.get_gpt_layer_local_spec(normalization=config.normalization, **job.spec)
+
+
+def with_gradients(job: TrainingJob, config: Any, chunk: torch.nn.Module, is_behind: bool) -> Any:
+    """Return the chunk as the schedule gets it: in DistributedDataParallel, which keeps gradients, if the job has it.
+
+    Args:
+        job: of the model.
+        config: of the model.
+        chunk: bare.
+        is_behind: other chunks of the rank come before it.
+    """
+    if not job.has_data_parallelism:
+        return chunk
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=job.keeps_fp32_gradients, use_distributed_optimizer=job.distributes_optimizer
+    )
+    inner = Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk
+    return DistributedDataParallel(config, settings, inner, disable_bucketing=is_behind)
+
+
+def workspace_bytes(job: TrainingJob, chunks: Sequence[Any]) -> int:
+    """Return what matrix products hold for good: TransformerEngine for its own, torch for the logits'."""
+    has_logits = any(chunk.post_process for chunk in chunks)
+    return WORKSPACE_BYTES * (int(job.has_te) + (2 if has_logits or not job.has_te else 0))
+
+
+def virtual_stages(config: Any) -> list[int | None]:
+    """Return the virtual stages of a rank; None for one without."""
+    number = config.virtual_pipeline_model_parallel_size
+    return [None] if number is None else list(range(number))
+
+
+def data_parallel_size() -> int:
+    """Return among how many ranks an optimizer is distributed."""
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+
+
+@contextlib.contextmanager
+def one_rank_of_many(job: TrainingJob, rank: int) -> Iterator[None]:
+    """Set up parallel state as the first process of a pipeline rank sees it; all others are imagined."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    size = job.parallel.get("pipeline_model_parallel_size", 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank * (job.world_size // size), world_size=job.world_size)
+    try:
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **job.parallel)
+        model_parallel_cuda_manual_seed(1)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,56 @@
+"""`python -m megatron_patches --plan`: what a training would take, before there is a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_patches._rehearsal.forecast import NUM_WAYS, forecast_job
+from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rehearsal.script import ScriptError, read_job
+from offload_engine.planning.hardware import Hardware
+from offload_engine.rehearsal.forecast import Forecast
+from offload_engine.rehearsal.options import hardware_of
+from offload_engine.rehearsal.progress import Progress
+from offload_engine.rehearsal.tables import draw_forecast, forecast_text
+
+
+def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
+    """Print the forecast of a script's training; return what is wrong, in one line, or None.
+
+    Args:
+        args: with `hardware`, `hardware_file`, `nodes`, `budget`, `recording`, `plan_plot`, and the flags of offload.
+        script: its path and its arguments.
+    """
+    try:
+        hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
+        job = read_job(script, hardware.num_gpus * args.nodes, args)
+        forecast = _forecast(job, hardware, args.budget.resolve(hardware.gpu_bytes))
+        sys.stdout.write(forecast_text(forecast, _notes(job)))
+        if args.plan_plot:
+            draw_forecast(forecast, args.plan_plot)
+    except (ScriptError, ValueError, OSError, AssertionError, ImportError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Forecast:
+    num_ranks = job.parallel.get("pipeline_model_parallel_size", 1)
+    with Progress(NUM_WAYS * num_ranks, sys.stderr) as progress:
+        return forecast_job(job, hardware, budget_bytes, progress.advance)
+
+
+def _notes(job: TrainingJob) -> list[str]:
+    """Return what the forecast takes for granted."""
+    notes = [
+        "Fullest GPU: what is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA. Not counted: "
+        "communication beside the backward of data parallelism, and fused accumulation of weight gradients."
+    ]
+    if job.has_experts:
+        notes.append("Experts: each is taken to get equally many tokens.")
+    if job.has_te:
+        notes.append(
+            "Layers are those of TransformerEngine, with fused attention; --transformer-impl local changes it."
+        )
+    return notes

@@ -1,0 +1,134 @@
+"""Rehearses all ranks of a training job, and makes its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+from megatron_patches._model.sites import overlaps_expert_comm
+from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rehearsal.stage import StageRehearsal
+from offload_engine import Action, OffloadConfig
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.memory import Job
+from offload_engine.planning.shapes import Bounds, Shapes
+from offload_engine.rehearsal.chosen import choose_within
+from offload_engine.rehearsal.engine import NotedBoundary
+from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
+
+_FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_NO_FULL: Final = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+NUM_WAYS: Final = 3
+"""Rehearsals of each rank."""
+
+
+def forecast_job(
+    job: TrainingJob,
+    hardware: Hardware,
+    budget_bytes: int | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Forecast:
+    """Rehearse a job on a machine.
+
+    Args:
+        job: of the script.
+        hardware: of one node.
+        budget_bytes: what a process may hold on its GPU; None: all of it.
+        on_progress: called `NUM_WAYS` times for each pipeline rank.
+
+    Raises:
+        ValueError, AssertionError: if megatron-core rejects the job.
+    """
+    num_stages = job.parallel.get("pipeline_model_parallel_size", 1)
+    link = hardware.link(min(hardware.num_gpus, job.world_size), num_stages > 1)
+    budget = hardware.gpu_bytes if budget_bytes is None else budget_bytes
+    rehearsed = [_rehearse_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
+    ranks = [each.forecast for each in rehearsed]
+    if any(rank.ways[0].gpu_bytes > budget for rank in ranks):
+        ranks = [_with_choice(each, budget, link) for each in rehearsed]
+    optimizer_ms = max(_optimizer_ms(job, hardware, rank) for rank in ranks)
+    return make_forecast(hardware, link, job.world_size, _num_tokens(job), optimizer_ms, ranks, budget)
+
+
+def shapes_of_rank(job: TrainingJob, hardware: Hardware, link: Link, rank: int, names: Sequence[str]) -> Shapes:
+    """Return the shapes of the chunks of a rank: bytes, and times on this hardware."""
+    with StageRehearsal(job, hardware, link, rank).ready() as stage:
+        return stage.run(names, OffloadConfig(dry_run=True)).shapes
+
+
+class _Rehearsed(NamedTuple):
+    """A rank, with what was seen of it with everything offloaded."""
+
+    forecast: RankForecast
+    actions: tuple[Action, ...]
+    """Of the step that was rehearsed, which may have fewer microbatches."""
+    boundaries: tuple[NotedBoundary, ...]
+
+
+def _rehearse_rank(
+    job: TrainingJob, hardware: Hardware, link: Link, rank: int, on_progress: Callable[[], None]
+) -> _Rehearsed:
+    number = steady_microbatches(job)
+    with StageRehearsal(job, hardware, link, rank, **_offloadable(job)).ready() as stage:
+        names = stage.names_of(job.modules)
+        if not names:
+            raise ValueError(f"stage {rank} has none of {', '.join(job.modules) or 'the modules'} to offload")
+        none = stage.run(names, job.engine.replace(dry_run=True), number)
+        on_progress()
+        away = stage.run(names, job.engine, number)
+        on_progress()
+        sizes, actions = stage.sizes, tuple(stage.actions(job.num_microbatches))
+        is_combined = overlaps_expert_comm(stage.config)
+    full = _recomputed(job, hardware, link, rank, number)
+    on_progress()
+    ways = (
+        WayForecast("no offload", none.peak_bytes, none.milliseconds),
+        WayForecast(_name_of_offload(job), away.peak_bytes, away.milliseconds, away.host_bytes),
+        full,
+    )
+    state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
+    rank_forecast = RankForecast(sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined)
+    return _Rehearsed(rank_forecast, away.actions, away.boundaries)
+
+
+def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankForecast:
+    rank = rehearsed.forecast
+    short = Job(rehearsed.actions, rank.shapes, rank.bounds, rank.is_combined)
+    whole = replace(short, actions=rank.actions)
+    return rank._replace(chosen=choose_within(budget_bytes, short, whole, rehearsed.boundaries, link))
+
+
+def _name_of_offload(job: TrainingJob) -> str:
+    names = ", ".join(job.modules) or "everything"
+    return f"{names} offloaded" if job.bounds == Bounds() else f"{names} offloaded within bounds"
+
+
+def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, number: int) -> WayForecast:
+    changes: dict[str, Any] = {**_FULL, "recompute_modules": None}
+    with StageRehearsal(job, hardware, link, rank, **changes).ready() as stage:
+        outcome = stage.run((), OffloadConfig(), number)
+    return WayForecast("full recomputation", outcome.peak_bytes, outcome.milliseconds)
+
+
+def _offloadable(job: TrainingJob) -> dict[str, Any]:
+    """Return the changes without which nothing could be offloaded: full recomputation is a way of its own."""
+    return dict(_NO_FULL) if job.recomputes_all else {}
+
+
+def steady_microbatches(job: TrainingJob) -> int:
+    """Return how many microbatches show the peak of a step: more of them only repeat."""
+    size = job.parallel.get("pipeline_model_parallel_size", 1)
+    return min(job.num_microbatches, 3 if size == 1 else 3 * size)
+
+
+def _num_tokens(job: TrainingJob) -> int:
+    per_replica = job.parallel.get("tensor_model_parallel_size", 1) * job.parallel.get("context_parallel_size", 1)
+    per_replica *= job.parallel.get("pipeline_model_parallel_size", 1)
+    return job.seq_length * job.micro_batch_size * job.num_microbatches * (job.world_size // per_replica)
+
+
+def _optimizer_ms(job: TrainingJob, hardware: Hardware, rank: RankForecast) -> float:
+    """Return what reading and writing state, gradients and weights takes once, at the rate of other kernels."""
+    return 2 * rank.state_bytes / hardware.memory_gbps / 1e6 if job.optimizer_bytes else 0.0

@@ -1,0 +1,44 @@
+"""`TrainingJob`: what the arguments of a script ask for, as far as a rehearsal needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload_engine import OffloadConfig
+from offload_engine.planning.shapes import Bounds
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A training of a GPT with megatron-core."""
+
+    make_config: Any
+    """Returns a new TransformerConfig, with what it is called with in place of the job's own."""
+    vocab_size: int
+    """Padded."""
+    seq_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    world_size: int
+    has_te: bool = True
+    model: dict[str, Any] = field(default_factory=dict)
+    """More arguments of GPTModel."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the layer spec."""
+    has_data_parallelism: bool = True
+    """Gradients are kept in the buffers of DistributedDataParallel."""
+    keeps_fp32_gradients: bool = False
+    distributes_optimizer: bool = False
+    optimizer_bytes: int = 12
+    """For each parameter: its master copy and the moments of the optimizer."""
+    parallel: dict[str, Any] = field(default_factory=dict)
+    """More arguments of `initialize_model_parallel`."""
+    has_experts: bool = False
+    recomputes_all: bool = False
+    """Its configuration asks for full recomputation."""
+    modules: tuple[str, ...] = ()
+    """Names to offload; none: all that the model has."""
+    engine: OffloadConfig = field(default_factory=OffloadConfig)
+    bounds: Bounds = field(default_factory=Bounds)
+    """Of the engine."""

@@ -1,0 +1,113 @@
+"""Rows that let megatron-core's GPU model run as a rehearsal: with stand-ins for what needs a GPU or contents."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatron_patches._rehearsal.kernels import Rotation
+from megatron_patches._rehearsal.modules import RehearsedNorm, RehearsedSpecProvider
+from megatron_patches._rows.cpu import cpu_rows
+from megatron_patches._rows.registry import Patch
+from offload_engine.rehearsal.tensors import HollowTensors
+
+_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_COMPILED = "_torchdynamo_orig_callable"  # what torch.compile has made a kernel of
+_SENDS = ":_p2p_ops"
+
+
+def rehearsal_rows(hollow: HollowTensors, has_te: bool) -> list[Patch]:
+    """Return the rows of a rehearsal.
+
+    Args:
+        hollow: in force while the model runs.
+        has_te: the model has TransformerEngine's modules.
+    """
+    rows = [row for row in cpu_rows() if not row.target.endswith(_SENDS)]  # nothing is sent
+    return [*rows, *(_te_rows() if has_te else ()), *_routing_rows(), *_fused_rows(hollow)]
+
+
+def _te_rows() -> Iterator[Patch]:
+    why = "TransformerEngine's modules cannot be made without a GPU"
+    specs = importlib.import_module(_SPECS)
+    for name, value in {"TESpecProvider": RehearsedSpecProvider, "TENorm": RehearsedNorm, "HAVE_TE": True}.items():
+        yield Patch(
+            target=f"{_SPECS}:{name}",
+            wrapper=functools.partial(_instead, value),
+            why=why,
+            is_new=not hasattr(specs, name),
+        )
+    yield Patch(
+        target=f"{_ROPE}:fused_apply_rotary_pos_emb",
+        wrapper=functools.partial(_instead, rotate),
+        why="the fused rotation is TransformerEngine's kernel",
+    )
+    yield Patch(
+        target="megatron.core.transformer.transformer_block:LayerNormImpl",
+        wrapper=functools.partial(_instead, RehearsedNorm),
+        why="the norm after the last layer is TransformerEngine's, too",
+    )
+
+
+def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Stand in for the fused rotation of queries or keys."""
+    out: torch.Tensor = Rotation.apply(t, freqs)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _routing_rows() -> Iterator[Patch]:
+    yield Patch(
+        target="megatron.core.transformer.moe.router:topk_routing_with_score_function",
+        wrapper=balanced,
+        why="without contents no expert is chosen: each gets as many tokens as any other",
+    )
+
+
+def balanced(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def route(logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any) -> Any:
+        probs, chosen, *rest = original(logits, topk, *args, **kwargs)
+        return (probs, balanced_map(chosen.shape[0], chosen.shape[1], topk), *rest)
+
+    return route
+
+
+def balanced_map(num_tokens: int, num_experts: int, topk: int) -> torch.Tensor:
+    """Return which experts each token goes to, so that all get equally many."""
+    places = torch.arange(num_tokens * topk, dtype=torch.int64)
+    chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+    chosen[places // topk, places % num_experts] = True
+    return chosen
+
+
+def _fused_rows(hollow: HollowTensors) -> Iterator[Patch]:
+    """Take each function of the fusions as the one kernel that it is compiled to."""
+    folder = importlib.import_module("megatron.core.fusions")
+    for found in pkgutil.iter_modules(folder.__path__):
+        module = _imported(f"megatron.core.fusions.{found.name}")
+        for name, value in list(vars(module).items()) if module else ():
+            if (function := getattr(value, _COMPILED, None)) is not None:
+                yield Patch(
+                    target=f"{module.__name__}:{name}",
+                    wrapper=functools.partial(_instead, hollow.fused(function)),
+                    why="compilers do not see hollow tensors; the kernel that they make allocates its results only",
+                )
+
+
+def _imported(name: str) -> Any:
+    try:
+        module: ModuleType = importlib.import_module(name)
+    except ImportError:  # it needs a package of GPUs
+        return None
+    return module
+
+
+def _instead(replacement: Any, original: Any) -> Any:
+    return replacement

@@ -1,0 +1,211 @@
+"""Reads what a training script would train from its command line, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_patches._arguments import offload_config_from_args
+from megatron_patches._model.modules import canonical_names
+from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rows.registry import Patch, apply_patches
+from offload_engine.planning.shapes import Bounds
+
+_TRAINER = "gpt_trainer"
+_TRAINING = "megatron.training"
+_FP32_BYTES = 4
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_SWITCHED_OFF = (
+    "perform_initialization",
+    "use_cpu_initialization",
+    "offload_activation",
+    "gradient_accumulation_fusion",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+)
+"""What needs contents, or kernels that are not rehearsed."""
+
+
+class ScriptError(Exception):
+    """Raised if the command line of a script cannot be read; the message is one line."""
+
+
+def read_job(script: Sequence[str], world_size: int, launcher: argparse.Namespace | None = None) -> TrainingJob:
+    """Read the job of a script: its path and its arguments.
+
+    The arguments are read by the trainer of examples/pretrain_gpt.py where that is the script, and by Megatron-LM's
+    parser for every other. As on GPUs, TransformerEngine is taken to be there unless the arguments say local.
+
+    Args:
+        script: its path, and its arguments.
+        world_size: number of GPUs.
+        launcher: flags of offload in front of the script, for a script that has none.
+
+    Raises:
+        ScriptError: if the arguments cannot be read, or do not fit each other or the number of GPUs.
+    """
+    path, *arguments = script
+    read = _read_trainers if (Path(path).parent / _TRAINER / "arguments.py").is_file() else _read_megatrons
+    try:
+        job, args = read(path, arguments, world_size)
+        own = None if getattr(args, "offload_activation", False) else launcher
+        return _with_offload(job, own or args)
+    except (AssertionError, ValueError, TypeError, RuntimeError) as error:
+        raise ScriptError(f"{path}: {error}") from error
+
+
+def _with_offload(job: TrainingJob, args: argparse.Namespace) -> TrainingJob:
+    """Return the job with what flags of offload ask for."""
+    config = offload_config_from_args(args).replace(dry_run=False)
+    names = ("horizon_bytes", "max_inflight_bytes", "resident_bytes")
+    bounds = Bounds(**{name: getattr(args, f"offload_{name}", None) for name in names})
+    modules = canonical_names(getattr(args, "offload_modules", None) or ())
+    return dataclasses.replace(job, modules=modules, engine=config, bounds=bounds)
+
+
+_Read = tuple[TrainingJob, argparse.Namespace]
+
+
+def _read_trainers(path: str, arguments: Sequence[str], world_size: int) -> _Read:
+    with _importable(os.path.dirname(os.path.abspath(path))):
+        args = importlib.import_module(f"{_TRAINER}.arguments").parse_arguments(arguments)
+        model = importlib.import_module(f"{_TRAINER}.model")
+        stages = importlib.import_module(f"{_TRAINER}.environment").num_virtual_stages(args)
+    if args.vocab_size is None:
+        raise ScriptError(f"{path}: without its data the vocabulary is not known: add --vocab-size")
+    args.transformer_impl = args.transformer_impl or "transformer_engine"
+    args.virtual_pipeline_model_parallel_size = stages
+    args.padded_vocab_size = model.padded_vocab_size(args, args.vocab_size)
+    args.accumulate_allreduce_grads_in_fp32 = args.bf16
+    return _make_job(args, lambda: model.transformer_config(args, torch.device("cuda")), world_size), args
+
+
+def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Read:
+    try:
+        reader: Any = importlib.import_module(f"{_TRAINING}.arguments")
+    except ImportError as error:
+        raise ScriptError(
+            f"the arguments of {path} cannot be read: it is not examples/pretrain_gpt.py, and {_TRAINING} cannot be "
+            f"imported ({error}). Run this where Megatron-LM is installed"
+        ) from error
+    with _command_line([path, *arguments], world_size), _imagined_gpu(), contextlib.redirect_stdout(io.StringIO()):
+        args = reader.parse_args(ignore_unknown_args=True)
+        args = reader.validate_args(args) or args
+    if getattr(args, "vocab_size", None) is None and getattr(args, "padded_vocab_size", None) is None:
+        raise ScriptError(f"{path}: without its tokenizer the vocabulary is not known: add --vocab-size")
+    if getattr(args, "padded_vocab_size", None) is None:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    return _make_job(args, lambda: reader.core_transformer_config_from_args(args), world_size), args
+
+
+def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_size: int) -> TrainingJob:
+    parallel = {name: value for name in _SIZES if (value := getattr(args, name, None)) is not None}
+    replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % replica:
+        raise ValueError(
+            f"{world_size} GPUs cannot be divided among model replicas of {replica} (tensor x pipeline x context "
+            "parallel size); --nodes and the number behind the hardware's name say how many GPUs there are"
+        )
+    samples = args.micro_batch_size * (world_size // replica)
+    if args.global_batch_size % samples:
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of {samples}, the microbatches of "
+            f"{world_size // replica} replicas"
+        )
+    is_adam = args.optimizer == "adam"
+    has_master = bool(args.bf16 or getattr(args, "fp16", False))
+    return TrainingJob(
+        make_config=_maker(make_config),
+        vocab_size=args.padded_vocab_size,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        num_microbatches=args.global_batch_size // samples,
+        world_size=world_size,
+        has_te=args.transformer_impl != "local",
+        model={
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+            "position_embedding_type": args.position_embedding_type,
+            "rotary_percent": args.rotary_percent,
+            "rotary_base": args.rotary_base,
+        },
+        spec={"qk_layernorm": args.qk_layernorm, "multi_latent_attention": args.multi_latent_attention},
+        keeps_fp32_gradients=bool(args.accumulate_allreduce_grads_in_fp32),
+        distributes_optimizer=args.use_distributed_optimizer,
+        optimizer_bytes=_FP32_BYTES * (int(has_master) + (2 if is_adam else 1)),
+        parallel=parallel,
+        has_experts=bool(getattr(args, "num_moe_experts", None) or getattr(args, "num_experts", None)),
+        recomputes_all=args.recompute_granularity == "full",
+    )
+
+
+def _maker(make_config: Callable[[], Any]) -> Callable[..., Any]:
+    """Return what makes a configuration with some fields changed, and nothing in it that needs a GPU or contents."""
+
+    def make(**changes: Any) -> Any:
+        config = make_config()
+        for name, value in {**dict.fromkeys(_SWITCHED_OFF, False), **changes}.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        return config
+
+    return make
+
+
+@contextlib.contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _imagined_gpu() -> contextlib.AbstractContextManager[object]:
+    """Return a context manager under which Megatron-LM's checks find a GPU."""
+    why = "the arguments are checked for the GPU that this machine has"
+    answers: dict[str, Any] = {"get_device_capability": (9, 0), "device_count": 1, "current_device": 0}
+    rows = [
+        Patch(target=f"torch.cuda:{name}", wrapper=functools.partial(_answering, answer), why=why)
+        for name, answer in answers.items()
+    ]
+    return apply_patches(rows)
+
+
+def _answering(answer: Any, original: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+@contextlib.contextmanager
+def _command_line(words: Sequence[str], world_size: int) -> Iterator[None]:
+    """Set what Megatron-LM reads of a process."""
+    argv, sys.argv = sys.argv, list(words)
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ.update(RANK="0", WORLD_SIZE=str(world_size))
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,255 @@
+"""`StageRehearsal`: one rank of a job in this process, with no other ranks, no GPU, and no memory for its tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_patches._arguments import Settings
+from megatron_patches._handle import patch_rows
+from megatron_patches._model.modules import MODULES
+from megatron_patches._model.sites import overlaps_expert_comm, own_norms, survey
+from megatron_patches._model.validate import check_conflicts, check_parts_are_called
+from megatron_patches._rehearsal.building import (
+    build_chunk,
+    data_parallel_size,
+    one_rank_of_many,
+    virtual_stages,
+    with_gradients,
+    workspace_bytes,
+)
+from megatron_patches._rehearsal.job import TrainingJob
+from megatron_patches._rehearsal.rows import rehearsal_rows
+from megatron_patches._rows.registry import apply_patches
+from megatron_patches._rows.runtime import Step
+from megatron_patches._runtime import ModelRuntime
+from offload_engine import Action, OffloadConfig, OffloadEngine
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.shapes import Shapes
+from offload_engine.rehearsal.costs import KernelCosts
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
+from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
+from offload_engine.rehearsal.shapes import shapes_of
+from offload_engine.rehearsal.tensors import HollowTensors
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward
+
+
+class StepOutcome(NamedTuple):
+    """One rehearsed step of one rank."""
+
+    peak_bytes: int
+    """Allocated at most."""
+    milliseconds: float
+    """Of this rank alone, without waiting for others."""
+    host_bytes: int
+    """Of the host tier."""
+    copied_out_bytes: int
+    actions: tuple[Action, ...] = ()
+    shapes: Shapes = ()
+    boundaries: tuple[NotedBoundary, ...] = ()
+
+
+class StageSizes(NamedTuple):
+    """What a rank holds all the time."""
+
+    num_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+class StageRehearsal:
+    """Builds the chunks of one pipeline rank and runs training steps of them.
+
+    Args:
+        job: to rehearse.
+        hardware: whose clocks run.
+        link: of its GPU.
+        rank: of the pipeline.
+        changes: fields of the configuration to change, for instance recomputation.
+    """
+
+    def __init__(self, job: TrainingJob, hardware: Hardware, link: Link, rank: int, **changes: Any) -> None:
+        self._job = job
+        self._link = link
+        self._hardware = hardware
+        self._rank = rank
+        self._changes = changes
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[ReadyStage]:
+        """Build the model, and give everything back at the end.
+
+        Raises:
+            ValueError, AssertionError: if megatron-core rejects the configuration.
+        """
+        hollow = HollowTensors(KernelCosts(self._hardware, self._job.has_te), self._hardware.peer_gbps)
+        device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
+        hollow.run = device.clocks.run
+        runtime = _Runtime(device)
+        rows = [*patch_rows(runtime), *rehearsal_rows(hollow, self._job.has_te)]
+        with (
+            apply_patches(rows),
+            torch.compiler.set_stance("force_eager"),
+            contextlib.closing(runtime),
+            one_rank_of_many(self._job, self._rank),
+            hollow,
+        ):
+            yield ReadyStage(self._job, self._rank, self._job.make_config(**self._changes), hollow, runtime)
+
+
+class ReadyStage:
+    """The model of a rank."""
+
+    def __init__(self, job: TrainingJob, rank: int, config: Any, hollow: HollowTensors, runtime: _Runtime) -> None:
+        self._job = job
+        self._rank = rank
+        self._hollow = hollow
+        self._runtime = runtime
+        bare = [build_chunk(job, config, stage) for stage in virtual_stages(config)]
+        weight_bytes = hollow.allocated.nbytes
+        self.config = config
+        self._chunks = [with_gradients(job, config, chunk, index > 0) for index, chunk in enumerate(bare)]
+        gradient_bytes = hollow.allocated.nbytes - weight_bytes
+        parameters = sum(p.numel() for chunk in bare for p in chunk.parameters())
+        held = job.optimizer_bytes * parameters // (data_parallel_size() if job.distributes_optimizer else 1)
+        self._optimizer = torch.empty(held, dtype=torch.uint8)
+        self._workspace = torch.empty(workspace_bytes(job, bare), dtype=torch.uint8)
+        self.bare = bare
+        self.sizes = StageSizes(parameters, weight_bytes, gradient_bytes, held)
+
+    def names_of(self, wanted: Sequence[str]) -> list[str]:
+        """Return the names that this rank has of those wanted; none wanted: all of them."""
+        names = self.names()
+        return names if not wanted else [name for name in wanted if name in names]
+
+    def actions(self, num_microbatches: int) -> list[Action]:
+        """Return the order of this rank's step with so many microbatches."""
+        config, size = self.config, self._job.parallel.get("pipeline_model_parallel_size", 1)
+        is_combined = overlaps_expert_comm(config)
+        if size == 1:
+            return no_pipelining(num_microbatches, is_combined)
+        if (virtual := config.virtual_pipeline_model_parallel_size) is None:
+            return one_forward_one_backward(size, self._rank, num_microbatches)
+        group_size = config.microbatch_group_size_per_vp_stage
+        return interleaved(size, self._rank, virtual, num_microbatches, group_size, is_combined)
+
+    def names(self) -> list[str]:
+        """Return the names that this rank has and that can be offloaded, without those that have parts."""
+        counts: dict[str, int] = {}
+        for name, number in survey(self.bare).sites.items():
+            counts[name] = counts.get(name, 0) + number
+        found = [row.name for row in MODULES if counts.get(row.name)]
+        whole = [row.name for row in MODULES if any(part in found for part in row.parts)]
+        return [name for name in found if name not in whole and self._is_possible(name)]
+
+    def run(self, names: Sequence[str], settings: OffloadConfig, num_microbatches: int | None = None) -> StepOutcome:
+        """Run a step; where something moves two, and return the second: the policy learns sizes from the first.
+
+        Args:
+            names: to offload, of those that this rank has; none: no engine, and what the whole step allocates.
+            settings: of the engine.
+            num_microbatches: of a step; None: the job's.
+        """
+        number = self._job.num_microbatches if num_microbatches is None else num_microbatches
+        self._runtime.use(names, settings)
+        for _ in range(2 if names and not settings.dry_run else 1):
+            self._hollow.allocated.reset_peak()
+            self._runtime.device.clocks.begin_step()
+            self._step(number)
+        return self._runtime.outcome(self._hollow.allocated.peak_bytes)
+
+    def _is_possible(self, name: str) -> bool:
+        try:
+            check_conflicts(self.config, [name], own_norms(self.bare))
+            check_parts_are_called(self.config, [name], self.bare)
+        except ValueError:
+            return False
+        return True
+
+    def _step(self, num_microbatches: int) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk, bare in zip(self._chunks, self.bare, strict=True):
+            if chunk is bare:
+                for parameter in chunk.parameters():
+                    parameter.grad = None
+            else:
+                chunk.zero_grad_buffer()
+        is_single = len(self._chunks) == 1
+        batch = _Batch(self._job)
+        get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, batch),
+            data_iterator=iter(()) if is_single else [iter(()) for _ in self._chunks],
+            model=self._chunks[0] if is_single else self._chunks,
+            num_microbatches=num_microbatches,
+            seq_length=self._job.seq_length,
+            micro_batch_size=self._job.micro_batch_size,
+            forward_only=False,
+        )
+
+
+class _Batch:
+    """The same tokens for each microbatch."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        from megatron.core import parallel_state
+
+        length = job.seq_length // parallel_state.get_context_parallel_world_size()
+        self.tokens = torch.zeros((job.micro_batch_size, length), dtype=torch.int64)
+        self.positions = torch.arange(length)[None].expand(job.micro_batch_size, -1)
+        self.mask = torch.ones((job.micro_batch_size, length), dtype=torch.float32)
+
+
+def _forward_step(batch: _Batch, _: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(batch.tokens, batch.positions, None, labels=batch.tokens), partial(_loss, batch.mask)
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> Any:
+    total = (losses.reshape(-1).float() * mask.reshape(-1)).sum()
+    return total, mask.sum().to(torch.int), {}
+
+
+class _Runtime(ModelRuntime):
+    """Runs the engine of one rank on a rehearsal's device; there are no others to agree with."""
+
+    def __init__(self, device: RehearsalDevice) -> None:
+        super().__init__(Settings(OffloadConfig(), (), None, False), None)
+        self.device = device
+        self._engine: RehearsalEngine | None = None
+        self._step_now: Step | None = None
+
+    def use(self, names: Sequence[str], settings: OffloadConfig) -> None:
+        """Offload `names` from the next step on."""
+        self.close()
+        self._engine = None
+        self._defaults = Settings(settings, tuple(names), None, False)
+
+    def step(self, step: Step) -> Any:
+        """See `Runtime.step`."""
+        self._step_now = step._replace(pipeline=None)
+        return super().step(self._step_now)
+
+    def outcome(self, peak_bytes: int) -> StepOutcome:
+        """Return what the last step has shown."""
+        assert self._step_now is not None
+        actions = tuple(self._step_now.order(self._step_now.config))
+        if self._engine is None:
+            return StepOutcome(peak_bytes, self.device.clocks.now.compute, 0, 0, actions)
+        engine = self._engine
+        noted, stats = tuple(engine.boundaries), engine.stats
+        peak = max(engine.peak_bytes, peak_bytes)
+        return StepOutcome(
+            peak, engine.milliseconds, stats.host_bytes, stats.copied_out_bytes, actions, shapes_of(noted), noted
+        )
+
+    def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
+        super()._make_engine(step, settings).close()  # for its checks
+        self._engine = RehearsalEngine(settings.engine, self.device)
+        return self._engine

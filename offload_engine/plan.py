@@ -1,0 +1,133 @@
+"""What training a Hugging Face model would take, before there is a GPU.
+
+python -m offload_engine.plan qwen2 --set num_hidden_layers=28 hidden_size=3584 --seq-length 32768 --hardware h200
+python -m offload_engine.plan path/to/config.json --seq-length 8192 --hardware h100x8
+
+A name is a model type of transformers ("llama", "qwen2", "mixtral"), with the defaults of its configuration; a path is
+a config.json, or a folder with one. Nothing is downloaded, and no weights are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from offload_engine.rehearsal.model import NUM_WAYS, ModelRehearsal
+from offload_engine.rehearsal.options import add_hardware_options, hardware_of
+from offload_engine.rehearsal.progress import Progress
+from offload_engine.rehearsal.tables import draw_forecast, forecast_text
+
+_NOTES = (
+    "Each GPU has a whole replica, in bfloat16, with its gradients and the state of the optimizer. Fullest GPU: what "
+    "is allocated, 8% that the allocator holds besides, and 0.6 GiB of CUDA.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        sys.stdout.write(_answer(options))
+    except (ValueError, OSError, ImportError, TypeError) as error:
+        sys.stderr.write(f"python -m offload_engine.plan: {' '.join(str(error).split())}\n")
+        return 1
+    return 0
+
+
+def _answer(options: argparse.Namespace) -> str:
+    hardware = hardware_of(options.hardware, options.hardware_file, options.recording)
+    config = read_config(options.model, dict(options.set))
+    rehearsal = ModelRehearsal(
+        lambda: _make_model(config),
+        lambda model: _loss(model, options.batch_size, options.seq_length),
+        hardware,
+        hardware.num_gpus * options.nodes,
+        options.optimizer_bytes,
+        options.budget.resolve(hardware.gpu_bytes),
+    )
+    with Progress(NUM_WAYS, sys.stderr) as progress:
+        forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)
+    if options.plan_plot:
+        draw_forecast(forecast, options.plan_plot)
+    return forecast_text(forecast, _NOTES)
+
+
+def read_config(model: str, changes: dict[str, Any]) -> Any:
+    """Return the configuration of a model type, or of a file, with changes.
+
+    Raises:
+        ValueError: if it is neither, or has no such setting.
+        ImportError: without transformers.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if os.path.exists(model):
+        config: Any = AutoConfig.from_pretrained(model, local_files_only=True)
+    elif model in CONFIG_MAPPING_NAMES:
+        config = AutoConfig.for_model(model)
+    else:
+        raise ValueError(
+            f"{model!r} is neither a config.json here nor a model type that transformers knows, such as llama or qwen2"
+        )
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            raise ValueError(f"--set {name}: the configuration of {config.model_type} has no such setting")
+        setattr(config, name, value)
+    config.use_cache = False
+    return config
+
+
+def _make_model(config: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.train()
+
+
+def _loss(model: Any, batch_size: int, seq_length: int) -> torch.Tensor:
+    tokens = torch.zeros((batch_size, seq_length), dtype=torch.int64)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m offload_engine.plan",
+        description="What training a Hugging Face model would take, before there is a GPU.",
+    )
+    parser.add_argument("model", help="a model type (qwen2), or a config.json or its folder")
+    parser.add_argument(
+        "--set", nargs="+", default=[], type=_assignment, metavar="NAME=VALUE", help="settings of the configuration"
+    )
+    parser.add_argument("--seq-length", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of a GPU (default: 1)")
+    parser.add_argument(
+        "--optimizer-bytes",
+        type=int,
+        default=8,
+        metavar="N",
+        help="for each parameter; 8: AdamW in float32, 4: in bfloat16, 0: none (default: %(default)s)",
+    )
+    add_hardware_options(parser)
+    return parser
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""How long a kernel takes on a machine: by its operations or by the bytes that it touches, whichever takes longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from offload_engine.planning.hardware import Hardware
+
+_ATTENTION: Final = "scaled_dot_product"
+_LAUNCH_MS: Final = 0.003
+"""Between two kernels."""
+
+
+class KernelCosts:
+    """Milliseconds of kernels on a machine.
+
+    Args:
+        hardware: runs them.
+        has_te: attention is TransformerEngine's, not torch's.
+    """
+
+    def __init__(self, hardware: Hardware, has_te: bool = False) -> None:
+        self._hardware = hardware
+        by_te = hardware.attention_tflops, hardware.attention_backward_tflops
+        self._attention = by_te if has_te else (hardware.sdpa_tflops, hardware.sdpa_backward_tflops)
+
+    def milliseconds(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, tensors: Iterable[torch.Tensor]
+    ) -> float:
+        """Return what one operator takes.
+
+        Args:
+            func: of aten.
+            args: of the call, as kwargs.
+            kwargs: of the call.
+            out: what it returns.
+            tensors: that it reads and writes.
+        """
+        by_bytes = self.milliseconds_of_bytes(tensors)
+        flops = self._operations(func, args, kwargs, out)
+        by_flops = flops / self._rate(func, args) / 1e9 + _LAUNCH_MS if flops else 0.0
+        return max(by_bytes, by_flops)
+
+    def milliseconds_of_bytes(self, tensors: Iterable[torch.Tensor]) -> float:
+        """Return what a kernel takes to read and write these."""
+        return sum(_touched(tensor) for tensor in tensors) / self._hardware.memory_gbps / 1e6 + _LAUNCH_MS
+
+    def _operations(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        packet = func._overloadpacket
+        count = flop_registry.get(packet)
+        if count is None:
+            return 0.0
+        operations = float(count(*args, **kwargs, out_val=out))
+        return operations / 2 if _ATTENTION in packet.__name__ and _is_causal(func, args, kwargs) else operations
+
+    def _rate(self, func: Any, args: tuple[Any, ...]) -> float:
+        """Return the operations of this kernel in 10^12 a second."""
+        name = func._overloadpacket.__name__
+        if _ATTENTION in name:
+            return self._attention["backward" in name]
+        first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+        is_full = first is not None and first.dtype == torch.float32
+        return self._hardware.bf16_tflops / (2 if is_full else 1)  # TF32 has half the rate
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, without what broadcasting repeats."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    position = names.index("is_causal")
+    return bool(kwargs.get("is_causal", args[position] if position < len(args) else False))

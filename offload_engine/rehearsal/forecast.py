@@ -1,0 +1,248 @@
+"""`Forecast`: what a training takes on a machine: memory of each rank, time of a step, host memory of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.plan import Line, Plan, make_plan
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.predict import Prediction
+from offload_engine.planning.shapes import Bounds, Shapes, step_boundaries
+from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
+from offload_engine.schedule import Action
+
+CONTEXT_BYTES: Final = 600 << 20
+"""Of a process on its GPU outside torch's allocator: CUDA's context, its libraries, communicators."""
+_HOST_SHARE: Final = 0.8
+"""Of a host's memory that may be pinned."""
+RESERVED_SHARE: Final = 1.08
+"""What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/benchmarks.md, up to 1.4 at 65,536 tokens."""
+
+
+class WayForecast(NamedTuple):
+    """A rank that goes one way: no offload, say."""
+
+    name: str
+    peak_bytes: int
+    """Allocated at most."""
+    milliseconds: float
+    """Of compute, without waiting for other ranks."""
+    host_bytes: int = 0
+    """Pinned."""
+    copied_out_bytes: int = 0
+    """In the rehearsed step."""
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Return what the process holds of its GPU, about."""
+        return int(self.peak_bytes * RESERVED_SHARE) + CONTEXT_BYTES
+
+
+class RankForecast(NamedTuple):
+    """One rank of the pipeline."""
+
+    num_parameters: int
+    state_bytes: int
+    """Weights, gradients and state of the optimizer."""
+    actions: tuple[Action, ...]
+    shapes: Shapes
+    ways: tuple[WayForecast, ...]
+    """No offload, offload, and full recomputation if the model has it, in this order."""
+    bounds: Bounds = Bounds()
+    """Of offload."""
+    is_combined: bool = False
+    """Forward and backward of two chunks run together."""
+    chosen: Prediction | None = None
+    """Within the budget; None: it does not fit, or nothing was chosen."""
+
+
+class ModuleForecast(NamedTuple):
+    """The groups of one name of a rank, over a step."""
+
+    name: str
+    num_groups: int
+    nbytes: int
+    moved_bytes: int
+    """Copied out, and in again."""
+    link_ms: float
+    """Of both copies."""
+    exposed_ms: float
+    """That compute waits for them."""
+
+
+class StepForecast(NamedTuple):
+    """A step of all ranks that goes one way."""
+
+    name: str
+    milliseconds: float
+    gpu_bytes: int
+    """Of the rank that holds most."""
+    host_bytes: int
+    """Pinned by all GPUs of a node together."""
+    fits: bool
+
+
+class Forecast(NamedTuple):
+    """A whole training."""
+
+    hardware: Hardware
+    num_gpus: int
+    gpus_of_node: int
+    budget_bytes: int
+    """What a process may hold on its GPU."""
+    link: Link
+    num_tokens: int
+    """Of a step."""
+    optimizer_ms: float
+    ranks: tuple[RankForecast, ...]
+    modules: tuple[tuple[ModuleForecast, ...], ...]
+    """Of each rank."""
+    steps: tuple[StepForecast, ...]
+
+
+def make_forecast(
+    hardware: Hardware,
+    link: Link,
+    num_gpus: int,
+    num_tokens: int,
+    optimizer_ms: float,
+    ranks: Sequence[RankForecast],
+    budget_bytes: int,
+) -> Forecast:
+    """Combine the ranks of a pipeline.
+
+    Args:
+        hardware: of a node.
+        link: of each GPU.
+        num_gpus: of all nodes.
+        num_tokens: of a step of all of them.
+        optimizer_ms: of the optimizer and of the reduction of gradients.
+        ranks: of the pipeline, in order.
+        budget_bytes: what a process may hold on its GPU.
+    """
+    per_node = min(hardware.num_gpus, num_gpus)
+    host_limit = _HOST_SHARE * hardware.host_bytes
+    kept = _simulated(ranks, link, [_no_moves(rank) for rank in ranks])
+    moved = _simulated(ranks, link, [_all_moves(rank) for rank in ranks])
+    milliseconds = [kept.milliseconds, moved.milliseconds]
+    if all(len(rank.ways) > 2 for rank in ranks):  # as much longer as its slowest rank
+        longer = max(rank.ways[2].milliseconds / rank.ways[0].milliseconds for rank in ranks)
+        milliseconds.append(kept.milliseconds * longer)
+    steps = [
+        _step([rank.ways[index] for rank in ranks], each + optimizer_ms, per_node, budget_bytes, host_limit)
+        for index, each in enumerate(milliseconds)
+    ]
+    if not steps[0].fits and (chosen := _chosen_ways(ranks, link)) is not None:
+        way_ms, ways = chosen
+        steps.append(_step(ways, way_ms + optimizer_ms, per_node, budget_bytes, host_limit))
+    modules = tuple(_modules(rank, outcome.stalls, link) for rank, outcome in zip(ranks, moved.ranks, strict=True))
+    return Forecast(
+        hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, tuple(ranks), modules, tuple(steps)
+    )  # fmt: skip
+
+
+def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list[WayForecast]] | None:
+    """Return the time of a step in which each rank does as chosen, and the way of each; None: one does not fit."""
+    chosen = [rank.chosen for rank in ranks if rank.chosen is not None]
+    if len(chosen) < len(ranks):
+        return None
+    plans, bounds = [], []
+    for rank, prediction in zip(ranks, chosen, strict=True):
+        choices, room = prediction.decision
+        bounds.append(rank.bounds if room is None else Bounds(resident_bytes=room))
+        plans.append(
+            plan_step(rank.actions, rank.shapes, bounds[-1], choices=choices, is_combined=rank.is_combined)
+        )  # fmt: skip
+    simulation = _simulated(ranks, link, plans, bounds)
+    ways = [
+        WayForecast(
+            "chosen within the budget",
+            int((prediction.held_bytes - CONTEXT_BYTES) / RESERVED_SHARE),
+            outcome.milliseconds,
+            outcome.counters.peak_host_bytes,
+        )
+        for prediction, outcome in zip(chosen, simulation.ranks, strict=True)
+    ]
+    return simulation.milliseconds, ways
+
+
+def forecast_alone(
+    hardware: Hardware,
+    link: Link,
+    num_gpus: int,
+    num_tokens: int,
+    optimizer_ms: float,
+    rank: RankForecast,
+    budget_bytes: int,
+) -> Forecast:
+    """Return the forecast of ranks that are all alike and wait for none; the arguments are those of `make_forecast`."""
+    per_node = min(hardware.num_gpus, num_gpus)
+    host_limit = _HOST_SHARE * hardware.host_bytes
+    steps = tuple(
+        _step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit) for way in rank.ways
+    )
+    ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
+    groups = [group for shape in rank.shapes for group in shape.groups]
+    modules = []
+    for way in rank.ways[1:]:
+        exposed = max(0.0, way.milliseconds - rank.ways[0].milliseconds) if way is rank.ways[1] else 0.0
+        moved = way.copied_out_bytes
+        nbytes = sum(group.nbytes for group in groups)
+        modules.append(ModuleForecast(way.name, len(groups), nbytes, moved, moved * ms_per_byte, exposed))
+    return Forecast(
+        hardware, num_gpus, per_node, budget_bytes, link, num_tokens, optimizer_ms, (rank,), (tuple(modules),), steps
+    )  # fmt: skip
+
+
+def _simulated(
+    ranks: Sequence[RankForecast], link: Link, plans: Sequence[Plan], bounds: Sequence[Bounds] | None = None
+) -> Simulation:
+    limits = bounds or [rank.bounds for rank in ranks]
+    jobs = (RankJob(rank.actions, rank.shapes, limit) for rank, limit in zip(ranks, limits, strict=True))
+    return simulate(PipelineJob(tuple(jobs), link), plans)
+
+
+def _no_moves(rank: RankForecast) -> Plan:
+    return make_plan([Line(boundary, ()) for boundary in step_boundaries(rank.actions, rank.shapes)])
+
+
+def _all_moves(rank: RankForecast) -> Plan:
+    return plan_step(rank.actions, rank.shapes, rank.bounds, is_combined=rank.is_combined)
+
+
+def _step(
+    ways: Sequence[WayForecast], milliseconds: float, per_node: int, budget_bytes: int, host_limit: float
+) -> StepForecast:
+    gpu_bytes = max(way.gpu_bytes for way in ways)
+    host_bytes = max(way.host_bytes for way in ways) * per_node
+    fits = gpu_bytes <= budget_bytes and host_bytes <= host_limit
+    return StepForecast(ways[0].name, milliseconds, gpu_bytes, host_bytes, fits)
+
+
+def _modules(rank: RankForecast, stalls: dict[str, float], link: Link) -> tuple[ModuleForecast, ...]:
+    runs = {
+        stage: sum(a.kind == "F" and a.chunk.stage == stage for a in rank.actions) for stage in range(len(rank.shapes))
+    }
+    plan = _all_moves(rank)
+    moved: dict[str, int] = {}
+    for _, move in plan.moves():
+        group = rank.shapes[move.group.chunk.stage].groups[move.group.index]
+        if move.op.name == "OUT":
+            moved[group.name] = moved.get(group.name, 0) + group.nbytes
+    found: dict[str, tuple[int, int]] = {}
+    for stage, shape in enumerate(rank.shapes):
+        for group in shape.groups:
+            number, nbytes = found.get(group.name, (0, 0))
+            found[group.name] = number + runs[stage], nbytes + runs[stage] * group.nbytes
+    exposed: dict[str, float] = {}
+    for label, waited in stalls.items():
+        name = label.partition(" ")[2]
+        exposed[name] = exposed.get(name, 0.0) + waited
+    ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
+    return tuple(
+        ModuleForecast(name, number, nbytes, out := moved.get(name, 0), out * ms_per_byte, exposed.get(name, 0.0))
+        for name, (number, nbytes) in found.items()
+    )

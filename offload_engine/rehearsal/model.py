@@ -1,0 +1,139 @@
+"""Rehearses a training step of any model with layers, as `enable_activation_offloading` groups it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from offload_engine.config import MIB, OffloadConfig
+from offload_engine.frontends._layers.find_layers import find_layers
+from offload_engine.frontends.layers import LayerOffload
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.shapes import Shapes
+from offload_engine.policies import ResidentLayers
+from offload_engine.rehearsal.attention import fused_attention
+from offload_engine.rehearsal.costs import KernelCosts
+from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
+from offload_engine.rehearsal.engine import RehearsalEngine
+from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
+from offload_engine.rehearsal.shapes import shapes_of
+from offload_engine.rehearsal.tensors import HollowTensors
+
+NUM_WAYS: Final = 3
+"""Rehearsals of a model."""
+_WORKSPACE_BYTES: Final = 64 << 20
+"""Of cuBLAS, on Hopper."""
+_NUM_STEPS: Final = 2
+"""The policy learns sizes from the first."""
+
+
+class ModelRehearsal:
+    """Runs steps of one model on a machine.
+
+    Args:
+        make_model: makes it; called where tensors are hollow.
+        run_forward: returns its loss.
+        hardware: of one node.
+        num_gpus: replicas of the model, each on a GPU.
+        optimizer_bytes: for each parameter.
+        budget_bytes: what a process may hold on its GPU; None: all of it.
+        min_tensor_bytes: see `OffloadConfig`.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], torch.nn.Module],
+        run_forward: Callable[[Any], torch.Tensor],
+        hardware: Hardware,
+        num_gpus: int = 1,
+        optimizer_bytes: int = 8,
+        budget_bytes: int | None = None,
+        min_tensor_bytes: int = MIB,
+    ) -> None:
+        self._make_model = make_model
+        self._run_forward = run_forward
+        self._hardware = hardware
+        self._num_gpus = num_gpus
+        self._optimizer_bytes = optimizer_bytes
+        self._budget_bytes = hardware.gpu_bytes if budget_bytes is None else budget_bytes
+        self._min_tensor_bytes = min_tensor_bytes
+        self._link: Link = hardware.link(min(num_gpus, hardware.num_gpus), is_both_ways=False)
+        self._state_bytes = self._num_parameters = 0
+        self._shapes: Shapes = ()
+        self._managed_bytes = 0
+
+    @property
+    def managed_bytes(self) -> int:
+        """Return what the groups of the last step have saved."""
+        return self._managed_bytes
+
+    @property
+    def shapes(self) -> Shapes:
+        """Return the shape of a forward, as the last step had it."""
+        return self._shapes
+
+    def forecast(self, num_tokens: int, on_progress: Callable[[], None] = lambda: None) -> Forecast:
+        """Rehearse the model without offload, with it, and with its layers checkpointed and their inputs offloaded.
+
+        Args:
+            num_tokens: of one replica's step.
+            on_progress: called `NUM_WAYS` times.
+        """
+        ways: list[WayForecast] = []
+        shapes: Shapes = ()
+        for name, settings in _WAYS.items():
+            ways.append(self.run(name, **settings))
+            on_progress()
+            shapes = shapes or self._shapes
+        optimizer_ms = 2 * self._state_bytes / self._hardware.memory_gbps / 1e6 if self._optimizer_bytes else 0.0
+        rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways))
+        tokens = num_tokens * self._num_gpus
+        return forecast_alone(
+            self._hardware, self._link, self._num_gpus, tokens, optimizer_ms, rank, self._budget_bytes
+        )
+
+    def run(self, name: str, *, dry_run: bool = False, checkpoints: bool = False) -> WayForecast:
+        """Rehearse a step; see `OffloadConfig.dry_run` and `enable_ckpt` of `enable_activation_offloading`."""
+        hollow = HollowTensors(KernelCosts(self._hardware), self._hardware.peer_gbps)
+        device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
+        hollow.run = device.clocks.run
+        with hollow, fused_attention():
+            model = self._make_model()
+            state = self._hold_state(model)
+            config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=ResidentLayers())
+            engine = RehearsalEngine(config, device)
+            handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
+            for _ in range(_NUM_STEPS):
+                hollow.allocated.reset_peak()
+                device.clocks.begin_step()
+                self._run_forward(model).backward()  # type: ignore[no-untyped-call]
+                milliseconds = device.clocks.now.compute
+                peak = max(engine.peak_bytes, hollow.allocated.peak_bytes)
+            stats = engine.stats
+            self._managed_bytes = stats.managed_bytes
+            self._shapes = shapes_of(engine.boundaries)
+            way = WayForecast(name, peak, milliseconds, stats.host_bytes, stats.copied_out_bytes)
+            handle.remove()
+            del state
+        return way
+
+    def _hold_state(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """Allocate gradients, which stay from step to step, and the state of the optimizer."""
+        parameters = list(model.parameters())
+        self._num_parameters = sum(parameter.numel() for parameter in parameters)
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        held = self._optimizer_bytes * self._num_parameters
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        self._state_bytes = 2 * weights + held
+        return [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (held, _WORKSPACE_BYTES)]
+
+
+_WAYS: Final[dict[str, dict[str, bool]]] = {
+    "no offload": {"dry_run": True},
+    "layers offloaded": {},
+    "layers checkpointed, inputs offloaded": {"checkpoints": True},
+}

@@ -1,0 +1,86 @@
+"""Options that the commands of a forecast have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from offload_engine._observe.chrome_trace import read_records
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.hardware import Hardware, find_hardware, with_link
+from offload_engine.planning.moves import OUT
+from offload_engine.sizes import Size, parse_size
+
+
+def add_hardware_options(parser: argparse.ArgumentParser) -> None:
+    """Add what names the machine, and where the plot goes."""
+    group = parser.add_argument_group("before the GPU")
+    group.add_argument("--hardware", default="h200", metavar="NAME", help="h200x8: eight H200 in a host")
+    group.add_argument("--hardware-file", metavar="FILE", help="a table of your own, as planning/hardware.toml")
+    group.add_argument(
+        "--recording",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="recorded steps of an earlier run (--offload-trace): the link is as fast as it was there",
+    )
+    group.add_argument("--nodes", type=_positive, default=1, metavar="N", help="hosts (default: 1)")
+    group.add_argument(
+        "--budget",
+        type=_size,
+        default=Size(),
+        metavar="SIZE",
+        help="what a process may hold on its GPU: 60GiB, 90%% or auto, which is all of it (default: auto)",
+    )
+    group.add_argument("--plan-plot", metavar="FILE", help="draw throughput over memory")
+
+
+def hardware_flags_in(args: argparse.Namespace) -> list[str]:
+    """Return which of these flags were given."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_hardware_options(parser)
+    defaults = vars(parser.parse_args([]))
+    return [f"--{name.replace('_', '-')}" for name, value in defaults.items() if getattr(args, name) != value]
+
+
+def hardware_of(name: str, file: str | None, recordings: Sequence[str]) -> Hardware:
+    """Return the machine that the options name.
+
+    Raises:
+        ValueError: if it is unknown, or a recording has no copies both ways.
+        OSError: if a file cannot be read.
+    """
+    hardware = find_hardware(name, file)
+    return with_link(hardware, recorded_link(recordings)) if recordings else hardware
+
+
+def recorded_link(files: Sequence[str]) -> Link:
+    """Return how fast the copies of recorded steps were, all together.
+
+    Raises:
+        ValueError: if there are none in a direction.
+        OSError: if a file cannot be read.
+    """
+    copies = [copy for file in files for record in read_records(file) for copy in record.copies]
+    rates = []
+    for is_out in (True, False):
+        chosen = [copy for copy in copies if (copy.op is OUT) == is_out and copy.end_ms > copy.begin_ms]
+        milliseconds = sum(copy.end_ms - copy.begin_ms for copy in chosen)
+        if not chosen:
+            raise ValueError(f"{', '.join(files)}: no copies {'out' if is_out else 'in'} are recorded")
+        rates.append(sum(copy.nbytes for copy in chosen) / milliseconds / 1e6)
+    return Link(*rates)
+
+
+def _size(text: str) -> Size:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

@@ -1,0 +1,146 @@
+"""The tables of a forecast, as text, and its plot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from offload_engine.rehearsal.forecast import Forecast, StepForecast
+
+_WIDTH = 120
+_GIB = 1 << 30
+
+
+def forecast_text(forecast: Forecast, notes: Sequence[str] = ()) -> str:
+    """Return all tables of a forecast, with what it assumes."""
+    parts: list[RenderableType] = [
+        _machine(forecast),
+        _module_table(forecast),
+        _rank_table(forecast),
+        _step_table(forecast),
+        _verdict(forecast),
+        *notes,
+    ]
+    return _as_text(parts)
+
+
+def draw_forecast(forecast: Forecast, file: str) -> None:
+    """Draw throughput over memory, a point for each way to train.
+
+    Raises:
+        ImportError: without matplotlib.
+        OSError, ValueError: if the file cannot be written, or its name has no known ending.
+    """
+    os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for step in forecast.steps:
+        x, y = step.gpu_bytes / _GIB, _tokens_per_second(forecast, step)
+        axes.plot(x, y, "o", color="C0" if step.fits else "C3")
+        axes.annotate(step.name, (x, y), textcoords="offset points", xytext=(6, 6))
+    axes.axvline(forecast.budget_bytes / _GIB, color="0.5", linestyle="--", label=f"budget on {forecast.hardware.name}")
+    axes.set_xlabel("GiB of the fullest GPU, predicted")
+    axes.set_ylabel("tokens a second and GPU, predicted")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.margins(0.15)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _machine(forecast: Forecast) -> str:
+    hardware = forecast.hardware
+    source = "" if hardware.source == "measured" else " (datasheet: rates are scaled, not measured)"
+    nodes = -(-forecast.num_gpus // forecast.gpus_of_node)
+    return (
+        f"{forecast.num_gpus} GPUs on {nodes} node(s) of {hardware.name}{source}: {_gib(forecast.budget_bytes)} of "
+        f"{hardware.gpu_gib:g} GiB of each GPU, {hardware.host_gib:,g} GiB a host, copies at "
+        f"{forecast.link.out_gbps:.1f} GB/s out and {forecast.link.in_gbps:.1f} GB/s in while "
+        f"{forecast.gpus_of_node} GPU(s) of the host copy"
+    )
+
+
+def _module_table(forecast: Forecast) -> Table:
+    columns = ("stage", "module", "groups", "GiB a step", "moved GiB", "on the link ms", "exposed ms")
+    table = _table("what a step saves, and what moving it takes", columns, 2)
+    for rank, modules in enumerate(forecast.modules):
+        for module in modules:
+            table.add_row(
+                str(rank),
+                module.name,
+                str(module.num_groups),
+                _gib(module.nbytes),
+                _gib(module.moved_bytes),
+                f"{module.link_ms:,.1f}",
+                f"{module.exposed_ms:,.1f}",
+            )
+    return table
+
+
+def _rank_table(forecast: Forecast) -> Table:
+    names = [way.name for way in forecast.ranks[0].ways]
+    columns = ("stage", "parameters", "weights, gradients, optimizer", *(f"peak, {name}" for name in names))
+    table = _table("allocated on each GPU, GiB", columns, 1)
+    for rank, each in enumerate(forecast.ranks):
+        peaks = (_gib(way.peak_bytes) for way in each.ways)
+        table.add_row(str(rank), f"{each.num_parameters / 1e9:,.3f} B", _gib(each.state_bytes), *peaks)
+    return table
+
+
+def _step_table(forecast: Forecast) -> Table:
+    columns = ("", "step ms", "tokens/s and GPU", "fullest GPU GiB", "host GiB a node", "fits")
+    table = _table(f"a step of {forecast.num_tokens:,} tokens", columns, 1)
+    for step in forecast.steps:
+        table.add_row(
+            step.name,
+            f"{step.milliseconds:,.1f}",
+            f"{_tokens_per_second(forecast, step):,.0f}",
+            _gib(step.gpu_bytes),
+            _gib(step.host_bytes),
+            "yes" if step.fits else "no",
+        )
+    return table
+
+
+def _verdict(forecast: Forecast) -> str:
+    fitting = [step for step in forecast.steps if step.fits]
+    if fitting:
+        best = min(fitting, key=lambda step: step.milliseconds)
+        return f"It fits {forecast.hardware.name}, fastest with: {best.name}, {best.milliseconds:,.0f} ms a step."
+    least = min(forecast.steps, key=lambda step: step.gpu_bytes)
+    missing = least.gpu_bytes - forecast.budget_bytes
+    if missing <= 0:
+        return f"It does not fit: {least.name} needs {_gib(least.host_bytes)} GiB of host memory on each node."
+    return (
+        f"It does not fit {forecast.hardware.name}: even with {least.name} {_gib(missing)} GiB are missing. Use more "
+        "GPUs, smaller microbatches, shorter sequences, or other GPUs."
+    )
+
+
+def _tokens_per_second(forecast: Forecast, step: StepForecast) -> float:
+    return 1e3 * forecast.num_tokens / step.milliseconds / forecast.num_gpus
+
+
+def _table(title: str, columns: Sequence[str], num_words: int) -> Table:
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_words else "right")
+    return table
+
+
+def _as_text(parts: Sequence[RenderableType]) -> str:
+    console = Console(width=_WIDTH, force_terminal=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part, markup=False, highlight=False)
+    return capture.get()
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:,.2f}"

@@ -1,0 +1,121 @@
+"""Hollow tensors: the sizes of a real step, no contents, no memory; what is allocated and how long it takes."""
+
+from __future__ import annotations
+
+import gc
+import resource
+
+import pytest
+import torch
+
+from offload_engine.planning.hardware import find_hardware
+from offload_engine.rehearsal.costs import KernelCosts
+from offload_engine.rehearsal.tensors import HollowTensors
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def hollow() -> HollowTensors:
+    return HollowTensors(KernelCosts(find_hardware("h200")), 100.0)
+
+
+def test_nothing_large_is_touched(hollow: HollowTensors) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with hollow:
+        linear = torch.nn.Linear(8192, 8192, bias=False)
+        linear(torch.randn(4096, 8192)).relu().sum().backward()
+    assert linear.weight.grad is not None and linear.weight.grad.shape == (8192, 8192)
+    assert hollow.allocated.nbytes >= 2 * 256 * MIB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
+
+
+def test_bytes_are_counted_until_their_storage_is_freed(hollow: HollowTensors) -> None:
+    allocated = hollow.allocated
+    with hollow:
+        x = torch.empty(MIB, dtype=torch.uint8)
+        view = x[10:]
+        y = x.float()
+        assert allocated.nbytes == 5 * MIB
+        del x, y
+        gc.collect()
+        assert allocated.nbytes == MIB  # the view holds it
+        del view
+        assert (allocated.nbytes, allocated.peak_bytes) == (0, 5 * MIB)
+        torch.empty(1, dtype=torch.uint8)
+        allocated.reset_peak()
+        small = torch.empty(1, dtype=torch.uint8)
+        assert allocated.peak_bytes == 512  # as the allocator of GPUs rounds
+        del small
+
+
+def test_a_resized_storage_is_counted_anew(hollow: HollowTensors) -> None:
+    with hollow:
+        x = torch.empty(MIB)
+        x.untyped_storage().resize_(0)
+        hollow.allocated.note(x.untyped_storage())
+        assert hollow.allocated.nbytes == 0
+
+
+def test_integers_are_computed_from_integers(hollow: HollowTensors) -> None:
+    with hollow:
+        places = torch.arange(12)
+        chosen = torch.zeros(6, 4, dtype=torch.bool)
+        chosen[places // 2, places % 4] = True
+        assert chosen.sum(0).tolist() == [3, 3, 3, 3]
+        assert torch.empty(6, 4).masked_select(chosen).shape == (12,)
+
+
+def test_integers_from_floats_are_zero(hollow: HollowTensors) -> None:
+    with hollow:
+        x = torch.ones(8, 4)
+        assert x.argmax(1).tolist() == [0] * 8
+        assert x.sum().item() == 0
+
+
+def test_an_address_that_is_used_again_is_known_again(hollow: HollowTensors) -> None:
+    with hollow:
+        for _ in range(50):
+            of_floats = torch.ones(4).long()
+            assert of_floats.tolist() == [0] * 4
+            del of_floats
+            assert torch.arange(4).sum().item() == 6
+
+
+def test_a_fused_function_allocates_its_result_only(hollow: HollowTensors) -> None:
+    names: list[str] = []
+    hollow.run = lambda milliseconds, name: names.append(name)
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sigmoid() * 2 + 1
+
+    with hollow, torch.no_grad():
+        x = torch.empty(MIB)
+        hollow.allocated.reset_peak()
+        out = hollow.fused(gated)(x)
+        assert out.shape == x.shape
+        assert hollow.allocated.peak_bytes == 8 * MIB
+    assert names == ["gated"]
+
+
+def test_kernels_take_the_longer_of_operations_and_bytes(hollow: HollowTensors) -> None:
+    spent: dict[str, float] = {}
+    hollow.run = lambda milliseconds, name: spent.__setitem__(name, milliseconds)
+    with hollow, torch.no_grad():
+        x = torch.empty(8192, 8192, dtype=torch.bfloat16)
+        x @ x
+        x + x
+    hardware = find_hardware("h200")
+    assert spent["mm"] == pytest.approx(2 * 8192**3 / hardware.bf16_tflops / 1e9, rel=0.01)
+    assert spent["add"] == pytest.approx(3 * 128 * MIB / hardware.memory_gbps / 1e6, rel=0.05)
+
+
+def test_causal_attention_takes_half() -> None:
+    spent: list[float] = []
+    for is_causal in (False, True):
+        hollow = HollowTensors(KernelCosts(find_hardware("h200")), 100.0)
+        hollow.run = lambda milliseconds, name: spent.append(milliseconds)
+        with hollow, torch.no_grad():
+            q = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16)
+            torch.ops.aten._scaled_dot_product_flash_attention(q, q, q, 0.0, is_causal)
+    assert spent[0] == pytest.approx(2 * spent[1], rel=0.05)

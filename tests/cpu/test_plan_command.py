@@ -1,0 +1,100 @@
+"""`python -m offload_engine.plan`, and what a rehearsed model saves beside a real one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_engine import OffloadConfig
+from offload_engine.planning.hardware import find_hardware
+
+pytest.importorskip("transformers")
+
+from offload_engine.plan import main, read_config  # noqa: E402
+from offload_engine.rehearsal.model import ModelRehearsal  # noqa: E402
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+SETTINGS = [f"{name}={value}" for name, value in TINY.items()]
+SEQUENCE = 32
+
+
+def test_a_model_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "plan.png"
+    flags = ["--seq-length", "64", "--hardware", "a100-40x2", "--plan-plot", str(plot)]
+    assert main(["qwen2", "--set", *SETTINGS, *flags]) == 0
+    text = capsys.readouterr().out
+    assert "2 GPUs on 1 node(s) of a100-40x2 (datasheet" in text
+    assert "a step of 128 tokens" in text
+    assert re.search(r"It fits a100-40x2, fastest with: no offload", text)
+    assert plot.stat().st_size > 1000
+
+
+def test_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **TINY}))
+    assert main([str(file), "--seq-length", "64"]) == 0
+    assert "layers offloaded" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "mine.toml"
+    table.write_text("[h200]\ngpu_gib = 0.5\n")
+    assert main(["qwen2", "--set", *SETTINGS, "--seq-length", "64", "--hardware-file", str(table)]) == 0
+    assert re.search(r"It does not fit h200: even with layers .* GiB are missing", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen3000"], "'qwen3000' is neither a config.json here nor a model type"),
+        (["qwen2", "--hardware", "h300"], "'h300' is unknown hardware; known are"),
+        (["qwen2", "--set", "layers=3"], "--set layers: the configuration of qwen2 has no such setting"),
+        (["qwen2", "--hardware-file", "nowhere.toml"], "nowhere.toml"),
+        (["qwen2", "--recording", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def _loss(model: Any) -> torch.Tensor:
+    tokens = torch.zeros((1, SEQUENCE), dtype=torch.int64)
+    out: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+    return out
+
+
+def _make_model() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    config = read_config("qwen2", TINY)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+
+
+def test_bytes_are_those_of_a_real_step() -> None:
+    """All saved bytes of a step, as the engine counts them; the fused kernel of this CPU saves what a GPU's does."""
+    from offload_engine import enable_activation_offloading
+
+    config = OffloadConfig(min_tensor_bytes=64, dry_run=True)  # a GPU's kernel saves its seeds, too
+    model = _make_model()
+    with_engine = enable_activation_offloading(model, "none", config=config)
+    _loss(model).backward()
+    real = with_engine.stats
+    with_engine.remove()
+    rehearsal = ModelRehearsal(_make_model, _loss, find_hardware("h200"), min_tensor_bytes=64)
+    rehearsal.run("no offload", dry_run=True)
+    assert real.managed_bytes > 0
+    assert rehearsal.managed_bytes == real.managed_bytes
