@@ -106,10 +106,11 @@ class _Chooser:
 
     def _with_room(self, choices: Choices, budget_bytes: int) -> Decision:
         """Give what does not stay as much room as fits a budget; less than the floor takes would be none."""
-        low = self._predictor.model.room_bytes(budget_bytes)
-        if low < self._predictor.floor.resident_bytes:
-            return Decision(choices)
+        least = self._predictor.model.room_bytes(budget_bytes)  # fits wherever groups are at their peak
+        low = max(least, self._predictor.floor.resident_bytes)
         held = self._predictor.held_bytes(Decision(choices, low))
+        if held > budget_bytes:
+            return Decision(choices)
         spare = budget_bytes - held  # what more room takes is at most as much, and less where the peak is elsewhere
         for _ in range(_ROOM_TRIES):
             if spare <= 0:

@@ -12,7 +12,7 @@ from offload_engine.planning.choices import Allowance, Choices, slots_of
 from offload_engine.planning.choose import Chosen, choose
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
-from offload_engine.planning.moves import CHUNK_BACKWARD
+from offload_engine.planning.moves import CHUNK_BACKWARD, ITERATION_END, Boundary
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
 from offload_engine.planning.recompute import RecomputeOption, with_recomputation
 from offload_engine.planning.simulate import PipelineJob, RankJob
@@ -117,6 +117,18 @@ def test_where_the_link_has_slack_fewer_groups_move_in_the_same_time() -> None:
     chosen = choose(job, model, budget, Costs(Link(500.0, 500.0)))
     assert chosen.best.stalled_ms == chosen.floor.stalled_ms == 0
     assert chosen.best.num_moves < chosen.floor.num_moves
+
+
+def test_a_peak_where_no_group_is_takes_no_room() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    model = flat_model(job, more_bytes=0)
+    budget = model.held_bytes(job, Choices()) + 2 * GIB
+    most = max(model.other_bytes.values())
+    end = Boundary(ITERATION_END)
+    spiked = dataclasses.replace(model, other_bytes={**model.other_bytes, end: most + 3 * GIB})
+    assert spiked.room_bytes(budget) < choose(job, model, budget, COSTS).floor.resident_bytes
+    plain, found = (choose(job, each, budget, COSTS).best for each in (model, spiked))
+    assert found.step_ms <= 1.01 * plain.step_ms and found.decision.resident_bytes is not None
 
 
 def test_measured_time_shifts_every_prediction() -> None:
