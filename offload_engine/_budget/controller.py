@@ -11,7 +11,7 @@ from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
-from offload_engine._budget.summary import BudgetSummary, budget_text, summary_of
+from offload_engine._budget.view import BudgetView
 from offload_engine._devices.base import Device, MemoryGauge, TimeMark
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _MAX_CORRECTIONS: Final = 3
 _MAX_WAIT_STEPS: Final = 64
 """For an optimizer to step: gradients may be accumulated over many iterations."""
+_FIRST_TIMED_STEP: Final = 3
+"""In the first step host memory grows piece by piece; in the second it may become one piece, which takes as long."""
 _MAX_TRIES: Final = 8
 """To measure a step whose chunks can be planned."""
 _CLOSE: Final = 1 / 256
@@ -38,7 +40,7 @@ _UNUSED: Final = 1 / 32
 _GIB: Final = 1 << 30
 
 
-class BudgetController:
+class BudgetController(BudgetView):
     """Decides for one engine, between its iterations. While a decision holds it costs some 50 microseconds a step.
 
     Args:
@@ -50,9 +52,6 @@ class BudgetController:
 
     Attributes:
         state: see `State`.
-        decider: has the decision, and the hooks of the caller.
-        measured_bytes: what the process held at the most in the last step that was verified or watched.
-        measured_ms: of the last step that was verified.
     """
 
     def __init__(
@@ -62,10 +61,7 @@ class BudgetController:
         self.state: State = State.FLOOR
         # Where copies are threads it is left to chance when they complete.
         is_early_certain = not isinstance(gauge, ResidentGauge)
-        self.decider: Decider = Decider(budget_bytes, context, policy, is_early_certain=is_early_certain)
-        self.measured_bytes: int = 0
-        self.measured_ms: float = 0.0
-        self._budget_bytes = budget_bytes
+        super().__init__(budget_bytes, Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
         self._device: Device = context.device
         self._keeping = keeping
         self._gauge: MemoryGauge = gauge
@@ -122,26 +118,6 @@ class BudgetController:
         """Return whether an iteration has begun."""
         return self._num_steps > 0
 
-    @property
-    def summary(self) -> BudgetSummary | None:
-        """Return what the budget has come to; None before there is a decision."""
-        chosen = self.decider.chosen
-        return chosen and summary_of(chosen, self._budget_bytes, self.measured_bytes, self.measured_ms)
-
-    @property
-    def curve(self) -> list[tuple[int, float]]:
-        """Return what the process would hold, in bytes, and a step would take, in ms, with every budget, lowest first.
-
-        Empty before there is a decision.
-        """
-        chosen = self.decider.chosen
-        return [] if chosen is None else [(each.held_bytes, each.step_ms) for each in chosen.curve]
-
-    def report(self) -> str:
-        """Return the table of the decision; empty before there is one."""
-        chosen, summary = self.decider.chosen, self.summary
-        return "" if chosen is None or summary is None else budget_text(summary, chosen)
-
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""
         if isinstance(self._gauge, ResidentGauge):
@@ -173,7 +149,7 @@ class BudgetController:
         """Draw conclusions from the step before."""
         self.decider.check_taken()
         if self.state is State.FLOOR:
-            if self._has_state:
+            if self._has_state and self._num_steps >= _FIRST_TIMED_STEP:
                 self._floor_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
                 self._optimizers.close()
                 self._go(State.MEASURE)
@@ -232,7 +208,7 @@ class BudgetController:
         if not is_wrong or self._num_corrections >= _MAX_CORRECTIONS:
             self._gauge.reset()
             self._go(State.HOLD)
-            self._log()
+            self.log()
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
@@ -302,15 +278,3 @@ class BudgetController:
         self._gauge.trim()
         self._allow(Allowance())
         self._go(State.MEASURE)
-
-    def _log(self) -> None:
-        assert self.decider.chosen is not None
-        best = self.decider.chosen.best
-        logger.info(
-            "gpu_budget %.2f GiB: predicted %.2f GiB and %.1f ms, measured %.2f GiB and %.1f ms",
-            self._budget_bytes / _GIB,
-            best.held_bytes / _GIB,
-            best.step_ms,
-            self.measured_bytes / _GIB,
-            self.measured_ms,
-        )

@@ -68,6 +68,7 @@ class RehearsalDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 512
+    memory = None
 
     def __init__(self, clocks: StepClocks, allocated: AllocatedBytes) -> None:
         self.clocks = clocks
@@ -92,6 +93,9 @@ class RehearsalDevice:
         self.wait_event(stream, self.record_event(leader))
 
     def is_copy_thread(self) -> bool:
+        return False
+
+    def is_capturing(self) -> bool:
         return False
 
     def is_complete(self, event: _Event) -> bool:
@@ -130,9 +134,6 @@ class RehearsalDevice:
 
     def host_read(self, tensor: torch.Tensor) -> HostRead:
         return PlainRead(tensor)
-
-    def memory_gauge(self) -> None:
-        return None
 
     def free_host_bytes(self) -> int:
         return _HOST_BYTES

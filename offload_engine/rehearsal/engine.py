@@ -102,7 +102,7 @@ class _Log(Recorder):
     """Passes on boundaries, and records nothing else."""
 
     def __init__(self, device: Device, note: _Note) -> None:
-        super().__init__(device, has_modules=False)
+        super().__init__(device)
         self._note_passed = note
 
     def note_boundary(self, kind: BoundaryKind, chunk: ChunkKey | None, group: ObservedGroup | None = None) -> None:

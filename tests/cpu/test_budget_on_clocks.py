@@ -22,7 +22,7 @@ class BudgetRank(EngineRank):
         self.engine.close()
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)  # type: ignore[arg-type]
         self.engine.pool._slab_bytes //= SCALE
-        controller = self.engine.budget_controller
+        controller = self.engine.budget
         assert controller is not None
         self.controller = controller
         self.controller._optimizers.has_stepped = True

@@ -81,6 +81,7 @@ LAYERS = {
         ("chunk", "_budget", "_budget.gauge", "_budget.link", "_budget.measure", "_budget.optimizers", "_budget.state"),
         ("_budget.times", "_budget.agreement", "_budget.summary"),
         ("_budget.decide",),
+        ("_budget.view",),
         ("_budget.controller",),
         ("functions", "engine_view"),
         ("engine", "plan_files"),
