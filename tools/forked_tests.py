@@ -90,10 +90,13 @@ def _run_pytest(copy: Path, tests: list[str], environment: dict[str, str]) -> No
         output = os.open(copy.parent / "output", os.O_CREAT | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         os.chdir(copy)
         os.environ.update({**environment, "PYTHONPATH": str(copy)})  # before an editable install of the checkout
         os.environ.pop("PYTEST_ADDOPTS", None)
         sys.path.insert(0, str(copy))
+        for name in [name for name in sys.modules if name.split(".")[0] in ("offload_engine", "tests", "conftest")]:
+            del sys.modules[name]  # of the checkout, where this is itself run by a test
         import pytest
 
         plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
