@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from offload_engine._devices.base import HostRead, HostRegion, HostSlab, PlainRead, TensorSpec
+from offload_engine._devices.base import HostRead, HostRegion, HostSlab, MemoryGauge, PlainRead, TensorSpec
 from offload_engine._devices.regions import new_buffer, whole
 from offload_engine.planning.clocks import Clocks, Link
 from offload_engine.rehearsal.allocated import AllocatedBytes
@@ -68,7 +68,7 @@ class RehearsalDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 512
-    memory = None
+    memory: MemoryGauge | None = None
 
     def __init__(self, clocks: StepClocks, allocated: AllocatedBytes) -> None:
         self.clocks = clocks
