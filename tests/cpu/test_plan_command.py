@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ TINY = {
 }
 SETTINGS = [f"{name}={value}" for name, value in TINY.items()]
 SEQUENCE = 32
+H200 = find_hardware("h200")
 
 
 def test_a_model_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -71,16 +73,29 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert message in error and error.count("\n") == 1
 
 
-def _loss(model: Any) -> torch.Tensor:
-    tokens = torch.zeros((1, SEQUENCE), dtype=torch.int64)
+def _loss(model: Any, length: int = SEQUENCE) -> torch.Tensor:
+    tokens = torch.zeros((1, length), dtype=torch.int64)
     out: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
     return out
 
 
-def _make_model() -> torch.nn.Module:
+def test_attention_is_fused_with_fewer_keys_than_queries() -> None:
+    """As on a GPU: no matrix of scores is saved, and the time grows with the square of the sequence."""
+    saved, times = [], []
+    for length in (8192, 16384):
+        rehearsal = ModelRehearsal(partial(_make_model, num_key_value_heads=1), partial(_loss, length=length), H200)
+        times.append(rehearsal.run("no offload", dry_run=True).milliseconds)
+        saved.append(rehearsal.managed_bytes)
+    assert 0 < saved[1] < 2.2 * saved[0]
+    assert times[1] > 2.5 * times[0]
+
+
+def _make_model(**changes: int) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    config = read_config("qwen2", TINY)
+    config = read_config(
+        "qwen2", {**TINY, "hidden_size": 2048, "intermediate_size": 4096, **changes} if changes else TINY
+    )
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
 
 
@@ -94,7 +109,7 @@ def test_bytes_are_those_of_a_real_step() -> None:
     _loss(model).backward()
     real = with_engine.stats
     with_engine.remove()
-    rehearsal = ModelRehearsal(_make_model, _loss, find_hardware("h200"), min_tensor_bytes=64)
+    rehearsal = ModelRehearsal(_make_model, _loss, H200, min_tensor_bytes=64)
     rehearsal.run("no offload", dry_run=True)
     assert real.managed_bytes > 0
     assert rehearsal.managed_bytes == real.managed_bytes
