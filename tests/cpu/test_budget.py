@@ -222,9 +222,9 @@ def test_a_job_that_fits_moves_nothing(make: Make) -> None:
 
 
 def test_it_is_held_within_five_steps_of_a_pipeline() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
+    job = ByHand(config(gpu_budget=1 << 40)).steps(7)
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
-    assert job.states == [floor, floor, measure, verify, State.HOLD, State.HOLD]
+    assert job.states == [floor, floor, floor, measure, verify, State.HOLD, State.HOLD]
 
 
 @each_job
@@ -348,7 +348,7 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_a_measured_step_measures_the_next(tmp_path: Path) -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(2)
+    job = ByHand(config(gpu_budget=1 << 40)).steps(3)
     with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
         raise ZeroDivisionError
     assert job.engine.budget is not None and job.engine.budget.state is State.MEASURE
@@ -464,7 +464,7 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     job, gauge = on_gpu(budget, base, waste=0.1)
     job.steps(10)
     assert_same_training(job, reference)
-    assert job.states[-1] is State.HOLD and State.HOLD in job.states[:7]
+    assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
     assert 1 <= gauge.num_trims <= 3
     controller = job.engine.budget
     assert controller is not None and controller.decider._model is not None
@@ -500,7 +500,10 @@ def test_a_peak_between_two_steps_changes_no_decision() -> None:
 
 
 def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
-    """Two ranks, of which one has less room, take the same decision; each exchanges as many numbers."""
+    """A rank that agrees with one that has less room keeps as little; each exchanges as many numbers.
+
+    How many groups leave depends on measured times as well, which differ from run to run.
+    """
     base, most = 1 << 20, max(all_kept(ByHand).peaks)
     budget = base + KIB + round(0.8 * most)
     exchanged: dict[int, list[tuple[int, ...]]] = {}
@@ -526,7 +529,7 @@ def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
     both = run(base, exchanged[base + most // 4])
     decisions = [job.engine.budget.decider.chosen.best for job in (alone, worst, both)]  # type: ignore[union-attr]
     assert decisions[2].held_bytes >= decisions[1].held_bytes
-    assert decisions[2].num_moves == decisions[1].num_moves > decisions[0].num_moves
+    assert min(decisions[1].num_moves, decisions[2].num_moves) > decisions[0].num_moves
 
 
 def test_memory_is_measured_at_every_boundary_of_groups() -> None:

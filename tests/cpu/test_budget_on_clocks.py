@@ -50,7 +50,7 @@ def test_time_and_memory_are_as_predicted(share: float) -> None:
         rank.step()
         assert rank.controller._num_steps < 9
     rank.step()
-    summary = rank.engine.budget
+    summary = rank.controller.summary
     assert summary is not None
     assert summary.measured_step_ms == pytest.approx(summary.predicted_step_ms, rel=0.01)
     assert rank.engine.stats.peak_resident_bytes <= summary.predicted_peak_bytes <= summary.budget_bytes

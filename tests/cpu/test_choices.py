@@ -124,15 +124,15 @@ def trained(policy: PolicySettings, num_stages: int = 2) -> Bench:
 def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
     bench = trained(policy)
     assert bench.left & KEPT
-    bench.engine._executor.allow(allowance())
+    bench.engine._keeping.allow(allowance())
     for _ in range(2):
         bench.step()
         assert not bench.left & KEPT
         assert bench.engine.stats.copied_out_bytes > 0 == bench.engine.stats.num_outgrown_groups
-    bench.engine._executor.allow(allowance(SLOTS))
+    bench.engine._keeping.allow(allowance(SLOTS))
     bench.step()
     assert bench.engine.stats.copied_out_bytes == 0
-    bench.engine._executor.allow(Allowance())
+    bench.engine._keeping.allow(Allowance())
     bench.step()
     assert bench.left & KEPT
 
@@ -140,7 +140,7 @@ def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
 @each_policy
 def test_what_has_grown_leaves_and_is_counted(policy: PolicySettings) -> None:
     bench = trained(policy)
-    bench.engine._executor.allow(allowance(SLOTS))
+    bench.engine._keeping.allow(allowance(SLOTS))
     bench.step(scale=2)
     assert bench.engine.stats.num_outgrown_groups == 4 * len(SLOTS)
     assert bench.left
@@ -149,7 +149,7 @@ def test_what_has_grown_leaves_and_is_counted(policy: PolicySettings) -> None:
 @each_policy
 def test_no_more_stays_than_there_is_room_for(policy: PolicySettings) -> None:
     bench = trained(policy)
-    bench.engine._executor.allow(allowance(SLOTS, resident_bytes=9 * GROUP_BYTES))
+    bench.engine._keeping.allow(allowance(SLOTS, resident_bytes=9 * GROUP_BYTES))
     bench.step()
     assert bench.engine.stats.num_outgrown_groups > 0
     assert bench.left
@@ -157,17 +157,17 @@ def test_no_more_stays_than_there_is_room_for(policy: PolicySettings) -> None:
 
 def test_room_is_given_to_plans_only() -> None:
     bench = trained(Planned(), num_stages=1)
-    bench.engine._executor.allow(allowance(frozenset(), room_bytes=11 * GROUP_BYTES))
+    bench.engine._keeping.allow(allowance(frozenset(), room_bytes=11 * GROUP_BYTES))
     bench.step(num_stages=1)
     assert bench.engine.stats.peak_resident_bytes <= 11 * GROUP_BYTES
     assert 0 < bench.engine.stats.copied_out_bytes < 4 * 15 * GROUP_BYTES
     with pytest.raises(ValueError, match=r"room_bytes=5 needs OffloadConfig\(policy=Planned\(\)\)"):
-        Bench(LowestPeak()).engine._executor.allow(allowance(room_bytes=5))
+        Bench(LowestPeak()).engine._keeping.allow(allowance(room_bytes=5))
 
 
 def test_a_kept_group_stays_where_that_its_backward_comes_at_once_is_taken_back() -> None:
     engine = Bench(LowestPeak()).engine
-    engine._executor.allow(allowance(frozenset({UP})))
+    engine._keeping.allow(allowance(frozenset({UP})))
     with engine.iteration():
         chunk = engine.start_chunk(ChunkKey(0, 0))
         handles = []

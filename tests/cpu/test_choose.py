@@ -222,7 +222,7 @@ def run_decision(job: PipelineJob, decisions: list[Decision]) -> list[EngineRank
         _run_step(ranks)
     for rank, (choices, room) in zip(ranks, decisions, strict=True):
         kept = dict.fromkeys(choices.kept, 1 << 40)
-        rank.engine._executor.allow(Allowance(choices, kept, 1 << 40, None if room is None else room // SCALE))
+        rank.engine._keeping.allow(Allowance(choices, kept, 1 << 40, None if room is None else room // SCALE))
     for _ in range(2):
         _run_step(ranks)
     for rank in ranks:
