@@ -80,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_mutations(root: Path) -> list[Mutation]:
-    """Return the waits, then the decisions."""
-    return [*find_waits(root), *find_decisions(root, PACKAGE)]
+    """Return the waits, then the decisions that are none of them."""
+    waits = find_waits(root)
+    known = {wait[:5] for wait in waits}
+    return [*waits, *(one for one in find_decisions(root, PACKAGE) if one[:5] not in known)]
 
 
 def find_waits(root: Path) -> list[Mutation]:

@@ -91,8 +91,7 @@ class Observer:
                 self._writer.begin()
         if not self._has_logged and stats.num_groups and _rank() == 0:
             self._has_logged = True
-            level = logging.INFO if stats.managed_bytes else logging.WARNING  # whoever opens groups wants bytes to move
-            logger.log(level, "activation offload in the first step:\n%s", summary_of_stats(stats))
+            logger.info("activation offload in the first step:\n%s", summary_of_stats(stats))
 
     def report(self, stats: IterationStats) -> str:
         """Return the tables of the last recorded step; without one, a summary of the last step's counters."""

@@ -39,5 +39,5 @@ def test_an_abandoned_step_lets_go_of_what_was_held() -> None:
     attachment.held._input = [torch.ones(1)]
     attachment._pause, attachment.nodes, attachment._brackets = mock.Mock(), mock.Mock(), []
     with mock.patch.object(Attachment, "_leave_called"):
-        attachment.abandon_iteration()
+        attachment.reset()
     assert not attachment.held._input

@@ -28,8 +28,9 @@ def test_every_documented_rule_has_a_wait_to_remove() -> None:
 def test_every_wait_on_an_event_is_found() -> None:
     found = {(mutation.path, mutation.line) for mutation in mutation_check.find_waits(ROOT)}
     devices = ROOT / "offload_engine" / "_devices"  # implement the waits; they do not decide on any
+    others = {ROOT / "offload_engine" / name for name in ("rehearsal/device.py", "_budget/link.py")}  # no saved tensor
     for path in (ROOT / "offload_engine").rglob("*.py"):
-        if path.is_relative_to(devices):
+        if path.is_relative_to(devices) or path in others:
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(r"\.(wait_event|synchronize)\(", line):
