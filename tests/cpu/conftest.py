@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,11 @@ def device() -> Iterator[AdversarialDevice]:
     device = AdversarialDevice()
     yield device
     assert not device.hazards
+
+
+@pytest.fixture
+def interrupts_raise() -> Iterator[None]:
+    """Have SIGINT raise, also in a process that was started in the background, where shells have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

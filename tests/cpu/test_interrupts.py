@@ -32,6 +32,8 @@ from tests.engine_state import is_free
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 
+pytestmark = pytest.mark.usefixtures("interrupts_raise")
+
 
 class Lock:
     """A lock that gets a Ctrl-C while the acquisition that `num_left` counts down to is under way."""
