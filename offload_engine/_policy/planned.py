@@ -82,7 +82,7 @@ class PlannedPolicy(Policy):
 
     def shapes(self, actions: Sequence[Action]) -> Shapes | None:
         """Return the shapes of the chunks that `actions` run, as steps have shown them; None: not all are known."""
-        return self._log.shapes({action.chunk.stage for action in actions}) if _is_whole_step(actions) else None
+        return self._shown(actions) if _is_whole_step(actions) else None
 
     def slots(self) -> frozenset[Slot]:
         """Return the slots of all groups that steps have shown."""
@@ -93,7 +93,7 @@ class PlannedPolicy(Policy):
         self.clear()
         self._is_whole_step = _is_whole_step(actions)
         self._has_schedule |= self._is_whole_step
-        shapes = self.shapes(actions)
+        shapes = self._shown(actions) if self._is_whole_step else None
         self._shapes = shapes or ()
         self.plan = None if shapes is None else self._make_plan(actions, shapes, is_combined)
         # A copy-out under a plan comes back by that plan, released early or not.
@@ -138,6 +138,9 @@ class PlannedPolicy(Policy):
             return self._before_others(self.plan, chunk)
         index = group.index if group is not None else len(chunk.groups) if kind is LAUNCH else -1
         return self._moves(self.plan, Boundary(kind, chunk.key, index))
+
+    def _shown(self, actions: Sequence[Action]) -> Shapes | None:
+        return self._log.shapes({action.chunk.stage for action in actions})
 
     def _make_plan(self, actions: Sequence[Action], shapes: Shapes, is_combined: bool) -> Plan:
         return self._planner.plan_step(actions, shapes, self._bounds, choices=self.choices, is_combined=is_combined)
