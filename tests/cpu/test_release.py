@@ -260,3 +260,25 @@ def test_groups_come_back_from_the_end_of_the_loss_on() -> None:
     bench.begin_backward(chunk)
     assert bench.resident_groups == len(KEPT) + 3
     bench.finish()
+
+
+class PinningDevice(AdversarialDevice):
+    """Takes so long to issue a copy-out, as where host memory has to be pinned, that all earlier copies complete."""
+
+    def copy_out(self, stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
+        self.synchronize_all()
+        return super().copy_out(stream, copies)
+
+
+def test_copies_that_complete_while_the_next_one_is_issued_are_released_behind_it() -> None:
+    bench = Bench()
+    bench.device = PinningDevice(host_capacity=1 << 16)
+    bench.engine.reset_iteration()
+    bench.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), bench.device, bench.meter)
+    bench.engine.begin_iteration(ORDER)
+    chunk = bench.engine.start_chunk(FIRST)
+    handles = bench.handles[FIRST] = []
+    for number in range(3):
+        handles.append(bench._save(chunk, "first", number))
+        assert bench.resident_groups == 1, "only the last one may still be leaving"
+    bench.finish()
