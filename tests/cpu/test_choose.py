@@ -140,6 +140,19 @@ def test_measured_time_shifts_every_prediction() -> None:
     assert measured.best.step_ms == pytest.approx(simulated.best.step_ms + shift)
 
 
+def test_waits_are_as_long_as_those_of_the_measured_step() -> None:
+    """Half of the simulated waits were measured: each prediction has half of its own, and compute is as it was."""
+    job = job_of(ONE_RANK.ranks[0])
+    model, budget = flat_model(job), budgets("one rank")[2]
+    simulated = choose(job, model, budget, COSTS)
+    waits = simulated.floor.stalled_ms
+    assert waits > 0 and simulated.best.stalled_ms < waits
+    measured = choose(job, model, budget, Costs(floor_ms=simulated.floor.step_ms - waits / 2))
+    assert measured.floor.step_ms == pytest.approx(simulated.floor.step_ms - waits / 2)
+    compute = measured.best.step_ms - measured.best.stalled_ms / 2
+    assert compute == pytest.approx(simulated.floor.step_ms - waits)
+
+
 # -- recomputation ----------------------------------------------------------------------------------------------------
 
 
