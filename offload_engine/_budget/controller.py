@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -87,12 +88,11 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
-        if self._has_ended:
-            self._conclude(is_combined)
-        if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
-            planned = tuple(actions)
-            if not self.decider.is_decided(planned):
-                self._allow(self.decider.decide(planned))
+        is_planning, began_s = self.state is not State.HOLD, time.perf_counter()
+        self._decide(actions, is_combined)
+        if is_planning:
+            self.planning_ms += 1e3 * (time.perf_counter() - began_s)
+            self.num_planning_steps += self.state is not State.HOLD
         if self.state is not State.HOLD:
             self._gauge.reset()
         self._num_steps += 1
@@ -100,6 +100,14 @@ class BudgetController(BudgetView):
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
         self._begin_mark = self._mark()
         return self._recorder
+
+    def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
+        if self._has_ended:
+            self._conclude(is_combined)
+        if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
+            planned = tuple(actions)
+            if not self.decider.is_decided(planned):
+                self._allow(self.decider.decide(planned))
 
     def start_with(self, saved: SavedPlan, source: str) -> None:
         """Begin with a decision that was made before, without measuring; it is watched as any other.

@@ -24,12 +24,16 @@ class BudgetView:
         decider: has the decision, and the hooks of the caller.
         measured_bytes: what the process held at the most in the last step that was verified or watched.
         measured_ms: of the last step that was verified.
+        planning_ms: host time between steps, of the decisions so far and the measurement of the link.
+        num_planning_steps: steps so far that were measured or verified; they precede those in which a decision holds.
     """
 
     def __init__(self, budget_bytes: int, decider: Decider) -> None:
         self.decider: Decider = decider
         self.measured_bytes: int = 0
         self.measured_ms: float = 0.0
+        self.planning_ms: float = 0.0
+        self.num_planning_steps: int = 0
         self._budget_bytes = budget_bytes
 
     @property

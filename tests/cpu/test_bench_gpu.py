@@ -71,6 +71,9 @@ def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() ->
         ("--modules attn_proj", "only together with core_attn"),
         ("--modules mlp_fc1", "offloads none of mlp_fc1"),
         ("--rounds 0", "at least 1"),
+        ("--budget-curve 2 --rounds 1", "--rounds of at least 2"),
+        ("--budget-curve 2 --contenders ours", "name none among"),
+        ("--budget-plot curve.png", "give that, too"),
         ("--engine horizon_bytes", "NAME=VALUE"),
         ("--contenders none --profile trace.json", "--profile-contender ours"),
         ("--contenders none,ours --profile trace.json --profile-contender none,incumbent", "incumbent is not among"),
@@ -697,9 +700,9 @@ def run_everything(directory: str) -> list[str]:
     model.build_chunks = lambda shape, config: tiny.make_chunks(config)
     model.Training = lambda shape, chunks, training=model.Training: training(shape, chunks, "cpu")
     flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro".split()
-    flags.append("--single-thread")
+    flags += ["--single-thread", "--budget-curve", "2"]
     files = ["--json", f"{directory}/out.jsonl", "--memory-plot", f"{directory}/memory.png"]
-    files += ["--trade-plot", f"{directory}/trade.png"]
+    files += ["--trade-plot", f"{directory}/trade.png", "--budget-plot", f"{directory}/budgets.png"]
     engine = ["--engine", "min_tensor_bytes=0", "--engine", "directory=none"]
     shape = [f for name, value in dataclasses.asdict(TINY).items() for f in (f"--{name}", str(value))]
     parsed = settings.parse([*flags, *files, *engine, *shape, "--pp", "2"])
@@ -715,7 +718,7 @@ class SmallGauge(FakeGauge):
 
     def read(self) -> dict[str, int]:
         self.threads.add(torch._C._is_multithreading_enabled())
-        return {**super().read(), "host_rss_bytes": 1, "alloc_retries": 0, "device_allocs": 0}
+        return {**super().read(), "outside_bytes": 2 << 20, "host_rss_bytes": 1, "alloc_retries": 0, "device_allocs": 0}
 
 
 @pytest.mark.dist
@@ -731,15 +734,20 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     kinds = [record["kind"] for record in records]
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "run": 2,
-        "turn": 8,
-        "parity": 8,
-        "summary": 4,
-        "throughput": 2,
+        "turn": 16,
+        "parity": 16,
+        "summary": 10,
+        "throughput": 5,
+        "budget": 3,
         "end": 1,
     }
     assert all(record["is_bitwise_equal"] for record in records if record["kind"] == "parity")
     of_first = [r["contender"] for r in records if r["kind"] == "turn" and r["rank"] == 0]
-    assert of_first == ["ours", "none", "none", "ours"]
-    assert [r["is_confirmed"] for r in records if r["kind"] == "summary"] == [True, True, False, False]
-    for name in ("memory.png", "trade.png"):
+    assert of_first == ["ours", "none", "budget", "none", "budget", "budget", "budget", "ours"]
+    everything, tight, loose = [record for record in records if record["kind"] == "budget"]
+    assert everything["offloaded_bytes"] == loose["offloaded_bytes"] == 0 < tight["offloaded_bytes"]
+    assert tight["predicted_bytes"] <= tight["budget_bytes"] < loose["budget_bytes"]
+    assert [one["planning_steps"] for one in (everything, tight)] == [5, 5]
+    assert tight["is_above"] and not loose["is_above"]  # its gauge says that 2 MiB are held, whatever moves
+    for name in ("memory.png", "trade.png", "budgets.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -7,6 +7,7 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 - `none`: nothing to do. Every kind of offload is off in the configuration with which the model was built.
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
   off, closes the engine and gives its pinned memory back.
+- `budget`: ours, with nothing set but `gpu_budget` (`budget.py`).
 - `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes,
   so `switch_incumbent()` sets both: `fine_grained_activation_offloading` and `offload_modules` of every configuration
   in the model, `TransformerLayer`'s flags by its own `_set_offload_modules()`, and those of attention and experts by
@@ -64,6 +65,12 @@ class Contender(Protocol):
     def attach(self) -> None:
         """Put it on the model. Between `detach()` and this, the model is as it was built."""
 
+    def is_ready(self) -> bool:
+        """Return whether warm-up may end; asked once after each of its steps."""
+
+    def details(self) -> dict[str, Any]:
+        """Return what the record of the turn says beyond what all contenders say."""
+
     def detach(self) -> None:
         """Take it off and free its memory. Idempotent; also after an exception in a step."""
 
@@ -82,7 +89,17 @@ class Contender(Protocol):
         """
 
 
-class NoOffload:
+class _Plain:
+    """Has nothing to get ready, and no more to say than all."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def details(self) -> dict[str, Any]:
+        return {}
+
+
+class NoOffload(_Plain):
     """The model as it was built."""
 
     def __init__(self, entry: Entry) -> None:
@@ -103,7 +120,7 @@ class NoOffload:
         return torch_pinned_bytes
 
 
-class Ours:
+class Ours(_Plain):
     """The engine, through `megatron_patches`."""
 
     def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
@@ -117,13 +134,17 @@ class Ours:
         from offload_engine import OffloadConfig
 
         self._recomputation.on()
-        self._handle = megatron_patches.apply(OffloadConfig.from_flags(**self._settings), modules=self.entry.modules)
+        config = OffloadConfig.from_flags(**self._settings)
+        self._handle = megatron_patches.apply(config, modules=self.entry.modules, gpu_budget=self._gpu_budget())
 
     def detach(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
         self._recomputation.off()
+
+    def _gpu_budget(self) -> str | int | None:
+        return None
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
@@ -166,7 +187,7 @@ class Ours:
         return engine
 
 
-class Incumbent:
+class Incumbent(_Plain):
     """megatron-core's own offload."""
 
     def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
@@ -305,6 +326,10 @@ def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[.
 
 def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
     """Make the contender of an entry of the command line; its own settings override `engine`."""
+    if entry.kind == "budget":
+        from .budget import Budget
+
+        return Budget(entry, chunks, engine)
     if entry.kind == "ours":
         return Ours(entry, chunks, {**engine, **dict(entry.engine)})
     if entry.kind == "copies":

