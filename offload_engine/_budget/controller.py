@@ -12,8 +12,9 @@ from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
+from offload_engine._budget.timer import StepTimer
 from offload_engine._budget.view import BudgetView
-from offload_engine._devices.base import Device, MemoryGauge, TimeMark
+from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
@@ -39,6 +40,8 @@ _WINDOW_STEPS: Final = 50
 _UNUSED: Final = 1 / 32
 """Of the budget: if as much was left for a whole window, more is kept."""
 _GIB: Final = 1 << 30
+_US: Final = 1e3
+"""Of a millisecond."""
 
 
 class BudgetController(BudgetView):
@@ -64,13 +67,12 @@ class BudgetController(BudgetView):
         is_early_certain = not isinstance(gauge, ResidentGauge)
         super().__init__(budget_bytes, Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
         self._device: Device = context.device
+        self._timer = StepTimer(context.device)
         self._keeping = keeping
         self._gauge: MemoryGauge = gauge
         self._optimizers = OptimizerWatch()
         self._has_state = False  # an optimizer had stepped when the last step began
         self._recorder: MeasuringRecorder | None = None
-        self._begin_mark: TimeMark = None
-        self._end_mark: TimeMark = None
         self._floor_ms = 0.0
         self._num_steps = self._num_tries = self._num_corrections = 0
         self._has_trimmed = False  # for the first decision
@@ -98,7 +100,7 @@ class BudgetController(BudgetView):
         self._num_steps += 1
         self._has_ended, self._has_state = False, self._optimizers.has_stepped or self._num_steps > _MAX_WAIT_STEPS
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._begin_mark = self._mark()
+        self._timer.begin(self.state in (State.FLOOR, State.VERIFY))
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -132,7 +134,7 @@ class BudgetController(BudgetView):
             self._gauge.restore()
         self._step_peak_bytes, self._step_held_bytes = self._gauge.peak_bytes(), self._gauge.held_bytes()
         self._chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
-        self._end_mark = self._mark()
+        self._timer.end()
         self._has_ended = True
 
     def abandon(self) -> None:
@@ -142,10 +144,6 @@ class BudgetController(BudgetView):
     def close(self) -> None:
         """Watch optimizers no more. Idempotent."""
         self._optimizers.close()
-
-    def _mark(self) -> TimeMark:
-        is_timed = self.state in (State.FLOOR, State.VERIFY)
-        return self._device.mark_time(self._device.current_stream()) if is_timed else None
 
     # -- from state to state -----------------------------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class BudgetController(BudgetView):
         self.decider.check_taken()
         if self.state is State.FLOOR:
             if self._has_state and self._num_steps >= _FIRST_TIMED_STEP:
-                self._floor_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+                self._floor_ms = self._timer.milliseconds
                 self._optimizers.close()
                 self._go(State.MEASURE)
         elif self.state is State.MEASURE:
@@ -189,6 +187,7 @@ class BudgetController(BudgetView):
             self._gauge.trim()
             return  # to measure again
         self._num_tries = self._num_corrections = 0
+        self._gauge.trim()  # blocks of steps in which everything left fit badly
         self._allow(allowance)
         self._go(State.VERIFY)
 
@@ -200,23 +199,30 @@ class BudgetController(BudgetView):
             return
         best = self.decider.chosen.best
         self.measured_bytes = self._held_bytes()
-        self.measured_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
-        error, has_outgrown = self.decider.agree((self.measured_bytes - best.held_bytes, int(self._has_outgrown())))
+        self.measured_ms = self._timer.milliseconds
+        own = self.measured_bytes - best.held_bytes, int(self._has_outgrown()), round(_US * self.measured_ms)
+        error, has_outgrown, measured_us = self.decider.agree(own)
         if has_outgrown:
             return self._measure_again("activations have grown")
-        is_over = best.held_bytes + error > self._budget_bytes
-        close = _CLOSE * self._budget_bytes
-        is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
-        is_wrong = is_wasteful or error > close or is_over
-        if is_wrong and not (is_over and self.decider.is_at_floor):  # where nothing more can leave
-            self._num_corrections += 1
-            self._correct(error, is_over)
-        else:
-            is_wrong = False
-        if not is_wrong or self._num_corrections >= _MAX_CORRECTIONS:
+        self.decider.correct_time(measured_us / _US)
+        if not self._corrects(error) or self._num_corrections >= _MAX_CORRECTIONS:
             self._gauge.reset()
             self._go(State.HOLD)
             self.log()
+
+    def _corrects(self, error: int) -> bool:
+        """Correct the model of memory by what a step held beyond what was predicted; return whether it was wrong."""
+        assert self.decider.chosen is not None
+        best, close = self.decider.chosen.best, _CLOSE * self._budget_bytes
+        is_over = best.held_bytes + error > self._budget_bytes
+        if is_over and self.decider.is_at_floor:
+            return False  # nothing more can leave
+        is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
+        is_wrong = is_wasteful or error > close or is_over
+        if is_wrong:
+            self._num_corrections += 1
+            self._correct(error, is_over)
+        return is_wrong
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""

@@ -16,10 +16,10 @@ from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance, Choices, slots_of
-from offload_engine.planning.choose import Chosen, choose
+from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
-from offload_engine.planning.predict import Costs
+from offload_engine.planning.predict import Costs, busy_share, unslowed_ms
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 TOLERANCE: Final = 9 / 8
 """A group may grow by so much, as routing gives experts now more, now fewer tokens."""
 _LINK_BYTES: Final = 32 << 20
+_LEAST_BUSY: Final = 1 / 8
+_BUSY_LIMITS: Final = (0.75, 1.5)
+"""What clocks can do. All beyond is something else, of one step."""
 
 
 class Decider:
@@ -88,7 +91,7 @@ class Decider:
     @property
     def is_at_floor(self) -> bool:
         """Return whether everything is offloaded, because no less fits."""
-        return self.chosen is not None and self.chosen.best is self.chosen.floor
+        return self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
 
     @property
     def saved(self) -> SavedPlan | None:
@@ -155,6 +158,19 @@ class Decider:
         assert self._model is not None
         self._model = self._model.corrected(nbytes)
         self._decisions.clear()
+
+    def correct_time(self, measured_ms: float) -> None:
+        """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
+        assert self.chosen is not None
+        best, floor, before = self.chosen.best, self.chosen.floor, self._costs.busy_ratio
+        share = busy_share(best.stalled_ms, floor.stalled_ms)
+        if share < _LEAST_BUSY:  # it waits for copies as long as the measured step, and says nothing of others
+            return
+        ratio = 1.0 + (measured_ms / unslowed_ms(best, floor, before) - 1.0) / share
+        ratio = min(max(ratio, _BUSY_LIMITS[0]), _BUSY_LIMITS[1])
+        self._costs = dataclasses.replace(self._costs, busy_ratio=ratio)
+        self._decisions = {actions: retimed(each, before, ratio) for actions, each in self._decisions.items()}
+        self.chosen = self._decisions[self._actions]
 
     def decide(self, actions: tuple[Action, ...] = ()) -> Allowance:
         """Decide about steps of these actions, or of those that were measured.

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
+from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor, with_busy_ratio
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
@@ -61,6 +61,15 @@ def choose(job: Job, model: MemoryModel, budget_bytes: int, costs: Costs, *, mus
     tried = [*curve, *chooser.candidates(budget_bytes)]
     tried += chooser.recomputing(_best(tried, budget_bytes), budget_bytes)
     return Chosen(_best(tried, budget_bytes), floor, curve[-1], _improving(tried))
+
+
+def retimed(chosen: Chosen, before: float, after: float) -> Chosen:
+    """Return what was chosen, with the times of another ratio; see `Costs.busy_ratio`."""
+
+    def again(prediction: Prediction) -> Prediction:
+        return with_busy_ratio(prediction, chosen.floor, before, after)
+
+    return Chosen(again(chosen.best), chosen.floor, again(chosen.top), tuple(map(again, chosen.curve)))
 
 
 def below_floor_text(budget_bytes: int, floor_bytes: int, group_bytes: int) -> str:

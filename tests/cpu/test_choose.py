@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
+from offload_engine._budget.decide import Decider
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance, Choices, slots_of
-from offload_engine.planning.choose import Chosen, choose
+from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.moves import CHUNK_BACKWARD, ITERATION_END, Boundary
@@ -151,6 +152,34 @@ def test_waits_are_as_long_as_those_of_the_measured_step() -> None:
     assert measured.floor.step_ms == pytest.approx(simulated.floor.step_ms - waits / 2)
     compute = measured.best.step_ms - measured.best.stalled_ms / 2
     assert compute == pytest.approx(simulated.floor.step_ms - waits)
+
+
+def test_compute_is_slower_the_less_it_waits() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    model, budget = flat_model(job), budgets("one rank")[2]
+    plain = choose(job, model, budget, COSTS)
+    slower = choose(job, model, budget, dataclasses.replace(COSTS, busy_ratio=1.2))
+    assert slower.floor.step_ms == plain.floor.step_ms and plain.top.stalled_ms == 0.0
+    assert slower.top.step_ms == pytest.approx(1.2 * plain.top.step_ms)
+    assert plain.best.step_ms < slower.best.step_ms < 1.2 * plain.best.step_ms
+    again = retimed(plain, 1.0, 1.2)
+    assert [each.step_ms for each in again.curve] == pytest.approx([each.step_ms for each in slower.curve])
+    assert again.best.step_ms == pytest.approx(slower.best.step_ms) and again.floor == plain.floor
+    assert retimed(again, 1.2, 1.0).best.step_ms == pytest.approx(plain.best.step_ms)
+
+
+def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_the_floor() -> None:
+    job, budget = job_of(ONE_RANK.ranks[0]), budgets("one rank")[2]
+    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    before = decider.chosen = decider._decisions[()] = choose(job, flat_model(job), budget, COSTS)
+    for measured_ms in (1.1 * before.best.step_ms, before.best.step_ms):
+        decider.correct_time(measured_ms)
+        after = decider.chosen
+        assert after.best.decision == before.best.decision and after.floor == before.floor
+        assert after.best.step_ms == pytest.approx(measured_ms)
+    decider.correct_time(10 * before.best.step_ms)  # no clock does that
+    assert decider.chosen.top.step_ms == pytest.approx(1.5 * before.top.step_ms)
+    assert decider.chosen is decider._decisions[()]
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ class Gauge(Protocol):
 
     def wait(self) -> None: ...
 
-    def start(self) -> None:
-        """Free unreferenced memory and reset the peaks."""
+    def start(self, *, keeps_cache: bool = False) -> None:
+        """Free unreferenced memory, unless the allocator is to keep its cache, and reset the peaks."""
 
     def read(self) -> dict[str, int]: ...
 
@@ -60,10 +60,11 @@ class CudaGauge:
     def wait(self) -> None:
         torch.cuda.synchronize()
 
-    def start(self) -> None:
+    def start(self, *, keeps_cache: bool = False) -> None:
         self.wait()
         gc.collect()
-        torch.cuda.empty_cache()
+        if not keeps_cache:
+            torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self._peaks_taken = (0, 0)
         self._at_start = self._counters()
@@ -176,7 +177,7 @@ class Bench:
         try:
             contender.attach()
             before = self._warm_up(contender)
-            self._gauge.start()
+            self._gauge.start(keeps_cache=contender.entry.kind == "budget")  # it has trimmed what it found
             counter = CopyCounter(self._new_event, self._gauge.take_peak)
             with contender.counting(counter):
                 self._run(f"{label}, counted")
