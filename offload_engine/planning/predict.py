@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.moves import OUT, GroupKey
+from offload_engine.planning.moves import BACKWARD_END, OUT, Boundary, GroupKey
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.recompute import RecomputeOption, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, back_in_backward, options_of, with_recomputation
 from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
@@ -108,7 +108,9 @@ class Predictor:
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(residents.before, self.model.early_share(job, choices)),
+            self.model.held_with(
+                self._with_recomputed(residents.before, choices), self.model.early_share(job, choices)
+            ),
             residents.most,
             max(0.0, outcome.milliseconds + self._rest_ms - (1.0 - self._stall_share) * outcome.stalled_ms),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
@@ -131,8 +133,7 @@ class Predictor:
         self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
 
     def _job_with(self, decision: Decision) -> Job:
-        recomputed = [option for option in self.costs.options if option.replaces <= decision.choices.recomputed]
-        shapes = with_recomputation(self.job.shapes, recomputed)
+        shapes = with_recomputation(self.job.shapes, options_of(self.costs.options, decision.choices.recomputed))
         return replace(self.job, shapes=shapes).within(decision.resident_bytes)
 
     def _bytes_of(
@@ -143,7 +144,9 @@ class Predictor:
         keys = group_keys(job.actions, job.shapes)
         sizes = [(key, job.shapes[key.chunk.stage].groups[key.index]) for key in keys]
         recomputed = [
-            (slot.name, self.nbytes[slot]) for key in keys if (slot := self.slot_of(key)) in choices.recomputed
+            (slot.name, self.nbytes[slot] - group.nbytes)
+            for key, group in sizes
+            if (slot := self.slot_of(key)) in choices.recomputed and group.nbytes < self.nbytes[slot]
         ]
         return (
             summed((group.name, group.nbytes) for key, group in sizes if key in away),
@@ -157,7 +160,19 @@ class Predictor:
 
     def held_bytes(self, decision: Decision) -> int:
         """Predict what the process holds at the most, without a simulation."""
-        return self.model.held_bytes(self._job_with(decision), decision.choices)
+        job, choices = self._job_with(decision), decision.choices
+        before = self._with_recomputed(job.residents(choices).before, choices)
+        return self.model.held_with(before, self.model.early_share(job, choices))
+
+    def _with_recomputed(self, residents: Mapping[Boundary, int], choices: Choices) -> Mapping[Boundary, int]:
+        """Add what is on the device again in the backward of what is recomputed."""
+        back = back_in_backward(self.job.shapes, options_of(self.costs.options, choices.recomputed))
+        if not back:
+            return residents
+        return {
+            at: nbytes + (back.get((at.group.chunk.stage, at.index), 0) if at.kind is BACKWARD_END else 0)
+            for at, nbytes in residents.items()
+        }
 
 
 K = TypeVar("K")
