@@ -121,6 +121,7 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             gpu_budget=args.offload_gpu_budget,
             plan=args.offload_plan,
             plan_plot=args.offload_plan_plot,
+            may_recompute=args.offload_recompute != "off",
         )
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")

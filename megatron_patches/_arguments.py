@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_patches._flags import BOUNDS, SETTINGS, SIZES, SWITCHES, Setting
+from megatron_patches._flags import BOUNDS, RECOMPUTE, SETTINGS, SIZES, SWITCHES, Setting
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
 from megatron_patches._rows.registry import Patch
 from offload_engine import OffloadConfig
@@ -45,6 +45,9 @@ class Settings(NamedTuple):
 
     plan_plot: str | None = None
     """File for the picture of that plan."""
+
+    may_recompute: bool = True
+    """Whether layers may recompute what a budget would have them move."""
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -95,7 +98,9 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
     plan = getattr(config, "offload_plan", None) or defaults.plan
     plot = getattr(config, "offload_plan_plot", None) or defaults.plan_plot
     engine = _engine_config(config, defaults.engine)
-    return Settings(engine, modules, trace, has_report(config, defaults), budget, plan, plot)
+    recompute = getattr(config, "offload_recompute", None)
+    may_recompute = defaults.may_recompute if recompute is None else recompute == "auto"
+    return Settings(engine, modules, trace, has_report(config, defaults), budget, plan, plot, may_recompute)
 
 
 def is_on(source: Any) -> bool:
@@ -175,6 +180,8 @@ def check_fields(config: Any) -> None:
         raise ValueError(
             f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
         )
+    if config.offload_recompute not in (None, *RECOMPUTE):
+        raise ValueError(f"offload_recompute must be one of {', '.join(RECOMPUTE)}, got {config.offload_recompute!r}")
     _budget_of(config)
     _check_bounds(config)
     if is_on(config):
@@ -231,7 +238,7 @@ def _check_limit(config: Any) -> None:
 def _check_bounds(config: Any) -> None:
     if config.offload_gpu_budget is not None:
         _check_is_alone(config)
-    for name in ("offload_plan", "offload_plan_plot"):
+    for name in ("offload_plan", "offload_plan_plot", "offload_recompute"):
         if config.offload_gpu_budget is None and getattr(config, name, None) is not None:
             raise ValueError(
                 f"{name}={getattr(config, name)} is about what a budget decides: give --offload-gpu-budget as well, or "

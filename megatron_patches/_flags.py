@@ -38,6 +38,7 @@ class Setting(NamedTuple):
         return self.name, self.type, dataclasses.field(default=self.default, metadata=metadata)
 
 
+RECOMPUTE = ("auto", "off")
 _size = bytes_flag()
 
 
@@ -127,6 +128,15 @@ SETTINGS = (
         "With --offload-gpu-budget: draw what each budget would take in this file, with what was chosen and what rank "
         "0 measured. Default: none.",
         str,
+    ),
+    Setting(
+        "offload_recompute",
+        _TEXT,
+        None,
+        "With --offload-gpu-budget: layers may recompute what costs less to compute again than to move, chosen layer "
+        "by layer (auto), or recompute only what the other flags say (off). Default: auto.",
+        str,
+        RECOMPUTE,
     ),
     Setting(
         "offload_planned",

@@ -79,6 +79,7 @@ def apply(
     gpu_budget: str | int | None = None,
     plan: str | None = None,
     plan_plot: str | None = None,
+    may_recompute: bool = True,
 ) -> Handle:
     """Patch megatron-core to offload activations, until `Handle.remove()`.
 
@@ -101,6 +102,8 @@ def apply(
             "auto". It offloads all that a model has, unless `modules` or the configuration names some.
         plan: file of the plan to begin with, and to write, where the model's configuration sets none.
         plan_plot: file for the picture of that plan where the model's configuration sets none.
+        may_recompute: with a budget, have layers recompute what costs less to compute again than to move, unless the
+            model's configuration says no.
 
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
@@ -109,7 +112,9 @@ def apply(
     """
     check_supported()
     budget = None if gpu_budget is None else parse_size(str(gpu_budget))
-    settings = Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report, budget, plan, plan_plot)
+    names = canonical_names(modules)
+    files = plan, plan_plot
+    settings = Settings(config or OffloadConfig(), names, trace, has_report, budget, *files, may_recompute)
     runtime = ModelRuntime(settings, meter)
     return Handle(runtime, apply_patches(patch_rows(runtime)))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from offload_engine import OffloadEngine
-from offload_engine.plan_files import load_plan, plot_budget, save_plan
+from offload_engine.plan_files import plot_budget, save_plan
+from offload_engine.planning.saved_plan import SavedPlan, parse_saved
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +40,26 @@ class PlanFiles:
         if plot is not None and find_spec("matplotlib") is None:
             raise ValueError(f"--offload-plan-plot {plot} needs matplotlib: install it, or leave the flag out")
 
-    def load(self, engine: OffloadEngine) -> None:
-        """Have the engine begin with the plan in the file, if there is one. Call it before the first step.
+    def read(self, may_recompute: bool = True) -> SavedPlan | None:
+        """Return the plan in the file; None if there is none.
 
         Raises:
-            ValueError: if the file is no plan.
+            ValueError: if the file is no plan, or recomputes and that is forbidden.
         """
-        if self._plan is not None and os.path.exists(self._plan):
-            load_plan(engine, self._plan)
-            logger.info("the first step goes by the plan in %s", self._plan)
+        if self._plan is None or not os.path.exists(self._plan):
+            return None
+        saved = parse_saved(Path(self._plan).read_text(), self._plan)
+        if saved.allowance.choices.recomputed and not may_recompute:
+            raise ValueError(
+                f"--offload-plan {self._plan} recomputes, which --offload-recompute off forbids: remove the file, and "
+                "a new plan is made, or give --offload-recompute auto"
+            )
+        return saved
+
+    def begin(self, engine: OffloadEngine, saved: SavedPlan | None) -> None:
+        """Have the engine begin with the plan of the file. Collective, if a file was asked for."""
+        if self._plan is not None and engine.budget is not None:
+            engine.budget.start_with(saved, self._plan)
 
     def after_step(self, engine: OffloadEngine) -> None:
         """Write and log the first decision that a step has verified."""

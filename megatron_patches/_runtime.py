@@ -17,6 +17,8 @@ from megatron_patches._model.candidates import find_candidates
 from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
+from megatron_patches._model.peers import Peers
+from megatron_patches._model.recompute_options import RecomputeOptions
 from megatron_patches._model.sites import overlaps_expert_comm, own_norms
 from megatron_patches._model.validate import (
     check_conflicts,
@@ -50,12 +52,15 @@ class _Attached(NamedTuple):
 
     second_step: SecondStep
     plan_files: PlanFiles
+    recomputation: RecomputeOptions | None
 
     def close(self) -> None:
         try:
             self.second_step.close(self.attachment.engine)
             self.plan_files.close(self.attachment.engine)
         finally:
+            if self.recomputation is not None:
+                self.recomputation.restore()
             self.attachment.close()
             self.closer.detach()
 
@@ -212,25 +217,27 @@ class ModelRuntime:
 
     def _attach(self, step: Step, settings: Settings) -> _Attached:
         """Check a model and attach the hooks. Collective: every rank of its pipeline calls it, even with an error."""
-        engine, files, problem, asked = None, None, None, settings
+        engine, files, saved, problem, asked = None, None, None, None, settings
+        peers = Peers(step.stage, step.pipeline)
         try:
             files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults))
+            saved = files.read(settings.may_recompute)
             settings = _with_candidates(step, settings)
             engine = self._make_engine(step, settings)
-            files.load(engine)
         except Exception as error:
             problem = error
         try:
-            text = f"{problem}" if problem is not None else None
-            check_model(step.chunks, settings.modules, step.config, text, step.pipeline)
+            _check_together(step, settings, problem, peers)
         except ValueError as error:
             if engine is not None:
                 engine.close()
             raise (problem or error) from None
         assert engine is not None and files is not None
+        recomputation = _join(engine, step, settings, peers)
+        files.begin(engine, saved)
         attachment = self._put_hooks(engine, step, settings)
         closer = weakref.finalize(step.chunks[0], attachment.close)
-        attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings), files)
+        attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings), files, recomputation)
         self._attachments[step.chunks[0]] = attached
         return attached
 
@@ -262,6 +269,37 @@ class ModelRuntime:
             # with recompute_method="block" the layers after the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
         return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
+
+
+def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -> RecomputeOptions | None:
+    """Have a budget decide together with other ranks, also about recomputation. Collective."""
+    if engine.budget is None:
+        return None
+    decider = engine.budget.decider
+    decider.join(peers.largest_of_stage, peers.largest_of_all)
+    if not settings.may_recompute:
+        return None
+    recomputation = RecomputeOptions(step.chunks, drop_parts(settings.modules)[0])
+    decider.find_options, decider.apply = recomputation.find, recomputation.apply
+    return recomputation
+
+
+def _check_together(step: Step, settings: Settings, problem: Exception | None, peers: Peers) -> None:
+    """Check a model, and end the attempt on every rank if one has a problem.
+
+    Raises:
+        ValueError: what is wrong, or that something is on another rank.
+    """
+    has_budget = settings.gpu_budget is not None
+    text = None if problem is None else f"{problem}"
+    try:
+        check_model(step.chunks, settings.modules, step.config, text, step.pipeline, has_budget=has_budget)
+    except ValueError:
+        if has_budget:
+            peers.largest_of_stage((1,))
+        raise
+    if has_budget and peers.largest_of_stage((0,)) != (0,):
+        raise ValueError("--offload-gpu-budget: another rank of this pipeline stage cannot begin, and says why")
 
 
 def _with_candidates(step: Step, settings: Settings) -> Settings:

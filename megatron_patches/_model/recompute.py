@@ -91,18 +91,20 @@ class Switch:
     Attributes:
         layer: index of the layer in its chunk, as in `Site`.
         name: of the recomputation: a value of `recompute_modules`, or which of the two norms.
+        around: path, in the layer, of the module that is run again.
         frees: names of the table whose groups save less, or nothing, while it is on.
         keeps: names of the table that lie inside it, but of which the input stays saved: it is computed from that.
     """
 
-    def __init__(self, layer: int, name: str, owner: torch.nn.Module, attribute: str, rows: _Rows) -> None:
+    def __init__(self, layer: int, kind: _Kind, owner: torch.nn.Module, rows: _Rows) -> None:
         self.layer = layer
-        self.name = name
+        self.name: str = kind.name
+        self.around: str = kind.around
         self.frees: tuple[str, ...] = rows.frees
         self.keeps: tuple[str, ...] = rows.keeps
         self._owner = weakref.ref(owner)
-        self._attribute = attribute
-        self._was_on: bool = getattr(owner, attribute)
+        self._attribute = kind.attribute
+        self._was_on: bool = getattr(owner, kind.attribute)
 
     def __repr__(self) -> str:
         return f"<Switch {self.name} of layer {self.layer}, {'on' if self.is_on else 'off'}>"
@@ -167,7 +169,7 @@ class Switches:
 def find_switches(chunk: torch.nn.Module) -> list[Switch]:
     """Return the recomputations of a model chunk that can be switched between two steps, layer by layer."""
     return [
-        Switch(found.layer, found.kind.name, found.owner, found.kind.attribute, _rows(found.kind, found.modules))
+        Switch(found.layer, found.kind, found.owner, _rows(found.kind, found.modules))
         for found in _candidates(chunk)
         if _why_not(chunk, found) is None
     ]

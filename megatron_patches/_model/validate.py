@@ -31,6 +31,9 @@ class _Report(NamedTuple):
     has_moved: bool = False
     """Whether the rank copied out anything in its first step."""
 
+    has_budget: bool = False
+    """Whether a budget decides what the rank offloads."""
+
 
 def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
     """Reject names with which nothing would move, because their module is recomputed or never called as a whole.
@@ -137,7 +140,13 @@ def hidden_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int:
 
 
 def check_model(
-    chunks: Sequence[torch.nn.Module], names: Sequence[str], config: Any, problem: str | None, pp: Any
+    chunks: Sequence[torch.nn.Module],
+    names: Sequence[str],
+    config: Any,
+    problem: str | None,
+    pp: Any,
+    *,
+    has_budget: bool = False,
 ) -> None:
     """Reject names that match nothing anywhere in the model. Collective over the pipeline-parallel group.
 
@@ -147,11 +156,14 @@ def check_model(
         config: of the model.
         problem: error of this rank, if any; makes every rank raise instead of leaving the others waiting.
         pp: the pipeline-parallel process group.
+        has_budget: a budget decides what this rank offloads.
 
     Raises:
-        ValueError: if a name matches nothing; the same on every rank, and lists what the model has.
+        ValueError: if a name matches nothing; the same on every rank, and lists what the model has. Or if only some
+            ranks have a budget: those would wait for the others.
     """
-    _check_reports(_gather(_Report(None if problem else survey(chunks), problem, tuple(names)), pp), config)
+    report = _Report(None if problem else survey(chunks), problem, tuple(names), has_budget=has_budget)
+    _check_reports(_gather(report, pp), config)
 
 
 def is_on_elsewhere(chunks: Sequence[torch.nn.Module], config: Any, pp: Any) -> bool:
@@ -172,6 +184,12 @@ def is_on_elsewhere(chunks: Sequence[torch.nn.Module], config: Any, pp: Any) -> 
 
 def _check_reports(reports: Sequence[_Report], config: Any) -> None:
     _raise_problems(reports)
+    without = [rank for rank, report in enumerate(reports) if not report.has_budget]
+    if 0 < len(without) < len(reports):
+        raise ValueError(
+            f"offload_gpu_budget is set on some ranks of the pipeline, but not on {', '.join(map(str, without))}: set "
+            "it on all of them, or on none"
+        )
     model = merge_surveys(report.survey for report in reports if report.survey is not None)
     names = dict.fromkeys(name for report in reports for name in report.names)
     missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]

@@ -21,6 +21,9 @@ class Step(NamedTuple):
     pipeline: Any
     """The pipeline-parallel process group, or None."""
 
+    stage: tuple[Any, ...]
+    """Process groups whose product is this rank's pipeline stage; empty: it is alone."""
+
     seq_length: int | None
     micro_batch_size: int | None
     order: Callable[[Any], list[Action]]

@@ -64,6 +64,7 @@ def _read_call(kwargs: dict[str, Any], order: Callable[[_Shape], list[Action]]) 
     return Step(
         wrapped=wrapped,
         pipeline=pipeline,
+        stage=_stage_groups(kwargs),
         seq_length=kwargs["seq_length"],
         micro_batch_size=kwargs["micro_batch_size"],
         order=lambda config: order(_Shape(size, rank, len(wrapped), num_microbatches, config)),
@@ -77,6 +78,18 @@ def _pipeline_group(kwargs: dict[str, Any]) -> Any:
     if collection is not None and getattr(collection, "pp", None) is not None:
         return collection.pp
     return parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+
+
+def _stage_groups(kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the groups of the ranks with other data, another part of the context, or of each tensor."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        return ()
+    collection = kwargs.get("pg_collection")
+    data = getattr(collection, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    tensor = getattr(collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+    return data, tensor
 
 
 def _sequential(shape: _Shape) -> list[Action]:

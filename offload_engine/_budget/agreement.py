@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.memory import MemoryModel
+from offload_engine.planning.memory import MeasuredBoundary, MemoryModel
+from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 
 Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
@@ -18,6 +20,35 @@ _CHUNK_TIMES: Final = ("head_ms", "head_backward_ms", "rest_ms", "rest_backward_
 _NS: Final = 1e6
 
 
+def are_alike(agree: Agree, text: str) -> bool:
+    """Return whether every rank has this text."""
+    number = zlib.crc32(text.encode())
+    high, low = agree((number, -number))
+    return high == -low
+
+
+def text_of_step(shapes: Shapes | None, boundaries: Iterable[MeasuredBoundary]) -> str:
+    """Return what ranks that exchange the figures of a step must have alike: its groups, and where it was measured."""
+    groups = [[(group.name, group.layer) for group in shape.groups] for shape in shapes or ()]
+    return f"{groups} {sorted({str(each.boundary) for each in boundaries})}"
+
+
+def agreed_options(agree: Agree, options: tuple[RecomputeOption, ...]) -> tuple[RecomputeOption, ...]:
+    """Return options that free the least and cost the most of all ranks; none if ranks differ in what they have."""
+    if not are_alike(agree, str([(option.name, sorted(option.replaces)) for option in options])):
+        return ()
+    numbers = iter(agree(tuple(n for each in options for n in (-each.freed_bytes, round(_NS * each.milliseconds)))))
+    return tuple(
+        dataclasses.replace(each, freed_bytes=-next(numbers), milliseconds=next(numbers) / _NS) for each in options
+    )
+
+
+def agreed_ms(agree: Agree, milliseconds: float) -> float:
+    """Return the longest time of all ranks."""
+    [number] = agree((round(_NS * milliseconds),))
+    return number / _NS
+
+
 def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
     """Return shapes with the largest bytes and longest times of all ranks, whose chunks have as many groups."""
     numbers = agree(tuple(number for shape in shapes for number in _numbers_of(shape)))
@@ -26,8 +57,13 @@ def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
 
 
 def agreed_model(agree: Agree, model: MemoryModel) -> MemoryModel:
-    """Return the model that holds on every rank: most for all else, least that is gone early."""
-    others, early = list(model.other_bytes.items()), list(model.early_bytes.items())
+    """Return the model that holds on every rank: most for all else, least that is gone early.
+
+    Every rank was measured at the same boundaries.
+    """
+    others, early = (
+        sorted(figures.items(), key=lambda item: str(item[0])) for figures in (model.other_bytes, model.early_bytes)
+    )
     own = (model.between_bytes, model.overhead_bytes, *(n for _, n in others), *(-n for _, n in early))
     between, overhead, *rest = agree(own)
     return dataclasses.replace(

@@ -20,7 +20,7 @@ from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance
+from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.schedule import Action
 from offload_engine.stats import IterationStats
@@ -65,7 +65,7 @@ class BudgetController(BudgetView):
         self.state: State = State.FLOOR
         # Where copies are threads it is left to chance when they complete.
         is_early_certain = not isinstance(gauge, ResidentGauge)
-        super().__init__(budget_bytes, Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
+        super().__init__(Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
         self._device: Device = context.device
         self._timer = StepTimer(context.device)
         self._keeping = keeping
@@ -77,6 +77,7 @@ class BudgetController(BudgetView):
         self._num_steps = self._num_tries = self._num_corrections = 0
         self._has_trimmed = False  # for the first decision
         self._wants_measure = False
+        self._recomputed: frozenset[Slot] = frozenset()
         self._is_settled = True  # not in the first step with other groups, which no plan knows
         self._has_ended = False  # the last step was not abandoned
         self._step_peak_bytes = self._step_held_bytes = 0
@@ -104,24 +105,26 @@ class BudgetController(BudgetView):
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
-        if self._has_ended:
+        if self._num_steps and self._has_ended_everywhere():
             self._conclude(is_combined)
         if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
             planned = tuple(actions)
             if not self.decider.is_decided(planned):
-                self._allow(self.decider.decide(planned))
+                self._allow(self.decider.decide(planned, is_alone=True))
 
-    def start_with(self, saved: SavedPlan, source: str) -> None:
+    def start_with(self, saved: SavedPlan | None, source: str) -> None:
         """Begin with a decision that was made before, without measuring; it is watched as any other.
 
+        Every rank that agrees with others calls it; if one has none, or none that fits, all measure.
+
         Args:
-            saved: to begin with; not used if it takes more than the budget.
+            saved: to begin with; not used if it takes more than the budget. None: this rank has none.
             source: where it comes from.
         """
         allowance = self.decider.take(saved, source)
         if allowance is not None:
             self._allow(allowance)
-            self.state = State.HOLD
+            self._go(State.HOLD)
 
     @property
     def has_begun(self) -> bool:
@@ -145,6 +148,16 @@ class BudgetController(BudgetView):
         """Watch optimizers no more. Idempotent."""
         self._optimizers.close()
 
+    def _has_ended_everywhere(self) -> bool:
+        """Return whether the last step ended, on each rank that now agrees with this one."""
+        if not (self.state is not State.HOLD or self._is_window_over() or self.decider.is_unchecked):
+            return self._has_ended
+        [was_abandoned] = self.decider.meet((int(not self._has_ended),))
+        return not was_abandoned
+
+    def _is_window_over(self) -> bool:
+        return self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
+
     # -- from state to state -----------------------------------------------------------------------------------------
 
     def _go(self, to: State) -> None:
@@ -155,7 +168,7 @@ class BudgetController(BudgetView):
         """Draw conclusions from the step before."""
         self.decider.check_taken()
         if self.state is State.FLOOR:
-            if self._has_state and self._num_steps >= _FIRST_TIMED_STEP:
+            if self._num_steps >= _FIRST_TIMED_STEP and self._have_state():
                 self._floor_ms = self._timer.milliseconds
                 self._optimizers.close()
                 self._go(State.MEASURE)
@@ -166,9 +179,17 @@ class BudgetController(BudgetView):
         else:
             self._watch()
 
+    def _have_state(self) -> bool:
+        """Return whether optimizers had stepped on every rank when the last step began."""
+        [is_missing] = self.decider.meet((int(not self._has_state),))
+        return not is_missing
+
     def _conclude_measuring(self, is_combined: bool) -> None:
         recorder = self._recorder
         assert recorder is not None
+        if not self._is_settled:
+            self._is_settled = True
+            return
         self._num_tries += 1
         if self.decider.learn(recorder, self._gauge, self._floor_ms, is_combined):
             self._decide_first()
@@ -179,7 +200,7 @@ class BudgetController(BudgetView):
     def _decide_first(self) -> None:
         """Decide by what was measured; what lies in the allocator from before the training must not count."""
         try:
-            allowance = self.decider.decide()
+            allowance = self.decider.decide_first()
         except BudgetError:
             if self._has_trimmed:
                 raise
@@ -213,8 +234,8 @@ class BudgetController(BudgetView):
     def _corrects(self, error: int) -> bool:
         """Correct the model of memory by what a step held beyond what was predicted; return whether it was wrong."""
         assert self.decider.chosen is not None
-        best, close = self.decider.chosen.best, _CLOSE * self._budget_bytes
-        is_over = best.held_bytes + error > self._budget_bytes
+        best, close = self.decider.chosen.best, _CLOSE * self.decider.budget_bytes
+        is_over = best.held_bytes + error > self.decider.budget_bytes
         if is_over and self.decider.is_at_floor:
             return False  # nothing more can leave
         is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
@@ -228,21 +249,24 @@ class BudgetController(BudgetView):
         """Keep less at once where a step went over the budget, more where it was well below for long."""
         self.measured_bytes = self._held_bytes()
         self._wants_measure |= self._has_outgrown()
-        is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
+        is_window_over = self._is_window_over()
         if is_window_over or self.decider.is_alone:
             [wants_measure] = self.decider.agree((int(self._wants_measure),))
             if wants_measure:
                 return self._measure_again("activations have grown")
         if is_window_over:
             self._use_what_is_left()
-        over = self.measured_bytes - self._budget_bytes
+        if not self._is_settled:
+            self._is_settled = True
+            return
+        over = self.measured_bytes - self.decider.budget_bytes
         if over > 0:
             self._answer_excess(over)
         elif is_window_over or self._gauge.peak_bytes() > self._step_peak_bytes:
             self._gauge.reset()  # a new window; or the peak was between the steps
 
     def _answer_excess(self, over: int) -> None:
-        is_of_step = self._step_peak_bytes + self.decider.extra_bytes > self._budget_bytes
+        is_of_step = self._step_peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
         if is_of_step and self.decider.is_at_floor:
             return  # as has been said; nothing more can leave
         if is_of_step:
@@ -255,27 +279,30 @@ class BudgetController(BudgetView):
         chosen = self.decider.chosen
         if chosen is None:
             self._wants_measure = True  # the plan that was given does not fit
-            self._allow(Allowance())
+            self._allow(Allowance(Choices(recomputed=self._recomputed)))  # other ranks go on with that
         else:
-            self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_over=True)
+            self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_over=True, is_alone=True)
 
     def _use_what_is_left(self) -> None:
+        if self.decider.level():
+            self._allow(self.decider.decide())
         [need] = self.decider.agree((self._step_peak_bytes + self.decider.extra_bytes,))
         chosen = self.decider.chosen
-        is_unused = self._budget_bytes - need > _UNUSED * self._budget_bytes
+        is_unused = self.decider.budget_bytes - need > _UNUSED * self.decider.budget_bytes
         if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
             self._correct((need - chosen.best.held_bytes) // 2, is_over=False)
 
-    def _correct(self, error: int, is_over: bool) -> None:
+    def _correct(self, error: int, is_over: bool, is_alone: bool = False) -> None:
         self.decider.correct(error)
-        self._allow(self.decider.decide())
+        self._allow(self.decider.decide(is_alone=is_alone))
         if is_over:
             self._gauge.trim()
 
     def _allow(self, allowance: Allowance) -> None:
         self._keeping.allow(allowance)
         self.decider.apply(allowance.choices)
-        self._is_settled = not allowance.choices.recomputed
+        self._is_settled &= allowance.choices.recomputed == self._recomputed
+        self._recomputed = allowance.choices.recomputed
 
     def _held_bytes(self) -> int:
         """Return what the process held in the last step and behind it, where another engine may have reset the peak."""

@@ -7,7 +7,16 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_model
+from offload_engine._budget.agreement import (
+    Agree,
+    agreed_job,
+    agreed_link,
+    agreed_model,
+    agreed_ms,
+    agreed_options,
+    are_alike,
+    text_of_step,
+)
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.times import with_times
@@ -15,11 +24,11 @@ from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance, Choices, slots_of
+from offload_engine.planning.choices import Allowance, Choices, Slot, slots_of
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
-from offload_engine.planning.predict import Costs, busy_share, unslowed_ms
+from offload_engine.planning.predict import Costs, unslowed_ms
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -45,10 +54,13 @@ class Decider:
         is_early_certain: see `make_memory_model`.
 
     Attributes:
+        budget_bytes: what the process may hold on its device.
         agree: returns the largest of each number over the ranks that must decide alike; every rank calls it at the same
             time, with as many numbers. The default is one rank.
-        start_together: called before the link is measured; see `measure_link`.
-        options: what the model can recompute.
+        agree_all: the same over all ranks that wait for each other in a step, until all have decided for the first
+            time; None: these are the ranks of `agree`.
+        start_together: called before the link is measured, when all ranks have come there; see `measure_link`.
+        find_options: returns what the model can recompute, given the shapes of its chunks.
         apply: called with each decision between two steps, to have the model recompute what was chosen.
         chosen: the decision in force, and what else could have been; None before the first.
     """
@@ -58,8 +70,9 @@ class Decider:
     ) -> None:
         self.budget_bytes: int = budget_bytes
         self.agree: Agree = tuple
+        self.agree_all: Agree | None = None
         self.start_together: Callable[[], None] = lambda: None
-        self.options: tuple[RecomputeOption, ...] = ()
+        self.find_options: Callable[[Shapes], tuple[RecomputeOption, ...]] = lambda shapes: ()
         self.apply: Callable[[Choices], None] = lambda choices: None
         self.chosen: Chosen | None = None
         self._context = context
@@ -89,6 +102,12 @@ class Decider:
         return self.agree is tuple
 
     @property
+    def meet(self) -> Agree:
+        """Return how to agree now: with all ranks until each has decided, then with those that decide alike."""
+        has_decided = self.chosen is not None or self._is_checked
+        return self.agree if has_decided or self.agree_all is None else self.agree_all
+
+    @property
     def is_at_floor(self) -> bool:
         """Return whether everything is offloaded, because no less fits."""
         return self.chosen is not None and self.chosen.best.decision == self.chosen.floor.decision
@@ -100,24 +119,55 @@ class Decider:
             return None if self._taken is None else self._taken[0]
         return SavedPlan(self.allowance(self.chosen), self.chosen.best.held_bytes)
 
-    def take(self, saved: SavedPlan, source: str) -> Allowance | None:
-        """Begin with a decision that was made before; None if it takes more than the budget."""
-        if saved.held_bytes > self.budget_bytes:
+    def join(self, agree: Agree, agree_all: Agree) -> None:
+        """Decide together with other ranks, within the smallest budget of those that decide alike. Each rank calls it.
+
+        Args:
+            agree: see `Decider`.
+            agree_all: see `Decider`.
+        """
+        self.agree, self.agree_all = agree, agree_all
+        [negative] = agree((-self.budget_bytes,))
+        self.budget_bytes = -negative
+
+    def take(self, saved: SavedPlan | None, source: str) -> Allowance | None:
+        """Begin with a decision that was made before; None if it takes more than the budget, or a rank has another."""
+        if saved is not None and saved.held_bytes > self.budget_bytes:
             logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
+            saved = None
+        chosen = saved and [(slot, saved.allowance.choices.of(slot)) for slot in sorted(saved.allowance.slots)]
+        is_unlike = not are_alike(self.agree, str(chosen))
+        [cannot] = self.meet((int(saved is None or is_unlike),))
+        if saved is None or cannot:
+            if saved is not None:
+                logger.warning("%s is not used: other ranks have another plan, or none", source)
             return None
         self._taken = saved, source
         return saved.allowance
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Return whether it is still to be seen if the decision to begin with is for this model."""
+        return self._taken is not None and not self._is_checked
 
     def check_taken(self) -> None:
         """Check, when groups are known, that the decision to begin with is for this model.
 
         Raises:
-            ValueError: if not; names where it comes from.
+            ValueError: if not; names where it comes from. On the other ranks, too.
         """
-        if self._taken is not None and not self._is_checked:
-            saved, source = self._taken
+        if self._taken is None or self._is_checked:
+            return
+        saved, source = self._taken
+        try:
             check_same_model(saved, self._policy.slots(), source)
-            self._is_checked = True
+        except ValueError:
+            self.meet((1,))
+            raise
+        [has_failed] = self.meet((0,))
+        if has_failed:
+            raise ValueError(f"{source} is not used: another rank refuses its plan, and says why")
+        self._is_checked = True
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.
@@ -131,21 +181,24 @@ class Decider:
         Returns:
             Whether it could be made: not where the chunks of one virtual stage differ, or lack a backward.
         """
-        actions = tuple(recorder.actions())
-        shapes = self._policy.shapes(actions)
-        [is_unknown] = self.agree((int(shapes is None),))
-        if shapes is None or is_unknown:
+        actions, meet = tuple(recorder.actions()), self.meet
+        shapes, measured = self._policy.shapes(actions), recorder.boundaries
+        is_unlike = not are_alike(self.agree, text_of_step(shapes, measured))
+        [cannot] = meet((int(shapes is None or is_unlike),))
+        if shapes is None or cannot:
             return False
-        between, measured = gauge.peak_bytes(), recorder.boundaries
+        between = gauge.peak_bytes()
         overhead = max(0, gauge.held_bytes() - max([between, *(each.peak_bytes for each in measured)]))
         waits = recorder.finish().get().waits
-        timed = with_times(shapes, recorder.intervals(), waits)
-        job = Job(actions, agreed_job(self.agree, timed), self._policy.own_bounds, is_combined)
+        timed = agreed_job(self.agree, with_times(shapes, recorder.intervals(), waits))
+        self._job = Job(actions, timed, self._policy.own_bounds, is_combined)
         memory = MeasuredMemory(measured, between, overhead)
-        model = make_memory_model(job, memory, is_early_certain=self._is_early_certain)
-        self._job, self._model = job, agreed_model(self.agree, model)
+        model = make_memory_model(self._job, memory, is_early_certain=self._is_early_certain)
+        self._model = agreed_model(self.agree, model)
+        meet((0,))  # the link is measured while all ranks copy
         link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
-        self._costs = Costs(link, options=self.options, floor_ms=floor_ms)
+        options = agreed_options(self.agree, self.find_options(timed))
+        self._costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
         self._decisions.clear()
         return True
 
@@ -159,21 +212,52 @@ class Decider:
         self._model = self._model.corrected(nbytes)
         self._decisions.clear()
 
+    def level(self) -> bool:
+        """Take over the largest correction of the ranks that decide alike; return whether one had another."""
+        own = 0 if self._model is None else self._model.correction_bytes
+        high, low = self.agree((own, -own))
+        if high == -low or self._model is None:
+            return False
+        self.correct(high - own)
+        return True
+
+    def decide_first(self) -> Allowance:
+        """Decide about steps as the measured one.
+
+        Raises:
+            BudgetError: on every rank, if the budget of one is below its floor, and it has not decided before.
+        """
+        meet = self.meet
+        try:
+            allowance = self.decide()
+        except BudgetError:
+            meet((1,))
+            raise
+        [has_failed] = meet((0,))
+        if has_failed:
+            self.chosen = None
+            raise BudgetError("gpu_budget is below what a step takes on another rank, which says by how much")
+        return allowance
+
     def correct_time(self, measured_ms: float) -> None:
         """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
         assert self.chosen is not None
-        best, floor, before = self.chosen.best, self.chosen.floor, self._costs.busy_ratio
-        share = busy_share(best.stalled_ms, floor.stalled_ms)
-        if share < _LEAST_BUSY:  # it waits for copies as long as the measured step, and says nothing of others
+        best, before = self.chosen.best, self._costs.busy_ratio
+        if best.busy < _LEAST_BUSY:  # it waits for copies as long as the measured step, and says nothing of others
             return
-        ratio = 1.0 + (measured_ms / unslowed_ms(best, floor, before) - 1.0) / share
+        ratio = 1.0 + (measured_ms / unslowed_ms(best, before) - 1.0) / best.busy
         ratio = min(max(ratio, _BUSY_LIMITS[0]), _BUSY_LIMITS[1])
         self._costs = dataclasses.replace(self._costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, before, ratio) for actions, each in self._decisions.items()}
         self.chosen = self._decisions[self._actions]
 
-    def decide(self, actions: tuple[Action, ...] = ()) -> Allowance:
+    def decide(self, actions: tuple[Action, ...] = (), *, is_alone: bool = False) -> Allowance:
         """Decide about steps of these actions, or of those that were measured.
+
+        Args:
+            actions: of the steps; empty: as measured.
+            is_alone: other ranks may not decide, or decide otherwise: what is recomputed stays as it is, because that
+                is done by several ranks together.
 
         Raises:
             BudgetError: in the first decision, if the budget is below the floor. Later ones choose the floor.
@@ -182,9 +266,14 @@ class Decider:
         self._actions = actions or self._job.actions
         found = self._decisions.get(self._actions)
         if found is None:
-            found = self._decisions[self._actions] = self._choose(self._actions)
+            recomputed = self._recomputed() if is_alone and not self.is_alone else None
+            found = self._decisions[self._actions] = self._choose(self._actions, recomputed)
         self.chosen = found
         return self.allowance(found)
+
+    def _recomputed(self) -> frozenset[Slot]:
+        """Return what is recomputed now."""
+        return frozenset() if self.chosen is None else self.chosen.best.decision.choices.recomputed
 
     def is_decided(self, actions: tuple[Action, ...]) -> bool:
         """Return whether the decision in force is for steps of these actions, or these cannot be planned."""
@@ -199,16 +288,17 @@ class Decider:
         """Return the number of virtual stages."""
         return 0 if self._job is None else len(self._job.shapes)
 
-    def _choose(self, actions: tuple[Action, ...]) -> Chosen:
+    def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
         assert self._job is not None and self._model is not None
         job = dataclasses.replace(self._job, actions=actions)
+        arguments = job, self._model, self.budget_bytes, self._costs
         try:
-            return choose(job, self._model, self.budget_bytes, self._costs)
+            return choose(*arguments, recomputed=recomputed)
         except BudgetError as error:
-            if self.chosen is None:
+            if self.chosen is None and self._taken is None:
                 raise
             logger.warning("%s", error)
-            return choose(job, self._model, self.budget_bytes, self._costs, must_fit=False)
+            return choose(*arguments, recomputed=recomputed, must_fit=False)
 
     def allowance(self, chosen: Chosen) -> Allowance:
         """Return what a decision allows to be on the device."""

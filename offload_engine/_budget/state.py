@@ -3,7 +3,8 @@
     FLOOR -> MEASURE -> VERIFY -> HOLD
                ^---------------------'     what a step does has changed
 
-FLOOR and MEASURE offload everything. VERIFY runs as decided, and corrects the model of memory by what it finds.
+FLOOR and MEASURE offload everything. VERIFY runs as decided, and corrects the model of memory by what it finds. A
+decision that was made before leads from FLOOR to HOLD at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class State(enum.Enum):
 
 
 _FOLLOWING: Final = {
-    State.FLOOR: (State.MEASURE,),
+    State.FLOOR: (State.MEASURE, State.HOLD),
     State.MEASURE: (State.VERIFY, State.HOLD),
     State.VERIFY: (State.HOLD, State.MEASURE),
     State.HOLD: (State.MEASURE,),

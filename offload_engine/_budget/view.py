@@ -17,7 +17,6 @@ class BudgetView:
     """Shows what was decided and measured. Nothing here decides.
 
     Args:
-        budget_bytes: what the process may hold on its device.
         decider: has the decision.
 
     Attributes:
@@ -28,19 +27,18 @@ class BudgetView:
         num_planning_steps: steps so far that were measured or verified; they precede those in which a decision holds.
     """
 
-    def __init__(self, budget_bytes: int, decider: Decider) -> None:
+    def __init__(self, decider: Decider) -> None:
         self.decider: Decider = decider
         self.measured_bytes: int = 0
         self.measured_ms: float = 0.0
         self.planning_ms: float = 0.0
         self.num_planning_steps: int = 0
-        self._budget_bytes = budget_bytes
 
     @property
     def summary(self) -> BudgetSummary | None:
         """Return the figures of the decision; None before there is one."""
         chosen = self.decider.chosen
-        return chosen and summary_of(chosen, self._budget_bytes, self.measured_bytes, self.measured_ms)
+        return chosen and summary_of(chosen, self.decider.budget_bytes, self.measured_bytes, self.measured_ms)
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -62,7 +60,7 @@ class BudgetView:
         best = self.decider.chosen.best
         logger.info(
             "gpu_budget %.2f GiB: predicted %.2f GiB and %.1f ms, measured %.2f GiB and %.1f ms",
-            self._budget_bytes / _GIB,
+            self.decider.budget_bytes / _GIB,
             best.held_bytes / _GIB,
             best.step_ms,
             self.measured_bytes / _GIB,

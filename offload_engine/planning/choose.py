@@ -13,7 +13,8 @@ from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor, with_busy_ratio
-from offload_engine.planning.worth import ms_per_byte, order_to_keep
+from offload_engine.planning.recompute import cheapest_first
+from offload_engine.planning.worth import order_to_keep
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
@@ -36,7 +37,15 @@ class Chosen(NamedTuple):
     """More memory and less time from each to the next; from the floor to a step in which nothing moves."""
 
 
-def choose(job: Job, model: MemoryModel, budget_bytes: int, costs: Costs, *, must_fit: bool = True) -> Chosen:
+def choose(
+    job: Job,
+    model: MemoryModel,
+    budget_bytes: int,
+    costs: Costs,
+    *,
+    must_fit: bool = True,
+    recomputed: frozenset[Slot] | None = None,
+) -> Chosen:
     """Choose what becomes of each group.
 
     Args:
@@ -45,31 +54,50 @@ def choose(job: Job, model: MemoryModel, budget_bytes: int, costs: Costs, *, mus
         budget_bytes: what the process may hold on its device.
         costs: of moves.
         must_fit: if even the floor does not, raise; else choose the floor.
+        recomputed: what is to be recomputed, and nothing else; None: what is best.
 
     Raises:
         BudgetError: if the budget is below what the step takes with everything offloaded.
     """
     predictor = Predictor(job, model, costs)
-    chooser, floor = _Chooser(predictor), predictor.floor
+    chooser = _Chooser(predictor, recomputed or frozenset())
+    others = [] if recomputed is not None else [_Chooser(predictor, each) for each in _recomputable(costs)]
+    curve = chooser.curve()
+    floor, top = curve[0], curve[-1]
+    if floor.held_bytes > budget_bytes:  # few microbatches in flight may take less than their copies both ways
+        floor = min([*curve, *(each.floor() for each in others)], key=lambda each: each.held_bytes)
     if floor.held_bytes > budget_bytes and must_fit:
         raise BudgetError(below_floor_text(budget_bytes, floor.held_bytes, floor.resident_bytes))
-    curve = chooser.curve()
     if floor.held_bytes > budget_bytes:
-        return Chosen(floor, floor, curve[-1], _improving(curve))
-    if curve[-1].held_bytes <= budget_bytes:
-        return Chosen(curve[-1], floor, curve[-1], _improving(curve))
-    tried = [*curve, *chooser.candidates(budget_bytes)]
-    tried += chooser.recomputing(_best(tried, budget_bytes), budget_bytes)
-    return Chosen(_best(tried, budget_bytes), floor, curve[-1], _improving(tried))
+        return Chosen(floor, floor, top, _improving([*curve, floor]))
+    if top.held_bytes <= budget_bytes:
+        return Chosen(top, floor, top, _improving(curve))
+    tried = [*curve, floor]
+    if curve[0].held_bytes <= budget_bytes:
+        tried += chooser.candidates(budget_bytes)
+    if curve[0].held_bytes > budget_bytes or _waits(_best(tried, budget_bytes)):
+        tried += [each.with_room(budget_bytes) for each in others]
+    return Chosen(_best(tried, budget_bytes), floor, top, _improving(tried))
+
+
+def _recomputable(costs: Costs) -> list[frozenset[Slot]]:
+    """Return what could be recomputed: some of what costs least for its bytes, more, and all."""
+    options = cheapest_first(costs.options)
+    counts = sorted({max(1, round(share * len(options))) for share in _SHARES_RECOMPUTED}) if options else []
+    return [frozenset(slot for option in options[:n] for slot in option.replaces) for n in counts]
+
+
+def _waits(prediction: Prediction) -> bool:
+    return prediction.stalled_ms >= (_EQUAL - 1) * prediction.step_ms
 
 
 def retimed(chosen: Chosen, before: float, after: float) -> Chosen:
     """Return what was chosen, with the times of another ratio; see `Costs.busy_ratio`."""
 
     def again(prediction: Prediction) -> Prediction:
-        return with_busy_ratio(prediction, chosen.floor, before, after)
+        return with_busy_ratio(prediction, before, after)
 
-    return Chosen(again(chosen.best), chosen.floor, again(chosen.top), tuple(map(again, chosen.curve)))
+    return Chosen(again(chosen.best), again(chosen.floor), again(chosen.top), tuple(map(again, chosen.curve)))
 
 
 def below_floor_text(budget_bytes: int, floor_bytes: int, group_bytes: int) -> str:
@@ -87,20 +115,30 @@ def _size(nbytes: int) -> str:
 
 
 class _Chooser:
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor = predictor
+    """Tries ways to fill a budget.
 
-    def _all_kept(self) -> Choices:
-        return Choices(frozenset(self._predictor.nbytes))
+    Args:
+        predictor: of the steps.
+        recomputed: in each of them.
+    """
+
+    def __init__(self, predictor: Predictor, recomputed: frozenset[Slot]) -> None:
+        self._predictor = predictor
+        self._recomputed = recomputed
+
+    def _choices(self, kept: Iterable[Slot] = ()) -> Choices:
+        return Choices(frozenset(kept) - self._recomputed, self._recomputed)
+
+    def floor(self) -> Prediction:
+        """Predict a step with everything offloaded."""
+        return self._predictor.predict(Decision(self._choices()))
 
     def curve(self) -> list[Prediction]:
         """Predict steps with more and more room, from the floor to one in which nothing moves."""
-        top = self._predictor.predict(Decision(self._all_kept()))
-        grown = top.resident_bytes - self._predictor.floor.resident_bytes
-        rooms = (
-            self._predictor.floor.resident_bytes + grown * i // (_CURVE_POINTS + 1) for i in range(1, _CURVE_POINTS + 1)
-        )
-        return [self._predictor.floor, *(self._predictor.predict(Decision(resident_bytes=room)) for room in rooms), top]
+        top, floor = self._predictor.predict(Decision(self._choices(self._predictor.nbytes))), self.floor()
+        grown = top.resident_bytes - floor.resident_bytes
+        rooms = (floor.resident_bytes + grown * i // (_CURVE_POINTS + 1) for i in range(1, _CURVE_POINTS + 1))
+        return [floor, *(self._predictor.predict(Decision(self._choices(), room)) for room in rooms), top]
 
     def candidates(self, budget_bytes: int) -> list[Prediction]:
         """Predict steps that fill a budget: with room for whatever needs it, with groups that always stay, with both.
@@ -110,13 +148,17 @@ class _Chooser:
         """
         kept = self._fill(order_to_keep(self._predictor), budget_bytes)
         counts = sorted({len(kept) * share // _KEPT_SHARES for share in range(_KEPT_SHARES)})
-        decisions = [self._with_room(Choices(frozenset(kept[:n])), budget_bytes) for n in counts]
-        return [self._predictor.predict(decision) for decision in (*decisions, Decision(Choices(frozenset(kept))))]
+        decisions = [self._with_room(self._choices(kept[:n]), budget_bytes) for n in counts]
+        return [self._predictor.predict(decision) for decision in (*decisions, Decision(self._choices(kept)))]
+
+    def with_room(self, budget_bytes: int) -> Prediction:
+        """Predict a step with room for whatever needs it."""
+        return self._predictor.predict(self._with_room(self._choices(), budget_bytes))
 
     def _with_room(self, choices: Choices, budget_bytes: int) -> Decision:
         """Give what does not stay as much room as fits a budget; less than the floor takes would be none."""
         least = self._predictor.model.room_bytes(budget_bytes)  # fits wherever groups are at their peak
-        low = max(least, self._predictor.floor.resident_bytes)
+        low = max(least, self.floor().resident_bytes)
         held = self._predictor.held_bytes(Decision(choices, low))
         if held > budget_bytes:
             return Decision(choices)
@@ -132,25 +174,13 @@ class _Chooser:
         """Return what can always stay: in order, until the budget is full."""
 
         def fits(kept: Sequence[Slot]) -> bool:
-            return self._predictor.held_bytes(Decision(Choices(frozenset(kept)))) <= budget_bytes
+            return self._predictor.held_bytes(Decision(self._choices(kept))) <= budget_bytes
 
         low, high = 0, len(order)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(order[:middle]) else (low, middle - 1)
         return list(order[:low])
-
-    def recomputing(self, best: Prediction, budget_bytes: int) -> list[Prediction]:
-        """Predict steps that recompute what costs less to recompute than to copy, where compute waits for copies."""
-        if best.stalled_ms < (_EQUAL - 1) * best.step_ms:
-            return []
-        options = [
-            option for option in self._predictor.costs.options if option.ms_per_byte < ms_per_byte(self._predictor)
-        ]
-        options.sort(key=lambda option: option.ms_per_byte)
-        counts = sorted({max(1, round(share * len(options))) for share in _SHARES_RECOMPUTED}) if options else []
-        replaced = [frozenset(slot for option in options[:n] for slot in option.replaces) for n in counts]
-        return [self._predictor.predict(self._with_room(Choices(recomputed=each), budget_bytes)) for each in replaced]
 
 
 def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.moves import OUT, GroupKey
+from offload_engine.planning.moves import BACKWARD_END, OUT, Boundary, GroupKey
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.recompute import RecomputeOption, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, back_in_backward, options_of, with_recomputation
 from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
@@ -43,6 +43,8 @@ class Prediction(NamedTuple):
     recomputed_bytes: dict[str, int]
     num_moves: int
     """Groups copied out in a step."""
+    busy: float = 0.0
+    """Share that it does without, of the waits for copies of a step in which everything is offloaded."""
 
     @property
     def stalled_ms(self) -> float:
@@ -108,21 +110,27 @@ class Predictor:
         [outcome] = simulate(PipelineJob((rank,), self.costs.link), [plan]).ranks
         if not self._predictions:
             self._calibrate(outcome)
+        busy = self._busy_share(outcome)
         residents = residents_of(job.actions, job.shapes, job.bounds, plan)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(residents.before, self.model.early_share(job, choices)),
+            self.model.held_with(
+                self._with_recomputed(residents.before, choices), self.model.early_share(job, choices)
+            ),
             residents.most,
-            self._step_ms(outcome),
+            max(0.0, self._fitted_ms(outcome)) * _slower(self.costs.busy_ratio, busy),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, choices, moved),
             num_moves=len(moved),
+            busy=busy,
         )
 
-    def _step_ms(self, outcome: RankOutcome) -> float:
-        fitted_ms = outcome.milliseconds + self._rest_ms - (1.0 - self._stall_share) * outcome.stalled_ms
-        return max(0.0, fitted_ms) * _slower(self.costs.busy_ratio, outcome.stalled_ms, self._floor_stalled_ms)
+    def _fitted_ms(self, outcome: RankOutcome) -> float:
+        return outcome.milliseconds + self._rest_ms - (1.0 - self._stall_share) * outcome.stalled_ms
+
+    def _busy_share(self, outcome: RankOutcome) -> float:
+        return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
 
     def _calibrate(self, floor: RankOutcome) -> None:
         """Fit simulated times to what was measured with everything offloaded.
@@ -140,8 +148,7 @@ class Predictor:
         self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
 
     def _job_with(self, decision: Decision) -> Job:
-        recomputed = [option for option in self.costs.options if option.replaces <= decision.choices.recomputed]
-        shapes = with_recomputation(self.job.shapes, recomputed)
+        shapes = with_recomputation(self.job.shapes, options_of(self.costs.options, decision.choices.recomputed))
         return replace(self.job, shapes=shapes).within(decision.resident_bytes)
 
     def _bytes_of(
@@ -152,7 +159,9 @@ class Predictor:
         keys = group_keys(job.actions, job.shapes)
         sizes = [(key, job.shapes[key.chunk.stage].groups[key.index]) for key in keys]
         recomputed = [
-            (slot.name, self.nbytes[slot]) for key in keys if (slot := self.slot_of(key)) in choices.recomputed
+            (slot.name, self.nbytes[slot] - group.nbytes)
+            for key, group in sizes
+            if (slot := self.slot_of(key)) in choices.recomputed and group.nbytes < self.nbytes[slot]
         ]
         return (
             summed((group.name, group.nbytes) for key, group in sizes if key in away),
@@ -166,27 +175,33 @@ class Predictor:
 
     def held_bytes(self, decision: Decision) -> int:
         """Predict what the process holds at the most, without a simulation."""
-        return self.model.held_bytes(self._job_with(decision), decision.choices)
+        job, choices = self._job_with(decision), decision.choices
+        before = self._with_recomputed(job.residents(choices).before, choices)
+        return self.model.held_with(before, self.model.early_share(job, choices))
+
+    def _with_recomputed(self, residents: Mapping[Boundary, int], choices: Choices) -> Mapping[Boundary, int]:
+        """Add what is on the device again in the backward of what is recomputed."""
+        back = back_in_backward(self.job.shapes, options_of(self.costs.options, choices.recomputed))
+        if not back:
+            return residents
+        return {
+            at: nbytes + (back.get((at.group.chunk.stage, at.index), 0) if at.kind is BACKWARD_END else 0)
+            for at, nbytes in residents.items()
+        }
 
 
-def busy_share(stalled_ms: float, floor_stalled_ms: float) -> float:
-    """Return the share of the floor's waits for copies that a step does without."""
-    return max(0.0, 1.0 - stalled_ms / floor_stalled_ms) if floor_stalled_ms else 0.0
-
-
-def unslowed_ms(prediction: Prediction, floor: Prediction, busy_ratio: float) -> float:
-    """Return what a step would take if compute were as fast as where everything is offloaded."""
-    return prediction.step_ms / _slower(busy_ratio, prediction.stalled_ms, floor.stalled_ms)
-
-
-def with_busy_ratio(prediction: Prediction, floor: Prediction, before: float, after: float) -> Prediction:
+def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:
     """Return a prediction that was made with another ratio; see `Costs`."""
-    slower = _slower(after, prediction.stalled_ms, floor.stalled_ms)
-    return prediction._replace(step_ms=unslowed_ms(prediction, floor, before) * slower)
+    return prediction._replace(step_ms=unslowed_ms(prediction, before) * _slower(after, prediction.busy))
 
 
-def _slower(busy_ratio: float, stalled_ms: float, floor_stalled_ms: float) -> float:
-    return 1.0 + (busy_ratio - 1.0) * busy_share(stalled_ms, floor_stalled_ms)
+def unslowed_ms(prediction: Prediction, busy_ratio: float) -> float:
+    """Return what a step would take if compute were as fast as where everything is offloaded."""
+    return prediction.step_ms / _slower(busy_ratio, prediction.busy)
+
+
+def _slower(busy_ratio: float, busy: float) -> float:
+    return 1.0 + (busy_ratio - 1.0) * busy
 
 
 K = TypeVar("K")

@@ -37,6 +37,41 @@ class RecomputeOption:
         return self.milliseconds / self.freed_bytes if self.freed_bytes else float("inf")
 
 
+def options_of(options: Iterable[RecomputeOption], recomputed: Collection[Slot]) -> list[RecomputeOption]:
+    """Return the options that a choice stands for: of those that overlap the largest, then the first."""
+    left, found = set(recomputed), []
+    for option in sorted(options, key=lambda option: -len(option.replaces)):
+        if option.replaces <= left:
+            left -= option.replaces
+            found.append(option)
+    return found
+
+
+def cheapest_first(options: Iterable[RecomputeOption]) -> list[RecomputeOption]:
+    """Return options of which none replaces a group of another, by what it costs to free a byte."""
+    taken: set[Slot] = set()
+    found = []
+    for option in sorted(options, key=lambda option: option.ms_per_byte):
+        if option.freed_bytes and taken.isdisjoint(option.replaces):
+            taken |= option.replaces
+            found.append(option)
+    return found
+
+
+def back_in_backward(shapes: Shapes, options: Iterable[RecomputeOption]) -> dict[tuple[int, int], int]:
+    """Return the bytes that are on the device again while the backward of a group runs, by virtual stage and index.
+
+    A recomputation has all of its tensors at once.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for option in options:
+        for stage, shape in enumerate(shapes):
+            for index, slot in enumerate(slots_of(stage, shape.groups)):
+                if slot in option.replaces:
+                    found[stage, index] = option.freed_bytes
+    return found
+
+
 def with_recomputation(shapes: Shapes, options: Collection[RecomputeOption]) -> Shapes:
     """Return the shapes of chunks that recompute what `options` say: fewer bytes, longer backwards."""
     if not options:

@@ -35,6 +35,7 @@ FIELDS = {
     "offload_plan",
     "offload_plan_plot",
     "offload_planned",
+    "offload_recompute",
     "offload_report",
     "offload_trace",
     "offload_resident_bytes",
@@ -289,6 +290,28 @@ def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
         offload_config_from_args(args)
     settings = resolve(make(offload_gpu_budget="1G", **{name: "f"}), NO_DEFAULTS)
     assert settings is not None and [settings.plan, settings.plan_plot].count("f") == 1
+
+
+def test_recomputation_is_chosen_within_a_budget_only(applied: Handle, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^offload_recompute=auto is about what a budget decides: give --offload-gpu"):
+        make(offload_recompute="auto")
+    with pytest.raises(ValueError, match=r"^offload_recompute must be one of auto, off, got 'on'$"):
+        make(offload_gpu_budget="1G", offload_recompute="on")
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    with pytest.raises(ValueError, match=r"^offload_recompute=off is about what a budget decides"):
+        offload_config_from_args(parser.parse_args(["--offload-recompute", "off"]))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--offload-recompute", "on"])
+    assert "argument --offload-recompute: invalid choice: 'on'" in capsys.readouterr().err
+    for given, default, expected in (
+        (None, True, True),
+        (None, False, False),
+        ("auto", False, True),
+        ("off", True, False),
+    ):
+        defaults = NO_DEFAULTS._replace(may_recompute=default)
+        settings = resolve(make(offload_gpu_budget="1G", offload_recompute=given), defaults)
+        assert settings is not None and settings.may_recompute is expected
 
 
 def test_a_budget_of_the_gpu_is_a_flag() -> None:

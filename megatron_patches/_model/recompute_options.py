@@ -1,0 +1,135 @@
+"""What a budget may have the layers of a model recompute: what that frees, what it takes, and switching it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_patches._model.recompute import Switch, Switches
+from megatron_patches._model.sites import layers_of
+from offload_engine.planning.choices import Choices, Slot, slots_of
+from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.shapes import GroupShape, Shapes
+
+_DISCARDS_OUTPUT = ("input_layernorm", "pre_mlp_layernorm", "mla_up_proj", "moe_act")
+"""What these free is saved behind them, so only the groups of their inputs tell how long they take."""
+_OUTPUT_IS_SAVED = ("core_attn",)
+"""Flash attention saves its output, which the next module saves as well."""
+
+
+class Place(NamedTuple):
+    """Groups of one name in a layer."""
+
+    stage: int
+    layer: int
+    name: str
+
+
+class _Option(NamedTuple):
+    switch: Switch
+    frees: frozenset[Place]
+    keeps: frozenset[Place]
+
+    @property
+    def places(self) -> frozenset[Place]:
+        return self.frees | self.keeps
+
+
+class RecomputeOptions:
+    """Offers the recomputations of one rank's model chunks, and switches those that were chosen.
+
+    What the model recomputes already is neither offered nor switched off. It holds no module.
+
+    Args:
+        chunks: this rank's model chunks.
+        names: of the groups on them.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], names: Iterable[str]) -> None:
+        switches = Switches(chunks).by_key
+        groups = frozenset(names)
+        found = [_option(stage, switch, groups) for (stage, _, _), switch in switches.items() if not switch.is_on]
+        self._options: list[_Option] = sorted(found, key=lambda option: -len(option.places))
+        self._input_bytes: dict[tuple[int, int, str], int] = {}
+        self._handles: list[Any] = []
+        for stage, chunk in enumerate(chunks):
+            for layer, (_, module) in enumerate(layers_of(chunk)):
+                self._measure_inputs(stage, layer, dict(module.named_modules()))
+
+    def find(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
+        """Return what can be recomputed instead of moved, by the bytes and times of groups. See `Decider`."""
+        for handle in self._handles:
+            handle.remove()
+        groups = dict(_groups_of(shapes))
+        offered = (self._offer(option, groups) for option in self._options)
+        return tuple(option for option in offered if option is not None)
+
+    def apply(self, choices: Choices) -> None:
+        """Recompute, from the next step on, what was chosen, and nothing else of what was offered.
+
+        Raises:
+            ValueError: if something was chosen that cannot be recomputed.
+        """
+        left = {Place(slot.stage, slot.layer, slot.name) for slot in choices.recomputed}
+        for option in self._options:
+            is_on = bool(option.places) and option.places <= left
+            option.switch.set(is_on)
+            left -= option.places if is_on else frozenset()
+        if left:
+            raise ValueError(f"the plan recomputes {min(left)}, which this model cannot switch: remove the plan's file")
+
+    def restore(self) -> None:
+        """Recompute what the model was built with. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        for option in self._options:
+            option.switch.restore()
+
+    def _measure_inputs(self, stage: int, layer: int, modules: Mapping[str, torch.nn.Module]) -> None:
+        for option in self._options:
+            if {(place.stage, place.layer) for place in option.places} != {(stage, layer)}:
+                continue
+            key, saves_output = (stage, layer, option.switch.name), option.switch.name in _OUTPUT_IS_SAVED
+
+            def note(_: Any, args: Any, kwargs: Any, output: Any, key: Any = key, both: bool = saves_output) -> None:
+                self._input_bytes[key] = _bytes_of([*args, *kwargs.values(), *([output] if both else [])])
+
+            self._handles.append(modules[option.switch.around].register_forward_hook(note, with_kwargs=True))
+
+    def _offer(self, option: _Option, groups: Mapping[Place, list[tuple[Slot, GroupShape]]]) -> RecomputeOption | None:
+        name, places = option.switch.name, option.places
+        timed = option.keeps if name in _DISCARDS_OUTPUT else places
+        milliseconds = sum(group.forward_ms for place in timed for _, group in groups.get(place, ()))
+        freed = sum(group.nbytes for place in option.frees for _, group in groups.get(place, ()))
+        if not places or not freed or not milliseconds or any(place not in groups for place in option.frees):
+            return None
+        if option.frees & option.keeps:  # of these only the input stays
+            [place] = {(place.stage, place.layer) for place in places}
+            freed -= self._input_bytes.get((*place, name), freed)
+        slots = frozenset(slot for place in places for slot, _ in groups.get(place, ()))
+        return RecomputeOption(name, slots, max(0, freed), milliseconds)
+
+
+def _option(stage: int, switch: Switch, groups: frozenset[str]) -> _Option:
+    frees, keeps = (
+        frozenset(Place(stage, switch.layer, name) for name in names if name in groups)
+        for names in (switch.frees, switch.keeps)
+    )
+    return _Option(switch, frees, keeps)
+
+
+def _groups_of(shapes: Shapes) -> Iterator[tuple[Place, list[tuple[Slot, GroupShape]]]]:
+    for stage, shape in enumerate(shapes):
+        found: dict[Place, list[tuple[Slot, GroupShape]]] = {}
+        for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True):
+            found.setdefault(Place(stage, slot.layer, slot.name), []).append((slot, group))
+        yield from found.items()
+
+
+def _bytes_of(values: Iterable[Any]) -> int:
+    """Return the bytes of what autograd may save of these values: a mask takes no gradient, and is there anyway."""
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())

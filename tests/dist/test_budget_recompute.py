@@ -1,0 +1,166 @@
+"""A budget that has layers recompute: chosen where that is shorter, alike on the ranks of a stage, the same bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+
+from megatron_patches import apply  # noqa: E402
+from megatron_patches._model.candidates import find_candidates  # noqa: E402
+from megatron_patches._model.modules import drop_parts  # noqa: E402
+from megatron_patches._model.recompute_options import RecomputeOptions  # noqa: E402
+from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
+from offload_engine.planning.choices import Choices, Slot  # noqa: E402
+from offload_engine.planning.clocks import Link  # noqa: E402
+from offload_engine.planning.shapes import ChunkShape, GroupShape  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.test_recompute_switches import MODELS, _config, _step  # noqa: E402
+from tests.dist.tiny import make_chunks, run  # noqa: E402
+
+NUM_STEPS = 10
+NUM_MICROBATCHES = 4
+DECIDE = "offload_engine._budget.decide"
+
+
+@contextmanager
+def where_the_link_is_behind() -> Iterator[None]:
+    """All but copies takes no time: times of tiny models are left to chance."""
+    with mock.patch(f"{DECIDE}.measure_link", return_value=Link(1e-6, 1e-6)):
+        with mock.patch(f"{DECIDE}.agreed_ms", return_value=1e9):
+            yield
+
+
+RUNS = [("dense", Pipeline(2)), ("dropout", Pipeline()), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))]
+
+
+@pytest.mark.parametrize(("model", "shape"), RUNS, ids=str)
+def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: Pipeline) -> None:
+    chosen = run_ranks(_check_steps, model, pipeline=shape, timeout_s=240.0)
+    assert any(recomputed for _, recomputed in chosen)
+    of_stages = dict(chosen)
+    assert all(recomputed == of_stages[stage] for stage, recomputed in chosen)
+
+
+def _check_steps(model: str) -> tuple[int, list[Slot]]:
+    gc.disable()
+    chunks = _chunks(model)
+    expected = [_step(chunks, NUM_MICROBATCHES)]
+    _, whole = _train(model, "1TiB", expected, num_steps=6)
+    assert whole.summary.recomputed_bytes == 0
+    budget = _budget_between(whole)
+    with where_the_link_is_behind():
+        peaks, view = _train(model, f"{budget}", expected)
+    recomputed = view.decider.chosen.best.decision.choices.recomputed
+    assert max(peaks[-3:]) <= budget and bool(view.summary.recomputed_bytes) == bool(recomputed)
+    assert sum(view.decider.chosen.best.recomputed_bytes.values()) == view.summary.recomputed_bytes
+    with where_the_link_is_behind():
+        _, view = _train(model, f"{budget}", expected, offload_recompute="off")
+    assert not view.decider.chosen.best.decision.choices.recomputed
+    return _stage(), sorted(recomputed)
+
+
+def _stage() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def _chunks(model: str, **more: Any) -> list[torch.nn.Module]:
+    kind, settings, _ = MODELS[model]
+    return make_chunks(_config(kind, {**settings, **more}))
+
+
+def _budget_between(view: Any) -> int:
+    """Half the way from everything offloaded to nothing moved, on the rank that takes the most."""
+    chosen = view.decider.chosen
+    ends = torch.tensor([chosen.floor.held_bytes, chosen.top.held_bytes])
+    torch.distributed.all_reduce(ends, torch.distributed.ReduceOp.MAX)
+    return int(ends.sum()) // 2
+
+
+def _train(
+    model: str, budget: str, expected: list[dict[str, str]], num_steps: int = NUM_STEPS, **more: Any
+) -> tuple[list[int], Any]:
+    """Train within a budget; return the peaks of the steps, and the budget's view."""
+    peaks = []
+    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+        chunks = _chunks(model, offload_gpu_budget=budget, **more)
+        optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.0)
+        for step in range(num_steps):
+            assert _step(chunks, NUM_MICROBATCHES) in expected, (model, budget, step)
+            optimizer.step()
+            assert handle.stats is not None and handle.engine is not None
+            peaks.append(handle.stats.peak_resident_bytes)
+            run(chunks, NUM_MICROBATCHES, forward_only=True)  # as an evaluation
+        return peaks, handle.engine.budget
+
+
+def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path: Path) -> None:
+    run_ranks(_check_plan, str(tmp_path / "plan.json"))
+
+
+def _check_plan(file: str) -> None:
+    gc.disable()
+    expected = [_step(_chunks("dense"), NUM_MICROBATCHES)]
+    budget = _budget_between(_train("dense", "1TiB", expected, num_steps=6)[1])
+    with where_the_link_is_behind():
+        peaks, _ = _train("dense", f"{budget}", expected, offload_plan=file)
+    again, view = _train("dense", f"{budget}", expected, num_steps=3, offload_plan=file)
+    assert view.decider.chosen is None  # nothing was measured
+    assert view.decider.saved.allowance.choices.recomputed
+    assert again[-1] == peaks[-1]
+    with pytest.raises(ValueError, match=r"^--offload-plan \S+ recomputes, which --offload-recompute off forbids"):
+        _train("dense", f"{budget}", expected, offload_plan=file, offload_recompute="off")
+
+
+def test_what_is_offered() -> None:
+    run_ranks(_check_offered)
+
+
+def _check_offered() -> None:
+    found = _offered("experts")
+    assert {"mlp", "moe", "core_attn"} <= found, found
+    for model, settings in (("dense", {"fp8": "e4m3"}), ("dense", {"cuda_graph_impl": "local"})):
+        assert not _offered(model, **settings)
+    own = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    chunks = _chunks("dense", **own)
+    options = RecomputeOptions(chunks, ["layer_input", "qkv_linear", "core_attn", "mlp_norm"])
+    layer = chunks[0].decoder.layers[0]  # type: ignore[union-attr,index]
+    options.apply(Choices())
+    assert layer.recompute_mlp  # as the model was built
+    options.apply(Choices(recomputed=frozenset({Slot(0, 0, "core_attn", 0)})))
+    assert layer.self_attention.checkpoint_core_attention
+    with pytest.raises(ValueError, match="the plan recomputes .*name='mlp_act'.*, which this model cannot switch"):
+        options.apply(Choices(recomputed=frozenset({Slot(0, 0, "mlp_act", 0)})))
+    options.restore()
+    assert layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
+
+
+def _offered(model: str, **attributes: Any) -> set[str]:
+    """Return what is offered in a model where each group has the same bytes and takes as long."""
+    chunks = _chunks(model)
+    config: Any = chunks[0].config
+    for name, value in attributes.items():
+        setattr(config, name, value)
+    names = drop_parts(find_candidates(config, chunks)[0])[0]
+    options = RecomputeOptions(chunks, names)
+    config.fp8 = None
+    run(chunks, 1)
+    groups = [GroupShape(name, layer=layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in names]
+    return {option.name for option in options.find((ChunkShape(tuple(groups)),))}
+
+
+def test_an_engine_without_other_ranks_recomputes_nothing() -> None:
+    engine = OffloadEngine(OffloadConfig(gpu_budget=1 << 30))
+    assert engine.budget is not None and engine.budget.decider.find_options(()) == ()
+    engine.close()
