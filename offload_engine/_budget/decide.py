@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_model
@@ -20,7 +20,7 @@ from offload_engine.planning.choose import Chosen, choose
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.predict import Costs
-from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.recompute import RecomputeOption, chosen_of, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model
 from offload_engine.planning.shapes import Shapes, largest_bytes
 from offload_engine.schedule import Action
@@ -46,6 +46,7 @@ class Decider:
             time, with as many numbers. The default is one rank.
         start_together: called before the link is measured; see `measure_link`.
         options: what the model can recompute.
+        offer: called with the bytes and times of each measured step; returns what else it can recompute.
         apply: called with each decision between two steps, to have the model recompute what was chosen.
         chosen: the decision in force, and what else could have been; None before the first.
     """
@@ -57,6 +58,7 @@ class Decider:
         self.agree: Agree = tuple
         self.start_together: Callable[[], None] = lambda: None
         self.options: tuple[RecomputeOption, ...] = ()
+        self.offer: Callable[[Shapes], Iterable[RecomputeOption]] = lambda shapes: ()
         self.apply: Callable[[Choices], None] = lambda choices: None
         self.chosen: Chosen | None = None
         self._context = context
@@ -133,7 +135,9 @@ class Decider:
         [is_unknown] = self.agree((int(shapes is None),))
         if shapes is None or is_unknown:
             return False
-        between, measured = gauge.peak_bytes(), recorder.boundaries
+        measured = recorder.boundaries
+        # Where only groups are measured, none are left between steps; the gauge has the peak of the whole step.
+        between = gauge.peak_bytes() if self._is_early_certain else 0
         overhead = max(0, gauge.held_bytes() - max([between, *(each.peak_bytes for each in measured)]))
         waits = recorder.finish().get().waits
         timed = with_times(shapes, recorder.intervals(), waits)
@@ -142,9 +146,15 @@ class Decider:
         model = make_memory_model(job, memory, is_early_certain=self._is_early_certain)
         self._job, self._model = job, agreed_model(self.agree, model)
         link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
-        self._costs = Costs(link, options=self.options, floor_ms=floor_ms)
+        self._costs = Costs(link, options=self._offered(self._job.shapes), floor_ms=floor_ms)
         self._decisions.clear()
         return True
+
+    def _offered(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
+        options = (*self.options, *self.offer(shapes))
+        if self._is_early_certain:
+            return options
+        return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
 
     def _measure_link(self, device: Device, shapes: Shapes) -> Link:
         streams = self._context.copy_out_stream, self._context.copy_in_stream
@@ -175,8 +185,11 @@ class Decider:
         return not actions or actions == self._actions or self._policy.shapes(actions) is None
 
     def saved_bytes(self) -> int:
-        """Return how many bytes all chunks save, one microbatch of each, as measured."""
+        """Return how many bytes all chunks save by the decision in force, one microbatch of each."""
         shapes = () if self._job is None else self._job.shapes
+        if self.chosen is not None:
+            choices = self.chosen.best.decision.choices
+            shapes = with_recomputation(shapes, chosen_of(self._costs.options, choices))
         return sum(group.nbytes for shape in shapes for group in shape.groups)
 
     def num_stages(self) -> int:

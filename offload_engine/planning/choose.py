@@ -13,13 +13,16 @@ from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
+from offload_engine.planning.recompute import RecomputeOption, evenly
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
 _KEPT_SHARES: Final = 2
 """So many shares of what could always stay are tried beside room for the rest."""
-_SHARES_RECOMPUTED: Final = (0.25, 0.5, 1.0)
+_SHARES_RECOMPUTED: Final = (0.25, 0.5, 0.75, 1.0)
+_SHARE_STEPS: Final = (0.125, 0.0625)
+"""Around the best share, both ways."""
 _EQUAL: Final = 1.0005
 """Steps within this ratio take the same time: then the one that moves less is better."""
 
@@ -29,7 +32,7 @@ class Chosen(NamedTuple):
 
     best: Prediction
     floor: Prediction
-    """With everything offloaded: the lowest budget that can be reached."""
+    """The lowest budget that can be reached: with everything offloaded, or recomputed where that takes less."""
     top: Prediction
     """With nothing that moves."""
     curve: tuple[Prediction, ...]
@@ -47,27 +50,32 @@ def choose(job: Job, model: MemoryModel, budget_bytes: int, costs: Costs, *, mus
         must_fit: if even the floor does not, raise; else choose the floor.
 
     Raises:
-        BudgetError: if the budget is below what the step takes with everything offloaded.
+        BudgetError: if the budget is below what the step takes with everything offloaded, or recomputed.
     """
     predictor = Predictor(job, model, costs)
-    chooser, floor = _Chooser(predictor), predictor.floor
-    if floor.held_bytes > budget_bytes and must_fit:
-        raise BudgetError(below_floor_text(budget_bytes, floor.held_bytes, floor.resident_bytes))
+    chooser = _Chooser(predictor, budget_bytes)
     curve = chooser.curve()
-    if floor.held_bytes > budget_bytes:
-        return Chosen(floor, floor, curve[-1], _improving(curve))
+    lowest = min([predictor.floor, *chooser.all_recomputed()], key=lambda each: each.held_bytes)
+    if lowest.held_bytes > budget_bytes:
+        if must_fit:
+            raise BudgetError(below_floor_text(budget_bytes, lowest))
+        return Chosen(lowest, lowest, curve[-1], _improving([*curve, lowest]))
     if curve[-1].held_bytes <= budget_bytes:
-        return Chosen(curve[-1], floor, curve[-1], _improving(curve))
-    tried = [*curve, *chooser.candidates(budget_bytes)]
-    tried += chooser.recomputing(_best(tried, budget_bytes), budget_bytes)
-    return Chosen(_best(tried, budget_bytes), floor, curve[-1], _improving(tried))
+        return Chosen(curve[-1], lowest, curve[-1], _improving([*curve, lowest]))
+    tried = [*curve, lowest]
+    if predictor.floor.held_bytes <= budget_bytes:
+        tried += chooser.candidates()
+    tried += chooser.recomputing(_best(tried, budget_bytes))
+    return Chosen(_best(tried, budget_bytes), lowest, curve[-1], _improving(tried))
 
 
-def below_floor_text(budget_bytes: int, floor_bytes: int, group_bytes: int) -> str:
-    """Say by how much a budget is too small, and what else would help; `group_bytes` of the floor are of groups."""
+def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:
+    """Say by how much a budget is too small, and what else would help."""
+    floor_bytes, group_bytes = lowest.held_bytes, lowest.resident_bytes
+    how = "offloaded, and recomputed where that is known how" if lowest.recomputed_bytes else "offloaded"
     return (
         f"gpu_budget is {_size(budget_bytes)}, {_size(floor_bytes - budget_bytes)} less than the {_size(floor_bytes)} "
-        f"of a step with everything offloaded, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
+        f"of a step with everything {how}, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
         "optimizer state and whatever else is not offloaded. Raise the budget, offload or recompute more modules, use "
         "smaller microbatches or shorter sequences, or shard the model further"
     )
@@ -78,8 +86,9 @@ def _size(nbytes: int) -> str:
 
 
 class _Chooser:
-    def __init__(self, predictor: Predictor) -> None:
+    def __init__(self, predictor: Predictor, budget_bytes: int) -> None:
         self._predictor = predictor
+        self._budget_bytes = budget_bytes
 
     def _all_kept(self) -> Choices:
         return Choices(frozenset(self._predictor.nbytes))
@@ -93,37 +102,46 @@ class _Chooser:
         )
         return [self._predictor.floor, *(self._predictor.predict(Decision(resident_bytes=room)) for room in rooms), top]
 
-    def candidates(self, budget_bytes: int) -> list[Prediction]:
-        """Predict steps that fill a budget: with room for whatever needs it, with groups that always stay, with both.
+    def candidates(self) -> list[Prediction]:
+        """Predict steps that fill the budget: with room for whatever needs it, with groups that always stay, with both.
 
         Room is what compute waits least with: it is used by what is needed next. What always stays costs the host
         nothing.
         """
-        kept = self._fill(order_to_keep(self._predictor), budget_bytes)
+        kept = self._fill(order_to_keep(self._predictor))
         counts = sorted({len(kept) * share // _KEPT_SHARES for share in range(_KEPT_SHARES)})
-        decisions = [self._with_room(Choices(frozenset(kept[:n])), budget_bytes) for n in counts]
+        decisions = [self._with_room(Choices(frozenset(kept[:n]))) for n in counts]
         return [self._predictor.predict(decision) for decision in (*decisions, Decision(Choices(frozenset(kept))))]
 
-    def _with_room(self, choices: Choices, budget_bytes: int) -> Decision:
-        """Give what does not stay as much room as fits a budget; less than the floor takes would be none."""
-        least = self._predictor.model.room_bytes(budget_bytes)  # fits wherever groups are at their peak
-        low = max(least, self._predictor.floor.resident_bytes)
-        held = self._predictor.held_bytes(Decision(choices, low))
-        if held > budget_bytes:
+    def _with_room(self, choices: Choices) -> Decision:
+        """Give what does not stay as much room as fits the budget; less than the floor takes would be none."""
+        least = self._predictor.floor.resident_bytes
+        low = max(self._predictor.model.room_bytes(self._budget_bytes), least)  # fits wherever groups are at their peak
+        held = self._held_bytes(choices, low)
+        if held > self._budget_bytes and choices.recomputed:  # what is recomputed is there besides
+            low = max(least, low - (held - self._budget_bytes))
+            held = self._held_bytes(choices, low)
+        if held > self._budget_bytes:
             return Decision(choices)
-        spare = budget_bytes - held  # what more room takes is at most as much, and less where the peak is elsewhere
+        spare = (
+            self._budget_bytes - held
+        )  # what more room takes is at most as much, and less where the peak is elsewhere
         for _ in range(_ROOM_TRIES):
             if spare <= 0:
                 break
-            held = self._predictor.held_bytes(Decision(choices, low + spare))
-            low, spare = (low + spare, budget_bytes - held) if held <= budget_bytes else (low, spare // 2)
+            held = self._held_bytes(choices, low + spare)
+            is_in = held <= self._budget_bytes
+            low, spare = (low + spare, self._budget_bytes - held) if is_in else (low, spare // 2)
         return Decision(choices, low)
 
-    def _fill(self, order: Sequence[Slot], budget_bytes: int) -> list[Slot]:
+    def _held_bytes(self, choices: Choices, room: int) -> int:
+        return self._predictor.held_bytes(Decision(choices, room))
+
+    def _fill(self, order: Sequence[Slot]) -> list[Slot]:
         """Return what can always stay: in order, until the budget is full."""
 
         def fits(kept: Sequence[Slot]) -> bool:
-            return self._predictor.held_bytes(Decision(Choices(frozenset(kept)))) <= budget_bytes
+            return self._predictor.held_bytes(Decision(Choices(frozenset(kept)))) <= self._budget_bytes
 
         low, high = 0, len(order)
         while low < high:
@@ -131,17 +149,37 @@ class _Chooser:
             low, high = (middle, high) if fits(order[:middle]) else (low, middle - 1)
         return list(order[:low])
 
-    def recomputing(self, best: Prediction, budget_bytes: int) -> list[Prediction]:
+    def all_recomputed(self) -> list[Prediction]:
+        """Predict the step that recomputes all it can and offloads the rest, where anything can be recomputed."""
+        options = self._predictor.costs.options
+        return [self._predictor.predict(Decision(_recomputed(options)))] if options else []
+
+    def recomputing(self, best: Prediction) -> list[Prediction]:
         """Predict steps that recompute what costs less to recompute than to copy, where compute waits for copies."""
-        if best.stalled_ms < (_EQUAL - 1) * best.step_ms:
+        if best.stalled_ms < (_EQUAL - 1) * best.step_ms and not best.decision.choices.recomputed:
             return []
-        options = [
-            option for option in self._predictor.costs.options if option.ms_per_byte < ms_per_byte(self._predictor)
-        ]
-        options.sort(key=lambda option: option.ms_per_byte)
-        counts = sorted({max(1, round(share * len(options))) for share in _SHARES_RECOMPUTED}) if options else []
-        replaced = [frozenset(slot for option in options[:n] for slot in option.replaces) for n in counts]
-        return [self._predictor.predict(self._with_room(Choices(recomputed=each), budget_bytes)) for each in replaced]
+        is_needed = self._predictor.floor.held_bytes > self._budget_bytes
+        limit = float("inf") if is_needed else ms_per_byte(self._predictor)
+        options = [option for option in self._predictor.costs.options if option.ms_per_byte < limit]
+        if not options:
+            return []
+        found = {share: self._recomputing(options, share) for share in _SHARES_RECOMPUTED}
+        for step in _SHARE_STEPS:
+            share = min(found, key=lambda share: self._rank(found[share]))
+            for other in (share - step, share + step):
+                if 0 < other <= 1 and other not in found:
+                    found[other] = self._recomputing(options, other)
+        return list(found.values())
+
+    def _recomputing(self, options: Sequence[RecomputeOption], share: float) -> Prediction:
+        return self._predictor.predict(self._with_room(_recomputed(evenly(options, share))))
+
+    def _rank(self, each: Prediction) -> tuple[bool, float]:
+        return each.held_bytes > self._budget_bytes, each.step_ms
+
+
+def _recomputed(options: Iterable[RecomputeOption]) -> Choices:
+    return Choices(recomputed=frozenset(slot for option in options for slot in option.replaces))
 
 
 def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:

@@ -11,7 +11,7 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.moves import OUT, GroupKey
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.recompute import RecomputeOption, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, chosen_of, with_recomputation
 from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
@@ -131,8 +131,7 @@ class Predictor:
         self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
 
     def _job_with(self, decision: Decision) -> Job:
-        recomputed = [option for option in self.costs.options if option.replaces <= decision.choices.recomputed]
-        shapes = with_recomputation(self.job.shapes, recomputed)
+        shapes = with_recomputation(self.job.shapes, chosen_of(self.costs.options, decision.choices))
         return replace(self.job, shapes=shapes).within(decision.resident_bytes)
 
     def _bytes_of(
@@ -143,7 +142,9 @@ class Predictor:
         keys = group_keys(job.actions, job.shapes)
         sizes = [(key, job.shapes[key.chunk.stage].groups[key.index]) for key in keys]
         recomputed = [
-            (slot.name, self.nbytes[slot]) for key in keys if (slot := self.slot_of(key)) in choices.recomputed
+            (slot.name, self.nbytes[slot] - group.nbytes)
+            for key, group in sizes
+            if (slot := self.slot_of(key)) in choices.recomputed
         ]
         return (
             summed((group.name, group.nbytes) for key, group in sizes if key in away),
