@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -87,6 +88,7 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
+        begin = time.perf_counter()
         if self._has_ended:
             self._conclude(is_combined)
         if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
@@ -95,6 +97,7 @@ class BudgetController(BudgetView):
                 self._allow(self.decider.decide(planned))
         if self.state is not State.HOLD:
             self._gauge.reset()
+        self.host_ms += 1e3 * (time.perf_counter() - begin)
         self._num_steps += 1
         self._has_ended, self._has_state = False, self._optimizers.has_stepped or self._num_steps > _MAX_WAIT_STEPS
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None

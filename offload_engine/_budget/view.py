@@ -24,12 +24,14 @@ class BudgetView:
         decider: has the decision, and the hooks of the caller.
         measured_bytes: what the process held at the most in the last step that was verified or watched.
         measured_ms: of the last step that was verified.
+        host_ms: that the host has spent on decisions so far, waits for the device included.
     """
 
     def __init__(self, budget_bytes: int, decider: Decider) -> None:
         self.decider: Decider = decider
         self.measured_bytes: int = 0
         self.measured_ms: float = 0.0
+        self.host_ms: float = 0.0
         self._budget_bytes = budget_bytes
 
     @property
