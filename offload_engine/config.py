@@ -14,6 +14,7 @@ from offload_engine.sizes import parse_bytes
 
 MIB = 1 << 20
 HOST_POLICIES: tuple[str, ...] = ("keep", "error")
+RECOMPUTE: tuple[str, ...] = ("auto", "off")
 _LARGEST_STORAGE = 1 << 40
 
 
@@ -45,6 +46,10 @@ class OffloadConfig:
     """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
     groups). The engine measures a few steps and decides what stays, see docs/budget.md. None: `policy` decides."""
 
+    recompute: Literal["auto", "off"] = "auto"
+    """Whether a budget may have layers computed again in backward instead of saved, where that takes less time than
+    copies: "auto" where it is known how and results stay equal, "off" nowhere."""
+
     directory: str | None = None
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
     None for a temporary directory. CUDA devices use pinned memory and reject a directory."""
@@ -68,6 +73,8 @@ class OffloadConfig:
             self._check_budget()
         if self.host_policy not in HOST_POLICIES:
             raise ValueError(f"host_policy must be one of {', '.join(HOST_POLICIES)}, got {self.host_policy!r}")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {self.recompute!r}")
         if self.host_limit_bytes is not None and self.host_limit_bytes < self.min_tensor_bytes:
             raise ValueError(
                 f"host_limit_bytes={self.host_limit_bytes:,} is below min_tensor_bytes={self.min_tensor_bytes:,}: "

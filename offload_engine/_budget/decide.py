@@ -29,7 +29,7 @@ from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.predict import Costs, unslowed_ms
-from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model
 from offload_engine.planning.shapes import Shapes, largest_bytes
 from offload_engine.schedule import Action
@@ -187,7 +187,8 @@ class Decider:
         [cannot] = meet((int(shapes is None or is_unlike),))
         if shapes is None or cannot:
             return False
-        between = gauge.peak_bytes()
+        # Where only groups are measured, none are left between steps; the gauge has the peak of the whole step.
+        between = gauge.peak_bytes() if self._is_early_certain else 0
         overhead = max(0, gauge.held_bytes() - max([between, *(each.peak_bytes for each in measured)]))
         waits = recorder.finish().get().waits
         timed = agreed_job(self.agree, with_times(shapes, recorder.intervals(), waits))
@@ -197,10 +198,15 @@ class Decider:
         self._model = agreed_model(self.agree, model)
         meet((0,))  # the link is measured while all ranks copy
         link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
-        options = agreed_options(self.agree, self.find_options(timed))
-        self._costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
+        self._costs = Costs(link, options=self._options(timed), floor_ms=agreed_ms(self.agree, floor_ms))
         self._decisions.clear()
         return True
+
+    def _options(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
+        options = agreed_options(self.agree, self.find_options(shapes))
+        if self._is_early_certain:
+            return options
+        return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
 
     def _measure_link(self, device: Device, shapes: Shapes) -> Link:
         streams = self._context.copy_out_stream, self._context.copy_in_stream
@@ -280,8 +286,11 @@ class Decider:
         return not actions or actions == self._actions or self._policy.shapes(actions) is None
 
     def saved_bytes(self) -> int:
-        """Return how many bytes all chunks save, one microbatch of each, as measured."""
+        """Return how many bytes all chunks save by the decision in force, one microbatch of each."""
         shapes = () if self._job is None else self._job.shapes
+        if self.chosen is not None:
+            choices = self.chosen.best.decision.choices
+            shapes = with_recomputation(shapes, options_of(self._costs.options, choices.recomputed))
         return sum(group.nbytes for shape in shapes for group in shape.groups)
 
     def num_stages(self) -> int:

@@ -179,6 +179,16 @@ def of_schedule(schedule: object, name: str) -> Any:
 default_store: Final[Callable[[], Any]] = take_or_refuse("torch.distributed.distributed_c10d._get_default_store")
 """The store through which the ranks of the process group have met; None where it met through none, as under MPI."""
 
+
+def num_collectives() -> int:
+    """Count the collectives that this process has begun, in all of its process groups: a number to compare later."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0
+    world = take("torch.distributed.distributed_c10d._world")
+    return sum(group._get_sequence_number_for_group() for group in world.pg_map)
+
+
 # -- profiles
 
 record_function: Final[Any] = take("torch._C._profiler._RecordFunctionFast")

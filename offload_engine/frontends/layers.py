@@ -20,6 +20,7 @@ from offload_engine.frontends._layers.find_layers import Layer, body_of, check_s
 from offload_engine.frontends._layers.group_hooks import GroupHook
 from offload_engine.frontends._layers.layer_checkpoint import LayerCheckpoints
 from offload_engine.frontends._layers.layer_groups import LayerGroups
+from offload_engine.frontends._layers.recompute_choice import LayerRecompute
 from offload_engine.meter import ResidencyMeter
 from offload_engine.policies import GroupWindow, PrefetchWindow, ResidentLayers
 from offload_engine.stats import IterationStats
@@ -44,6 +45,8 @@ class LayerOffload(RecordsSteps):
             group_bytes=None if isinstance(engine.config.policy, (GroupWindow, PrefetchWindow)) else GROUP_BYTES,
         )
         self._checkpoints = LayerCheckpoints(model, layers, self._groups) if enable_ckpt else None
+        may_recompute = engine.budget is not None and engine.config.recompute == "auto" and not enable_ckpt
+        self._recompute = LayerRecompute(layers, self._groups, engine) if may_recompute else None
         # On the model: warns even if it never calls the module that runs the layers.
         self._end_of_forward = model.register_forward_hook(GroupHook(lambda *_: self._session.warn_if_idle()))
 
@@ -71,6 +74,8 @@ class LayerOffload(RecordsSteps):
         """
         if self._checkpoints is not None:
             self._checkpoints.remove()
+        if self._recompute is not None:
+            self._recompute.remove()
         self._groups.remove()
         self._end_of_forward.remove()
         self._session.close()
@@ -98,7 +103,9 @@ def enable_activation_offloading(
         enable_ckpt: checkpoint each layer as well, so that only its input is kept, and offloaded. Switches the model's
             own checkpointing off. With False, a model's own checkpointing stays on, and the inputs of its layers are
             offloaded.
-        config: bounds and thresholds. The default policy is `policies.ResidentLayers(2)`.
+        config: bounds and thresholds. The default policy is `policies.ResidentLayers(2)`. With a `gpu_budget`, what
+            stays is chosen; and layers whose results stay equal may be checkpointed, too, unless it has
+            `recompute="off"`.
         layers: the modules to group by, in the order in which they run; None: they are found.
         meter: counts resident bytes as well.
 

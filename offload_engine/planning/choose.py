@@ -13,14 +13,16 @@ from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor, with_busy_ratio
-from offload_engine.planning.recompute import cheapest_first
-from offload_engine.planning.worth import order_to_keep
+from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly
+from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
 _KEPT_SHARES: Final = 2
 """So many shares of what could always stay are tried beside room for the rest."""
-_SHARES_RECOMPUTED: Final = (0.25, 0.5, 1.0)
+_SHARES_RECOMPUTED: Final = (0.25, 0.5, 0.75, 1.0)
+_SHARE_STEPS: Final = (0.125, 0.0625)
+"""Around the best share, both ways."""
 _EQUAL: Final = 1.0005
 """Steps within this ratio take the same time: then the one that moves less is better."""
 
@@ -30,7 +32,7 @@ class Chosen(NamedTuple):
 
     best: Prediction
     floor: Prediction
-    """With everything offloaded: the lowest budget that can be reached."""
+    """The lowest budget that can be reached: with everything offloaded, or recomputed where that takes less."""
     top: Prediction
     """With nothing that moves."""
     curve: tuple[Prediction, ...]
@@ -57,38 +59,26 @@ def choose(
         recomputed: what is to be recomputed, and nothing else; None: what is best.
 
     Raises:
-        BudgetError: if the budget is below what the step takes with everything offloaded.
+        BudgetError: if the budget is below what the step takes with everything offloaded, or recomputed.
     """
     predictor = Predictor(job, model, costs)
-    chooser = _Chooser(predictor, recomputed or frozenset())
-    others = [] if recomputed is not None else [_Chooser(predictor, each) for each in _recomputable(costs)]
+    chooser = _Chooser(predictor, budget_bytes, recomputed)
     curve = chooser.curve()
-    floor, top = curve[0], curve[-1]
+    everything, top = curve[0], curve[-1]
+    floor = min([everything, *chooser.all_recomputed()], key=lambda each: each.held_bytes)
     if floor.held_bytes > budget_bytes:  # few microbatches in flight may take less than their copies both ways
-        floor = min([*curve, *(each.floor() for each in others)], key=lambda each: each.held_bytes)
-    if floor.held_bytes > budget_bytes and must_fit:
-        raise BudgetError(below_floor_text(budget_bytes, floor.held_bytes, floor.resident_bytes))
+        floor = min([floor, *curve], key=lambda each: each.held_bytes)
     if floor.held_bytes > budget_bytes:
+        if must_fit:
+            raise BudgetError(below_floor_text(budget_bytes, floor))
         return Chosen(floor, floor, top, _improving([*curve, floor]))
     if top.held_bytes <= budget_bytes:
-        return Chosen(top, floor, top, _improving(curve))
+        return Chosen(top, floor, top, _improving([*curve, floor]))
     tried = [*curve, floor]
-    if curve[0].held_bytes <= budget_bytes:
-        tried += chooser.candidates(budget_bytes)
-    if curve[0].held_bytes > budget_bytes or _waits(_best(tried, budget_bytes)):
-        tried += [each.with_room(budget_bytes) for each in others]
+    if everything.held_bytes <= budget_bytes:
+        tried += chooser.candidates()
+    tried += chooser.recomputing(_best(tried, budget_bytes))
     return Chosen(_best(tried, budget_bytes), floor, top, _improving(tried))
-
-
-def _recomputable(costs: Costs) -> list[frozenset[Slot]]:
-    """Return what could be recomputed: some of what costs least for its bytes, more, and all."""
-    options = cheapest_first(costs.options)
-    counts = sorted({max(1, round(share * len(options))) for share in _SHARES_RECOMPUTED}) if options else []
-    return [frozenset(slot for option in options[:n] for slot in option.replaces) for n in counts]
-
-
-def _waits(prediction: Prediction) -> bool:
-    return prediction.stalled_ms >= (_EQUAL - 1) * prediction.step_ms
 
 
 def retimed(chosen: Chosen, before: float, after: float) -> Chosen:
@@ -100,11 +90,13 @@ def retimed(chosen: Chosen, before: float, after: float) -> Chosen:
     return Chosen(again(chosen.best), again(chosen.floor), again(chosen.top), tuple(map(again, chosen.curve)))
 
 
-def below_floor_text(budget_bytes: int, floor_bytes: int, group_bytes: int) -> str:
-    """Say by how much a budget is too small, and what else would help; `group_bytes` of the floor are of groups."""
+def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:
+    """Say by how much a budget is too small, and what else would help."""
+    floor_bytes, group_bytes = lowest.held_bytes, lowest.resident_bytes
+    how = "offloaded, and recomputed where that is known how" if lowest.recomputed_bytes else "offloaded"
     return (
         f"gpu_budget is {_size(budget_bytes)}, {_size(floor_bytes - budget_bytes)} less than the {_size(floor_bytes)} "
-        f"of a step with everything offloaded, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
+        f"of a step with everything {how}, of which {_size(floor_bytes - group_bytes)} are weights, gradients, "
         "optimizer state and whatever else is not offloaded. Raise the budget, offload or recompute more modules, use "
         "smaller microbatches or shorter sequences, or shard the model further"
     )
@@ -119,68 +111,106 @@ class _Chooser:
 
     Args:
         predictor: of the steps.
-        recomputed: in each of them.
+        budget_bytes: to fill.
+        recomputed: in each step, and nothing else; None: what is best.
     """
 
-    def __init__(self, predictor: Predictor, recomputed: frozenset[Slot]) -> None:
+    def __init__(self, predictor: Predictor, budget_bytes: int, recomputed: frozenset[Slot] | None) -> None:
         self._predictor = predictor
-        self._recomputed = recomputed
+        self._budget_bytes = budget_bytes
+        self._is_free = recomputed is None
+        self._recomputed = recomputed or frozenset()
+        self._floor = predictor.predict(Decision(self._choices()))
 
     def _choices(self, kept: Iterable[Slot] = ()) -> Choices:
         return Choices(frozenset(kept) - self._recomputed, self._recomputed)
 
-    def floor(self) -> Prediction:
-        """Predict a step with everything offloaded."""
-        return self._predictor.predict(Decision(self._choices()))
-
     def curve(self) -> list[Prediction]:
         """Predict steps with more and more room, from the floor to one in which nothing moves."""
-        top, floor = self._predictor.predict(Decision(self._choices(self._predictor.nbytes))), self.floor()
-        grown = top.resident_bytes - floor.resident_bytes
-        rooms = (floor.resident_bytes + grown * i // (_CURVE_POINTS + 1) for i in range(1, _CURVE_POINTS + 1))
-        return [floor, *(self._predictor.predict(Decision(self._choices(), room)) for room in rooms), top]
+        top = self._predictor.predict(Decision(self._choices(self._predictor.nbytes)))
+        least, grown = self._floor.resident_bytes, top.resident_bytes - self._floor.resident_bytes
+        rooms = (least + grown * i // (_CURVE_POINTS + 1) for i in range(1, _CURVE_POINTS + 1))
+        return [self._floor, *(self._predictor.predict(Decision(self._choices(), room)) for room in rooms), top]
 
-    def candidates(self, budget_bytes: int) -> list[Prediction]:
-        """Predict steps that fill a budget: with room for whatever needs it, with groups that always stay, with both.
+    def candidates(self) -> list[Prediction]:
+        """Predict steps that fill the budget: with room for whatever needs it, with groups that always stay, with both.
 
         Room is what compute waits least with: it is used by what is needed next. What always stays costs the host
         nothing.
         """
-        kept = self._fill(order_to_keep(self._predictor), budget_bytes)
+        kept = self._fill(order_to_keep(self._predictor))
         counts = sorted({len(kept) * share // _KEPT_SHARES for share in range(_KEPT_SHARES)})
-        decisions = [self._with_room(self._choices(kept[:n]), budget_bytes) for n in counts]
+        decisions = [self._with_room(self._choices(kept[:n])) for n in counts]
         return [self._predictor.predict(decision) for decision in (*decisions, Decision(self._choices(kept)))]
 
-    def with_room(self, budget_bytes: int) -> Prediction:
-        """Predict a step with room for whatever needs it."""
-        return self._predictor.predict(self._with_room(self._choices(), budget_bytes))
-
-    def _with_room(self, choices: Choices, budget_bytes: int) -> Decision:
-        """Give what does not stay as much room as fits a budget; less than the floor takes would be none."""
-        least = self._predictor.model.room_bytes(budget_bytes)  # fits wherever groups are at their peak
-        low = max(least, self.floor().resident_bytes)
-        held = self._predictor.held_bytes(Decision(choices, low))
-        if held > budget_bytes:
+    def _with_room(self, choices: Choices) -> Decision:
+        """Give what does not stay as much room as fits the budget; less than the floor takes would be none."""
+        least = self._floor.resident_bytes
+        low = max(self._predictor.model.room_bytes(self._budget_bytes), least)  # fits wherever groups are at their peak
+        held = self._held_bytes(choices, low)
+        if held > self._budget_bytes and choices.recomputed:  # what is recomputed is there besides
+            low = max(least, low - (held - self._budget_bytes))
+            held = self._held_bytes(choices, low)
+        if held > self._budget_bytes:
             return Decision(choices)
-        spare = budget_bytes - held  # what more room takes is at most as much, and less where the peak is elsewhere
+        spare = self._budget_bytes - held  # more room takes at most as much, and less where the peak is elsewhere
         for _ in range(_ROOM_TRIES):
             if spare <= 0:
                 break
-            held = self._predictor.held_bytes(Decision(choices, low + spare))
-            low, spare = (low + spare, budget_bytes - held) if held <= budget_bytes else (low, spare // 2)
+            held = self._held_bytes(choices, low + spare)
+            is_in = held <= self._budget_bytes
+            low, spare = (low + spare, self._budget_bytes - held) if is_in else (low, spare // 2)
         return Decision(choices, low)
 
-    def _fill(self, order: Sequence[Slot], budget_bytes: int) -> list[Slot]:
+    def _held_bytes(self, choices: Choices, room: int) -> int:
+        return self._predictor.held_bytes(Decision(choices, room))
+
+    def _fill(self, order: Sequence[Slot]) -> list[Slot]:
         """Return what can always stay: in order, until the budget is full."""
 
         def fits(kept: Sequence[Slot]) -> bool:
-            return self._predictor.held_bytes(Decision(self._choices(kept))) <= budget_bytes
+            return self._predictor.held_bytes(Decision(self._choices(kept))) <= self._budget_bytes
 
         low, high = 0, len(order)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if fits(order[:middle]) else (low, middle - 1)
         return list(order[:low])
+
+    def all_recomputed(self) -> list[Prediction]:
+        """Predict the step that recomputes all it can and offloads the rest, where anything can be recomputed."""
+        options = self._options()
+        return [self._predictor.predict(Decision(_recomputed(options)))] if options else []
+
+    def _options(self) -> list[RecomputeOption]:
+        return cheapest_first(self._predictor.costs.options) if self._is_free else []
+
+    def recomputing(self, best: Prediction) -> list[Prediction]:
+        """Predict steps that recompute what costs less to recompute than to copy, where compute waits for copies."""
+        if best.stalled_ms < (_EQUAL - 1) * best.step_ms and not best.decision.choices.recomputed:
+            return []
+        is_needed = self._floor.held_bytes > self._budget_bytes
+        limit = float("inf") if is_needed else ms_per_byte(self._predictor)
+        options = [option for option in self._options() if option.ms_per_byte < limit]
+        if not options:
+            return []
+        found = {share: self._recomputing(options, share) for share in _SHARES_RECOMPUTED}
+        for step in _SHARE_STEPS:
+            share = min(found, key=lambda share: self._rank(found[share]))
+            for other in (share - step, share + step):
+                if 0 < other <= 1 and other not in found:
+                    found[other] = self._recomputing(options, other)
+        return list(found.values())
+
+    def _recomputing(self, options: Sequence[RecomputeOption], share: float) -> Prediction:
+        return self._predictor.predict(self._with_room(_recomputed(evenly(options, share))))
+
+    def _rank(self, each: Prediction) -> tuple[bool, float]:
+        return each.held_bytes > self._budget_bytes, each.step_ms
+
+
+def _recomputed(options: Iterable[RecomputeOption]) -> Choices:
+    return Choices(recomputed=frozenset(slot for option in options for slot in option.replaces))
 
 
 def _best(predictions: Iterable[Prediction], budget_bytes: int) -> Prediction:

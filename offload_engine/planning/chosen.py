@@ -7,21 +7,27 @@ from collections.abc import Sequence
 from offload_engine.planning.choices import Choice, slots_of
 from offload_engine.planning.copy_ins import Step
 from offload_engine.planning.plan import Line
+from offload_engine.planning.shapes import GroupShape
 
 
 def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Move nothing of what is chosen to be kept, in any microbatch, nor of what is recomputed.
+    """Move nothing of what is chosen to be kept, in any microbatch.
 
-    Before copy-ins and releases are placed, so that these are for what does move.
+    Nor of what is recomputed, if nothing of it is saved; what is, such as an input, leaves as others do. This comes
+    before copy-ins and releases are placed, so that these are for what does move.
     """
     staying = {
         (stage, index)
         for stage, shape in enumerate(step.shapes if step.choices else ())
-        for index, slot in enumerate(slots_of(stage, shape.groups))
-        if step.choices.of(slot) is not Choice.OFFLOAD
+        for index, (slot, group) in enumerate(zip(slots_of(stage, shape.groups), shape.groups, strict=True))
+        if _stays(step.choices.of(slot), group)
     }
     if not staying:
         return list(lines)
     return [
         Line(b, tuple(m for m in moves if (m.group.chunk.stage, m.group.index) not in staying)) for b, moves in lines
     ]
+
+
+def _stays(choice: Choice, group: GroupShape) -> bool:
+    return choice is Choice.KEEP or (choice is Choice.RECOMPUTE and not group.nbytes)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.moves import BACKWARD_END, OUT, Boundary, GroupKey
+from offload_engine.planning.moves import OUT, GroupKey
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.recompute import RecomputeOption, back_in_backward, options_of, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
@@ -115,9 +115,7 @@ class Predictor:
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(
-                self._with_recomputed(residents.before, choices), self.model.early_share(job, choices)
-            ),
+            self.model.held_with(residents.before, self.model.early_share(job, choices)),
             residents.most,
             max(0.0, self._fitted_ms(outcome)) * _slower(self.costs.busy_ratio, busy),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
@@ -175,19 +173,7 @@ class Predictor:
 
     def held_bytes(self, decision: Decision) -> int:
         """Predict what the process holds at the most, without a simulation."""
-        job, choices = self._job_with(decision), decision.choices
-        before = self._with_recomputed(job.residents(choices).before, choices)
-        return self.model.held_with(before, self.model.early_share(job, choices))
-
-    def _with_recomputed(self, residents: Mapping[Boundary, int], choices: Choices) -> Mapping[Boundary, int]:
-        """Add what is on the device again in the backward of what is recomputed."""
-        back = back_in_backward(self.job.shapes, options_of(self.costs.options, choices.recomputed))
-        if not back:
-            return residents
-        return {
-            at: nbytes + (back.get((at.group.chunk.stage, at.index), 0) if at.kind is BACKWARD_END else 0)
-            for at, nbytes in residents.items()
-        }
+        return self.model.held_bytes(self._job_with(decision), decision.choices)
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from statistics import median
 
 from offload_engine.planning.choices import Slot, slots_of
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
@@ -26,6 +27,8 @@ class RecomputeOption:
     """Of these groups, for one microbatch."""
     milliseconds: float
     """Of compute in the backward of one microbatch."""
+    comes_back: bool = True
+    """The freed bytes are on the device again during that backward; False: where only saved bytes are measured."""
 
     def __post_init__(self) -> None:
         if not self.replaces or self.freed_bytes < 0 or self.milliseconds < 0:
@@ -58,22 +61,27 @@ def cheapest_first(options: Iterable[RecomputeOption]) -> list[RecomputeOption]:
     return found
 
 
-def back_in_backward(shapes: Shapes, options: Iterable[RecomputeOption]) -> dict[tuple[int, int], int]:
-    """Return the bytes that are on the device again while the backward of a group runs, by virtual stage and index.
+def evenly(options: Collection[RecomputeOption], share: float) -> list[RecomputeOption]:
+    """Return a share of the options, at least one: of each name those that are spread evenly, the cheapest name first.
 
-    A recomputation has all of its tensors at once.
+    Layers in between have the time of those that are recomputed for their copies.
     """
-    found: dict[tuple[int, int], int] = {}
+    by_name: dict[str, list[RecomputeOption]] = {}
     for option in options:
-        for stage, shape in enumerate(shapes):
-            for index, slot in enumerate(slots_of(stage, shape.groups)):
-                if slot in option.replaces:
-                    found[stage, index] = option.freed_bytes
+        by_name.setdefault(option.name, []).append(option)
+    left, found = max(1, round(share * len(options))), []
+    for same in sorted(by_name.values(), key=lambda same: median(option.ms_per_byte for option in same)):
+        count = min(left, len(same))
+        found += [same[len(same) * index // count] for index in range(count)]
+        left -= count
     return found
 
 
 def with_recomputation(shapes: Shapes, options: Collection[RecomputeOption]) -> Shapes:
-    """Return the shapes of chunks that recompute what `options` say: fewer bytes, longer backwards."""
+    """Return the shapes of chunks that recompute what `options` say: fewer bytes, longer backwards.
+
+    What is still saved of a group, such as the input of what is recomputed, leaves as any other.
+    """
     if not options:
         return shapes
     return tuple(_recomputing(stage, shape, options) for stage, shape in enumerate(shapes))
@@ -90,7 +98,10 @@ def _recomputing(stage: int, shape: ChunkShape, options: Iterable[RecomputeOptio
             group: GroupShape = groups[index]
             taken = min(freed, group.nbytes)
             groups[index] = dataclasses.replace(
-                group, nbytes=group.nbytes - taken, backward_ms=group.backward_ms + milliseconds
+                group,
+                nbytes=group.nbytes - taken,
+                backward_ms=group.backward_ms + milliseconds,
+                recomputed_bytes=taken if option.comes_back else 0,
             )
             freed, milliseconds = freed - taken, 0.0
     return dataclasses.replace(shape, groups=tuple(groups))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from offload_engine.planning.moves import BACKWARD, BACKWARD_END, COMMIT, IN, OUT, Boundary, GroupKey
 from offload_engine.planning.plan import Plan
-from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes, step_boundaries
+from offload_engine.planning.shapes import Bounds, GroupShape, Shapes, largest_bytes, step_boundaries
 from offload_engine.schedule import Action
 
 
@@ -20,9 +20,9 @@ class Residents(NamedTuple):
     """Bytes of groups on the device, in one step."""
 
     before: dict[Boundary, int]
-    """When each boundary comes, before its moves."""
+    """When each boundary comes, before its moves; with what is recomputed there."""
     most: int
-    """At any time."""
+    """At any time; without what is recomputed, which moves nowhere."""
 
 
 def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan) -> Residents:
@@ -40,7 +40,7 @@ def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan
     found = {}
     for boundary in step_boundaries(actions, shapes):
         walk.come_to(boundary)
-        found[boundary] = walk.resident_bytes
+        found[boundary] = walk.resident_bytes + walk.recomputed_bytes
         walk.move(boundary, plan)
     return Residents(found, walk.most_bytes)
 
@@ -62,7 +62,8 @@ class _Walk:
     """Where groups are between two boundaries."""
 
     def __init__(self, shapes: Shapes, bounds: Bounds) -> None:
-        self.resident_bytes = self.most_bytes = 0
+        self.resident_bytes = self.most_bytes = self.recomputed_bytes = 0
+        self._recomputed: set[GroupKey] = set()  # that are on the device again
         self._shapes = shapes
         self._largest = largest_bytes(shapes)
         self._budget = bounds.resident_bytes
@@ -87,12 +88,16 @@ class _Walk:
             self._is_leaving.discard(boundary.group)
             self._alive.discard(boundary.group)
             self.resident_bytes -= self._size(boundary.group)
+            if boundary.group in self._recomputed:
+                self._recomputed.discard(boundary.group)
+                self.recomputed_bytes -= self._shape(boundary.group).recomputed_bytes
 
     def move(self, boundary: Boundary, plan: Plan) -> None:
         """Perform the moves of a boundary, as the executor does."""
         self._make_room()
         if boundary.kind is BACKWARD:
             self._bring_back(boundary.group)
+            self._recompute(boundary.group)
         for op, group in plan.at(boundary):
             if op is OUT:
                 self._leave(group)
@@ -135,5 +140,20 @@ class _Walk:
         self.resident_bytes += self._size(group)
         self.most_bytes = max(self.most_bytes, self.resident_bytes)
 
+    def _recompute(self, last: GroupKey) -> None:
+        """Count what the backward of a layer, which begins with its last group, computes again."""
+        layer = self._shape(last).layer
+        for index in range(last.index, -1, -1):
+            group = GroupKey(last.chunk, index)
+            shape = self._shape(group)
+            if shape.layer != layer or group in self._recomputed:
+                break
+            if shape.recomputed_bytes:
+                self._recomputed.add(group)
+                self.recomputed_bytes += shape.recomputed_bytes
+
     def _size(self, group: GroupKey) -> int:
-        return self._shapes[group.chunk.stage].groups[group.index].nbytes
+        return self._shape(group).nbytes
+
+    def _shape(self, group: GroupKey) -> GroupShape:
+        return self._shapes[group.chunk.stage].groups[group.index]

@@ -57,9 +57,13 @@ class GroupShape:
     unkeep_count: int | None = None
     """Where that backward comes at once, the group is kept until so many groups have committed, as when its module runs
     again; None: to the end."""
+    recomputed_bytes: int = 0
+    """Not saved, and not in `nbytes`: on the device again from the begin of its layer's backward to its own end."""
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, ("nbytes", "forward_ms", "backward_ms", "lead_ms", "lead_backward_ms"))
+        _check_not_negative(
+            self, ("nbytes", "recomputed_bytes", "forward_ms", "backward_ms", "lead_ms", "lead_backward_ms")
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,20 @@ import pytest
 
 from offload_engine._budget.decide import Decider
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance, Choices, slots_of
+from offload_engine.planning.choices import Allowance, Choices, Slot, slots_of
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
-from offload_engine.planning.moves import CHUNK_BACKWARD, ITERATION_END, Boundary
+from offload_engine.planning.moves import (
+    BACKWARD,
+    BACKWARD_END,
+    CHUNK_BACKWARD,
+    COMMIT,
+    ITERATION_END,
+    Boundary,
+)
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
-from offload_engine.planning.recompute import RecomputeOption, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, evenly, with_recomputation
 from offload_engine.planning.simulate import PipelineJob, RankJob
 from offload_engine.schedule import no_pipelining
 from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
@@ -216,6 +223,68 @@ def test_recomputation_takes_bytes_and_adds_time() -> None:
     assert [a.backward_ms - b.backward_ms for a, b in zip(after.groups[3:5], before.groups[3:5], strict=True)] == [0, 3]
     with pytest.raises(ValueError, match="it must replace a group"):
         RecomputeOption("mlp", frozenset(), 1, 1.0)
+
+
+def layer_options(job: Job, milliseconds: float = 1.0, *, comes_back: bool = True) -> tuple[RecomputeOption, ...]:
+    """Each layer, of which an input of 64 MiB is saved still."""
+    slots = [(s, g) for s, g in zip(slots_of(0, job.shapes[0].groups), job.shapes[0].groups, strict=True)]
+    layers = sorted({slot.layer for slot, _ in slots})
+    found = []
+    for layer in layers:
+        of_layer = [(slot, group.nbytes) for slot, group in slots if slot.layer == layer]
+        freed = sum(nbytes for _, nbytes in of_layer) - 64 * MIB
+        found.append(RecomputeOption("layer", frozenset(s for s, _ in of_layer), freed, milliseconds, comes_back))
+    return tuple(found)
+
+
+def test_what_is_recomputed_is_on_the_device_again_from_its_layers_backward_on() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    option = layer_options(job)[2]
+    choices = Choices(recomputed=option.replaces)
+    there, not_there = (
+        dataclasses.replace(job, shapes=with_recomputation(job.shapes, [dataclasses.replace(option, comes_back=back)]))
+        for back in (True, False)
+    )
+    again, saved = there.residents(choices), not_there.residents(choices)
+    assert again.most == saved.most
+    indices = [i for i, slot in enumerate(slots_of(0, job.shapes[0].groups)) if slot in option.replaces]
+    sizes = [there.shapes[0].groups[i].recomputed_bytes for i in indices]
+    assert sum(sizes) == option.freed_bytes
+    chunk = job.actions[0].chunk
+    for position, index in enumerate(indices):
+        end = Boundary(BACKWARD_END, chunk, index)
+        assert again.before[end] - saved.before[end] == sum(sizes[:position])
+    for kind, index in ((BACKWARD, indices[-1]), (COMMIT, indices[-1]), (BACKWARD_END, indices[0])):
+        assert again.before[Boundary(kind, chunk, index)] == saved.before[Boundary(kind, chunk, index)]
+
+
+def test_a_budget_below_the_floor_of_offload_is_reached_by_recomputing() -> None:
+    job = job_of(ONE_RANK.ranks[0])
+    model = flat_model(job, more_bytes=0)
+    plain = choose(job, model, 1 << 50, COSTS)
+    costs = Costs(options=layer_options(job, comes_back=False))
+    budget = plain.floor.held_bytes - 256 * MIB
+    with pytest.raises(BudgetError):
+        choose(job, model, budget, COSTS)
+    chosen = choose(job, model, budget, costs)
+    assert chosen.best.held_bytes <= budget and chosen.best.recomputed_bytes
+    assert chosen.floor.held_bytes < plain.floor.held_bytes and chosen.floor.held_bytes <= chosen.best.held_bytes
+    with pytest.raises(BudgetError, match="with everything offloaded, and recomputed where that is known how"):
+        choose(job, model, chosen.floor.held_bytes - 1, costs)
+    assert choose(job, model, 4 * GIB, costs, must_fit=False).best == chosen.floor
+
+
+def test_what_is_recomputed_is_spread_over_the_layers_and_cheap_names_come_first() -> None:
+    slots = [Slot(0, layer, "layer", 0) for layer in range(8)]
+    cheap, dear = ([RecomputeOption(n, frozenset({s}), 100, ms) for s in slots] for n, ms in (("a", 1.0), ("b", 2.0)))
+
+    def layers(share: float) -> list[tuple[str, int]]:
+        return [(each.name, min(each.replaces).layer) for each in evenly([*dear, *cheap], share)]
+
+    assert layers(0.25) == [("a", 0), ("a", 2), ("a", 4), ("a", 6)]
+    assert layers(0.001) == [("a", 0)]
+    assert layers(0.625) == [("a", layer) for layer in range(8)] + [("b", 0), ("b", 4)]
+    assert len(layers(1.0)) == 16
 
 
 # -- the model of memory ----------------------------------------------------------------------------------------------

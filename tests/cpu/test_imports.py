@@ -112,6 +112,8 @@ LAYERS = {
         ("frontends._layers.group_hooks",),
         ("frontends._layers.layer_groups",),
         ("frontends._layers.layer_checkpoint",),
+        ("frontends._layers.recomputable",),
+        ("frontends._layers.recompute_choice",),
         ("frontends", "frontends.checkpoint"),
         ("frontends.any_model", "frontends.layers", "frontends.wrapper"),
         ("frontends.integrations", "frontends.integrations._training"),

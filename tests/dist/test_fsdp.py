@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 pytest.importorskip("transformers")
 
 from offload_engine import LayerOffload, enable_activation_offloading  # noqa: E402
+from offload_engine._budget.summary import BudgetSummary  # noqa: E402
 from tests.decoders import SMALL, CountAllGathers, Trace, distribute, make_decoder, train  # noqa: E402
 from tests.dist.launch import PlainGroup, run_ranks  # noqa: E402
 
@@ -83,6 +84,40 @@ def _train(strategy: str, kind: str, case: Case, offload: bool) -> Run:
     with CountAllGathers() as count:
         trace = train(model, num_steps=2, seed=torch.distributed.get_rank())
     return Run(trace, count.num_all_gathers, handle)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp"])
+def test_a_rank_checkpoints_by_its_budget_whatever_the_others_do(strategy: str) -> None:
+    run_ranks(_check_budget, strategy, world_size=2, pipeline=PlainGroup())
+
+
+def _check_budget(strategy: str) -> None:
+    def run(gpu_budget: int | None) -> Run:
+        model = distribute(make_decoder("qwen2", NUM_LAYERS), strategy)
+        handle = None
+        if gpu_budget is not None:
+            config = SMALL.replace(gpu_budget=gpu_budget)
+            handle = enable_activation_offloading(model, strategy, config=config)
+        with CountAllGathers() as count:
+            trace = train(model, num_steps=5, seed=torch.distributed.get_rank())
+        return Run(trace, count.num_all_gathers, handle)
+
+    plain, roomy = run(None), run(1 << 40)
+    lowest = _summary(roomy).lowest_bytes
+    is_first = torch.distributed.get_rank() == 0
+    tight = run(lowest if is_first else 1 << 40)
+    assert (_summary(tight).recomputed_bytes > 0) == is_first
+    assert tight.handle is not None and tight.handle.stats.peak_resident_bytes <= lowest or not is_first
+    for each in (roomy, tight):
+        assert each.trace == plain.trace
+        assert each.num_all_gathers == plain.num_all_gathers
+
+
+def _summary(run: Run) -> BudgetSummary:
+    assert run.handle is not None and run.handle.engine.budget is not None
+    summary = run.handle.engine.budget.summary
+    assert summary is not None
+    return summary
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

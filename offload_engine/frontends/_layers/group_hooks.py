@@ -52,6 +52,13 @@ class GroupHooks:
             *(unit.register_forward_pre_hook(unit_hook) for unit in units_inside(layer)),
         ]
 
+    def enclose_inner(self, layer: Layer, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before` and `after` around the forward of a layer, inside the hooks that it has."""
+        self._handles += [
+            layer.inner.register_forward_pre_hook(self._never_compiled(before), with_kwargs=True),
+            layer.inner.register_forward_hook(self._never_compiled(after), prepend=True),
+        ]
+
     def add(self, layer: nn.Module, function: Callable[..., None]) -> RemovableHandle:
         """Call `function` before the forward of `layer`, after the hooks that it has; the caller removes the hook."""
         return layer.register_forward_pre_hook(self._never_compiled(function))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from offload_engine.frontends._layers.find_layers import Layer
 from offload_engine.frontends._layers.layer_groups import LayerGroups
@@ -21,46 +22,76 @@ logger = logging.getLogger(__name__)
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
-class LayerCheckpoints:
-    """Makes each layer recompute in backward, so that its group holds only its input.
+class CheckpointedLayer:
+    """Makes one layer recompute in backward, so that its group holds only its input, while it is switched on.
 
     The checkpoint is around the forward of a layer, inside the hooks and wrappers of FSDP. So recomputation runs
     between the all-gather that the backward of the layer needs anyway and the reshard after it. A reentrant checkpoint
     around FSDP1 would gather the parameters once more.
 
     Args:
+        layer: not checkpointed otherwise.
+        groups: of the model; the layer is checkpointed while its group is open.
+    """
+
+    def __init__(self, layer: Layer, groups: LayerGroups) -> None:
+        self.layer: Layer = layer
+        self._groups = groups
+        self._is_on = False
+        self._original: Any = None  # the instance attribute; mostly None, as `forward` is a method of the class
+        self._handle: RemovableHandle | None = None
+
+    def switch(self, on: bool) -> None:
+        """Switch on or off for the forwards to come; a graph that there is keeps what it was made with. Idempotent."""
+        if on != self._is_on:
+            (self._switch_on if on else self._switch_off)()
+
+    def _switch_on(self) -> None:
+        inner = self.layer.inner
+        self._original = inner.__dict__.get("forward")
+        self._is_on = True
+        forward = _CheckpointedForward(inner.forward, self.layer.module, self._groups)
+        inner.__dict__["forward"] = forward
+        self._handle = self._groups.add_hook(self.layer.module, forward.look)
+        self._groups.note_checkpointed(self.layer.module, True)
+
+    def _switch_off(self) -> None:
+        inner = self.layer.inner
+        if self._handle is not None:
+            self._handle.remove()
+        inner.__dict__.pop("forward", None)  # an interrupt may have come here before
+        if self._original is not None:
+            inner.__dict__["forward"] = self._original
+        self._groups.note_checkpointed(self.layer.module, False)
+        self._original, self._handle, self._is_on = None, None, False
+
+
+class LayerCheckpoints:
+    """Checkpoints each layer, in place of the model's own checkpointing; see `CheckpointedLayer`.
+
+    Args:
         model: its own checkpointing is switched off until `remove`.
         layers: to checkpoint; a layer wrapped by `apply_activation_checkpointing` is left as it is.
-        groups: of those layers; a layer is checkpointed while its group is open.
+        groups: of those layers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
         # Instance attributes only: FSDP1's wrapper forwards every attribute of the wrapped module.
         self._switched_off = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing") is True]
-        self._layers = [layer for layer in layers if not is_checkpointed(layer)]
+        self._layers = [CheckpointedLayer(layer, groups) for layer in layers if not is_checkpointed(layer)]
         for module in self._switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]
-        # The instance attribute before; mostly None, because `forward` is a method of the class.
-        self._originals = [(layer.inner, layer.inner.__dict__.get("forward")) for layer in self._layers]
-        self._handles = []
         for layer in self._layers:
-            forward = _CheckpointedForward(layer.inner.forward, layer.module, groups)
-            layer.inner.__dict__["forward"] = forward
-            self._handles.append(groups.add_hook(layer.module, forward.look))
-        groups.note_checkpointed(layer.module for layer in self._layers)
+            layer.switch(on=True)
         self._log(type(model).__name__, len(layers))
 
     def remove(self) -> None:
         """Restore the forward of each layer and the model's own checkpointing. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        for inner, original in self._originals:
-            inner.__dict__.pop("forward", None)  # an interrupt may have come here before
-            if original is not None:
-                inner.__dict__["forward"] = original
+        for layer in self._layers:
+            layer.switch(on=False)
         for module in self._switched_off:
             module.gradient_checkpointing = True  # type: ignore[assignment]
-        self._originals, self._switched_off, self._handles = [], [], []
+        self._switched_off = []
 
     def _log(self, model: str, num_layers: int) -> None:
         logger.info(

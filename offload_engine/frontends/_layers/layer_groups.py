@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -119,13 +119,17 @@ class LayerGroups:
         forward = self._forward
         return forward if forward is not None and forward.thread == threading.get_ident() else None
 
-    def note_checkpointed(self, layers: Iterable[nn.Module]) -> None:
-        """Declare that the forward of each of `layers` is checkpointed, so its group holds only the inputs."""
-        self._checkpointed.update(layers)
+    def note_checkpointed(self, layer: nn.Module, is_checkpointed: bool) -> None:
+        """Declare whether the forward of a layer is checkpointed, so that its group holds only the inputs."""
+        (self._checkpointed.add if is_checkpointed else self._checkpointed.discard)(layer)
 
     def add_hook(self, layer: nn.Module, function: Callable[..., None]) -> RemovableHandle:
         """Call `function` before the forward of `layer` and after the hook that opens its group, never compiled."""
         return self._module_hooks.add(layer, function)
+
+    def add_hooks_inside(self, layer: Layer, before: Callable[..., None], after: Callable[..., None]) -> None:
+        """Call `before` and `after` around the forward of a layer, inside FSDP's hooks, never compiled."""
+        self._module_hooks.enclose_inner(layer, before, after)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""Parts of the benchmark `tools/budget_curve.py`."""
