@@ -84,6 +84,9 @@ class ClockDevice:
     def is_copy_thread(self) -> bool:
         return False
 
+    def record_graph(self, is_recording: bool) -> None:
+        raise NotImplementedError("the clocks record no graphs")
+
     def is_capturing(self) -> bool:
         return False
 

@@ -98,6 +98,8 @@ class InstantDevice:
     def is_copy_thread(self) -> bool:
         return False
 
+    def record_graph(self, is_recording: bool) -> None: ...
+
     def is_capturing(self) -> bool:
         return False
 

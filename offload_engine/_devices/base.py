@@ -108,6 +108,16 @@ class Device(Protocol):
     def is_capturing(self) -> bool:
         """Return whether the current stream records a CUDA graph instead of running what it is given."""
 
+    def record_graph(self, is_recording: bool) -> None:
+        """Begin, or end, to issue only what the capture of a CUDA graph can record.
+
+        Until the end each copy is issued alone, only events that were known to have completed before count as complete,
+        and `synchronize` returns at once, because nothing runs. No other work may be in flight.
+
+        Raises:
+            NotImplementedError: if the device records no graphs.
+        """
+
     def is_complete(self, event: Event) -> bool:
         """Return whether `event` has completed without error; never blocks, never raises.
 

@@ -106,6 +106,9 @@ class CpuDevice:
     def is_copy_thread(self) -> bool:
         return CopyThread.is_current()
 
+    def record_graph(self, is_recording: bool) -> None:
+        raise NotImplementedError("there are no CUDA graphs on the CPU: capture a step on a GPU")
+
     def is_capturing(self) -> bool:
         return False
 

@@ -64,6 +64,7 @@ class CudaDevice:
         self.is_complete = self._runtime.is_complete
         self.is_copy_thread = bool  # False without a frame of Python: no thread copies, and each freed storage asks
         self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.record_graph = self._runtime.record_graph
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self.allocate = self._runtime.allocate
         self.mark_time, self.milliseconds_between = self._runtime.mark_time, self._runtime.milliseconds_between

@@ -16,6 +16,7 @@ from offload_engine._policy.policy import Policy
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
+from offload_engine._saved.transfers import fork_copy_streams, join_copy_streams
 from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import (
     BACKWARD,
@@ -81,6 +82,8 @@ class Executor:
 
     def begin_iteration(self, actions: Sequence[Action], is_combined: bool) -> None:
         """Start an iteration; see `Policy.begin`."""
+        if self._context.is_captured:
+            fork_copy_streams(self._context)
         self.policy.begin(actions, is_combined)
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
@@ -165,19 +168,25 @@ class Executor:
         return self._moves.issue_copy_in(group)
 
     def refuse_capture(self, what: str) -> None:
-        """Refuse to work while a CUDA graph is being captured: events cannot be queried then, nor copies batched.
+        """Refuse to work in a capture that was not announced: events cannot be queried there, nor copies batched.
 
         Args:
             what: is about to begin, for the error.
 
         Raises:
-            OffloadError: if the current stream captures.
+            OffloadError: if the current stream captures unannounced, or does not although it was announced.
         """
-        if self.is_capturing():
+        if self.is_capturing() == self._context.is_captured:
+            return
+        if self._context.is_captured:
             raise OffloadError(
-                f"{what} inside the capture of a CUDA graph: the engine cannot copy activations there. Capture modules "
-                "that are not offloaded, or stop offloading this model before its capture."
+                f"{what} eagerly, but a capture was announced: enter torch.cuda.graph() inside `with "
+                "engine.graphs.capture()`, and run nothing else there."
             )
+        raise OffloadError(
+            f"{what} inside the capture of a CUDA graph, which was not announced: put `with engine.graphs.capture():` "
+            "around the capture of a whole step. Of parts of a step, capture only modules that are not offloaded."
+        )
 
     def turn_around(self, chunk: ChunkProgress) -> None:
         """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).
@@ -205,6 +214,8 @@ class Executor:
         self._produced.clear()
         self._in_backward = None
         self.policy.clear()
+        if self._context.is_captured:
+            join_copy_streams(self._context)
 
     def _check_last_backward(self, following: TensorGroup) -> None:
         last, self._in_backward = self._in_backward, following

@@ -95,6 +95,9 @@ class RehearsalDevice:
     def is_copy_thread(self) -> bool:
         return False
 
+    def record_graph(self, is_recording: bool) -> None:
+        raise NotImplementedError("a rehearsal has no CUDA graphs")
+
     def is_capturing(self) -> bool:
         return False
 
