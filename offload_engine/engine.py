@@ -98,8 +98,7 @@ class OffloadEngine(EngineView):
                 prefetch for that backward does not wait until the forward begins.
 
         Raises:
-            OffloadError: if an iteration is running, the engine is closed, or the capture of a CUDA graph was not
-                announced by `graphs.capture`.
+            OffloadError: if an iteration is running, the engine is closed, or a capture was not announced.
             TypeError: if `actions` holds something else.
         """
         if self._is_closed:

@@ -57,6 +57,7 @@ class EngineView:
     Attributes:
         budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one.
         current_chunk: the chunk whose forward has begun last in this iteration.
+        graphs: announces the capture of a whole step as a CUDA graph.
         failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
             tensors may be incomplete.
         ranges: shown in profiles, around the copies and waits that the engine issues.

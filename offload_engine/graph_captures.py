@@ -77,7 +77,7 @@ class GraphCaptures:
             OffloadError: if the engine is closed or inside a step, has run no step before, has not planned one, has a
                 budget, or captures already; in the capture, if it needs more host memory than is pinned, and at its
                 end if its graph of autograd still holds saved tensors.
-            NotImplementedError: if the device records no graphs.
+            NotImplementedError: if the device has no graphs.
         """
         step = CapturedStep(self._release)
         self._begin()
@@ -107,20 +107,25 @@ class GraphCaptures:
 
     def _begin(self) -> None:
         context = self._context
-        if context.is_captured or context.device.is_capturing():
+        graphs = context.device.graphs
+        if graphs is None:
+            raise NotImplementedError("graphs.capture() on a device without CUDA graphs: capture a step on a GPU")
+        if context.is_captured or graphs.is_capturing():
             raise OffloadError(
                 "graphs.capture() inside a capture: announce it before torch.cuda.graph(), and one at a time"
             )
         self._check()
         self._wait_for_copies()
-        context.device.record_graph(True)
+        graphs.record(True)
         self._pool.freeze()
         context.is_captured = True
 
     def _end(self) -> None:
         self._context.is_captured = False
         self._pool.thaw()
-        self._context.device.record_graph(False)
+        graphs = self._context.device.graphs
+        assert graphs is not None
+        graphs.record(False)
 
     def _check_end(self) -> None:
         if self._pool.num_leases:

@@ -95,7 +95,7 @@ class CudaRuntime:
                 self._library.cudaEventDestroy(idle.pop())
 
     def record_graph(self, is_recording: bool) -> None:
-        """As `Device.record_graph`."""
+        """As `DeviceGraphs.record`."""
         self._records_graph = is_recording
 
     def record(self, stream: int) -> CudaEvent:

@@ -102,7 +102,6 @@ class HostSlabs:
             self._limit_bytes += predecessor.nbytes
         for slab in predecessor.by_index.values():
             self._put(slab)
-        predecessor.by_index = {}
 
     def close_idle(self) -> int:
         """Close the slabs that are entirely free and that no copy reads; return their bytes."""

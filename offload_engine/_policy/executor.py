@@ -33,6 +33,15 @@ from offload_engine.schedule import Action
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
 
+_EAGERLY = (
+    "{} eagerly, but a capture was announced: enter torch.cuda.graph() inside `with engine.graphs.capture()`, and run "
+    "nothing else there."
+)
+_UNANNOUNCED = (
+    "{} inside the capture of a CUDA graph, which was not announced: put `with engine.graphs.capture():` around the "
+    "capture of a whole step. Of parts of a step, capture only modules that are not offloaded."
+)
+
 
 class Executor:
     """Calls the policy at each boundary and performs its moves. Only it issues, releases and awaits copies of groups.
@@ -72,7 +81,7 @@ class Executor:
         self.leaving: LeavingQueue = leaving
         self._moves = store.moves
         self._is_complete = device.is_complete
-        self.is_capturing: Callable[[], bool] = device.is_capturing
+        self.is_capturing: Callable[[], bool] = bool if device.graphs is None else device.graphs.is_capturing
         self._dry_run = dry_run
         self._context = store.context
         self._ranges = store.context.ranges
@@ -179,14 +188,8 @@ class Executor:
         if self.is_capturing() == self._context.is_captured:
             return
         if self._context.is_captured:
-            raise OffloadError(
-                f"{what} eagerly, but a capture was announced: enter torch.cuda.graph() inside `with "
-                "engine.graphs.capture()`, and run nothing else there."
-            )
-        raise OffloadError(
-            f"{what} inside the capture of a CUDA graph, which was not announced: put `with engine.graphs.capture():` "
-            "around the capture of a whole step. Of parts of a step, capture only modules that are not offloaded."
-        )
+            raise OffloadError(_EAGERLY.format(what))
+        raise OffloadError(_UNANNOUNCED.format(what))
 
     def turn_around(self, chunk: ChunkProgress) -> None:
         """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).

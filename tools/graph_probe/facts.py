@@ -272,12 +272,12 @@ def copies_in_a_graph() -> dict[str, Any]:
         }.items():
             found[f"eager {name}"] = _best(lambda shape=shape: work(*shape))
             graph = torch.cuda.CUDAGraph()
-            device.record_graph(True)
+            device.graphs.record(True)
             try:
                 with torch.cuda.graph(graph, stream=stream):
                     work(*shape)
             finally:
-                device.record_graph(False)
+                device.graphs.record(False)
             found[f"graph {name}"] = _best(graph.replay)
     return found
 
