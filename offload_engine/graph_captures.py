@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any
 
 from offload_engine._host.pool import HostPool
 from offload_engine._host.slabs import HostSlabs
-from offload_engine._saved.transfers import TransferContext
-from offload_engine.errors import OffloadError
+from offload_engine._saved.transfers import TransferContext, fork_copy_streams, join_copy_streams
+from offload_engine.errors import CopyError, OffloadError
 
 
 class CapturedStep:
@@ -59,19 +60,23 @@ class GraphCaptures:
         return tuple(self._steps)
 
     @contextmanager
-    def capture(self) -> Iterator[CapturedStep]:
-        """Return a context manager around the capture of one whole training step:
+    def capture(self, graph: AbstractContextManager[Any] | None = None) -> Iterator[CapturedStep]:
+        """Return a context manager for the capture of one whole training step:
 
         ```python
         for _ in range(2):
             step()  # eagerly, on the stream of the capture: they fill the host memory
-        with engine.graphs.capture() as captured, torch.cuda.graph(graph, stream=stream):
+        with engine.graphs.capture(torch.cuda.graph(graph, stream=stream)) as captured:
             step()
         ```
 
         The copies become a part of the graph, on streams of their own, in the order that the rules demand. A copy-out
         is released where the policy would at last wait for it, because nothing can be asked while a graph is captured.
         The host memory that the steps before have pinned belongs to the graph until `CapturedStep.release`.
+
+        Args:
+            graph: captures what runs inside it. None: other code does, inside this context manager; then CUDA may tell
+                of streams that were not joined where the step has raised an error.
 
         Raises:
             OffloadError: if the engine is closed or inside a step, has run no step before, has not planned one, has a
@@ -82,7 +87,12 @@ class GraphCaptures:
         step = CapturedStep(self._release)
         self._begin()
         try:
-            yield step
+            with graph or nullcontext():
+                try:
+                    yield step
+                except BaseException:
+                    self._join()
+                    raise
             self._check_end()
         except BaseException:
             self._end()
@@ -112,13 +122,21 @@ class GraphCaptures:
             raise NotImplementedError("graphs.capture() on a device without CUDA graphs: capture a step on a GPU")
         if context.is_captured or graphs.is_capturing():
             raise OffloadError(
-                "graphs.capture() inside a capture: announce it before torch.cuda.graph(), and one at a time"
+                "graphs.capture() inside a capture: it has to begin before that of CUDA, and one at a time"
             )
         self._check()
         self._wait_for_copies()
+        self._pool.freeze()  # it may ask for events
         graphs.record(True)
-        self._pool.freeze()
         context.is_captured = True
+
+    def _join(self) -> None:
+        """Have the copy streams end with the capture, or CUDA's error would hide why the step has failed."""
+        graphs = self._context.device.graphs
+        if graphs is not None and graphs.is_capturing():
+            with suppress(CopyError):  # of a capture that CUDA has given up already
+                fork_copy_streams(self._context)  # they may not be a part of it yet
+                join_copy_streams(self._context)
 
     def _end(self) -> None:
         self._context.is_captured = False

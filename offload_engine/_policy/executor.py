@@ -34,12 +34,12 @@ from offload_engine.schedule import Action
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
 
 _EAGERLY = (
-    "{} eagerly, but a capture was announced: enter torch.cuda.graph() inside `with engine.graphs.capture()`, and run "
-    "nothing else there."
+    "{} eagerly, but a capture was announced: give graphs.capture() what captures, such as torch.cuda.graph(graph), "
+    "and run nothing else inside it."
 )
 _UNANNOUNCED = (
-    "{} inside the capture of a CUDA graph, which was not announced: put `with engine.graphs.capture():` around the "
-    "capture of a whole step. Of parts of a step, capture only modules that are not offloaded."
+    "{} inside the capture of a CUDA graph, which was not announced: capture a whole step by `with "
+    "engine.graphs.capture(torch.cuda.graph(graph)):`. Of parts of a step, capture only modules that are not offloaded."
 )
 
 

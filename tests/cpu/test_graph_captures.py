@@ -48,10 +48,10 @@ class GraphDevice(AdversarialDevice):
         self._captured[self._current] = 0
         try:
             yield
+        finally:
             for stream, calls in self._captured.items():
                 if stream is not self._current and self._joined.get(stream) != calls:
                     self.hazards.append(f"{stream} was not joined")
-        finally:
             self.captures = 0
             self._captured.clear()
             self._joined.clear()
@@ -166,7 +166,7 @@ def training(device: GraphDevice) -> Training:
 
 def test_a_captured_step_is_right_and_joined(training: Training, device: GraphDevice) -> None:
     copies = device.num_copies.total()
-    with training.engine.graphs.capture(), device.graph():
+    with training.engine.graphs.capture(device.graph()):
         grads = training.step()
     assert training.is_right(grads) and device.num_copies.total() > copies
     assert training.is_right(training.step())
@@ -174,7 +174,7 @@ def test_a_captured_step_is_right_and_joined(training: Training, device: GraphDe
 
 def test_the_graph_has_its_host_memory_to_itself(training: Training, device: GraphDevice) -> None:
     engine = training.engine
-    with engine.graphs.capture() as first, device.graph():
+    with engine.graphs.capture(device.graph()) as first:
         training.step()
     assert first.host_bytes > 0 and engine.graphs.steps == (first,)
     assert first.slabs is not None
@@ -186,13 +186,13 @@ def test_the_graph_has_its_host_memory_to_itself(training: Training, device: Gra
 
 def test_release_returns_the_memory_for_the_next_capture(training: Training, device: GraphDevice) -> None:
     engine = training.engine
-    with engine.graphs.capture() as first, device.graph():
+    with engine.graphs.capture(device.graph()) as first:
         training.step()
     nbytes = first.host_bytes
     first.release()
     first.release()
     assert first.host_bytes == 0 and engine.pool.slab_bytes_total == nbytes and not engine.graphs.steps
-    with engine.graphs.capture() as second, device.graph():
+    with engine.graphs.capture(device.graph()) as second:
         assert training.is_right(training.step())
     assert second.host_bytes == nbytes
     second.release()
@@ -203,7 +203,7 @@ def test_the_limit_counts_what_graphs_have(device: GraphDevice) -> None:
     limit = 1 << 28  # room for four of the smallest slabs
     training = Training(device, OffloadConfig(min_tensor_bytes=1, host_limit_bytes=limit, policy=LowestPeak()))
     training.step()
-    with training.engine.graphs.capture() as captured, device.graph():
+    with training.engine.graphs.capture(device.graph()) as captured:
         training.step()
     held = captured.host_bytes
     assert 0 < held and training.engine.pool.room_bytes <= limit - held
@@ -220,14 +220,14 @@ def test_what_found_no_host_memory_before_finds_none_in_the_capture(device: Grap
     training = Training(device, OffloadConfig(min_tensor_bytes=1, host_limit_bytes=limit, policy=LowestPeak()))
     training.step()
     assert training.engine.stats.num_host_limit_groups > 0
-    with training.engine.graphs.capture(), device.graph():
+    with training.engine.graphs.capture(device.graph()):
         assert training.is_right(training.step())
     assert training.engine.stats.num_host_limit_groups > 0
 
 
 def test_a_captured_step_is_not_recorded(training: Training, device: GraphDevice) -> None:
     training.engine.record()
-    with training.engine.graphs.capture(), device.graph():
+    with training.engine.graphs.capture(device.graph()):
         training.step()
     assert training.engine.last_record is None
     training.step()
@@ -235,7 +235,7 @@ def test_a_captured_step_is_not_recorded(training: Training, device: GraphDevice
 
 
 def test_an_engine_with_a_captured_step_does_not_close(training: Training, device: GraphDevice) -> None:
-    with training.engine.graphs.capture() as captured, device.graph():
+    with training.engine.graphs.capture(device.graph()) as captured:
         training.step()
     with pytest.raises(OffloadError, match="1 captured steps still use"):
         training.engine.close()
@@ -248,22 +248,31 @@ def test_an_engine_with_a_captured_step_does_not_close(training: Training, devic
 
 def test_more_host_memory_is_refused_in_the_capture(training: Training, device: GraphDevice) -> None:
     assert training.engine.trim_host_memory() > 0
-    with pytest.raises(OffloadError, match="none can be pinned"), training.engine.graphs.capture(), device.graph():
+    with pytest.raises(OffloadError, match="none can be pinned"), training.engine.graphs.capture(device.graph()):
         training.step()
     assert not training.engine.graphs.steps
     assert training.is_right(training.step())
-    with training.engine.graphs.capture(), device.graph():
+    with training.engine.graphs.capture(device.graph()):
         assert training.is_right(training.step())
 
 
 def test_a_step_that_raises_leaves_the_engine_right(training: Training, device: GraphDevice) -> None:
-    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(), device.graph():
+    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(device.graph()):
         with training.activations:
             loss = training.model(training.inputs[0])
             del loss
             raise ZeroDivisionError
     assert not training.engine.graphs.steps and not training.engine.is_in_iteration
     assert training.is_right(training.step())
+
+
+def test_a_step_that_is_reset_in_the_capture_joins_its_streams(training: Training, device: GraphDevice) -> None:
+    engine = training.engine
+    with pytest.raises(ZeroDivisionError), engine.graphs.capture(), device.graph(), engine.iteration():
+        with training.activations:
+            training.model(training.inputs[0])
+        raise ZeroDivisionError
+    assert not device.hazards and training.is_right(training.step())
 
 
 def test_half_a_step_is_refused(training: Training, device: GraphDevice) -> None:

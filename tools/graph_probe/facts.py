@@ -20,7 +20,6 @@ def run_facts(emit: Callable[..., None]) -> None:
     """Run all experiments."""
     for experiment in (
         versions,
-        what_a_capture_allows,
         reuse_of_emptied_storages,
         reuse_of_recorded_blocks,
         external_events,
@@ -42,7 +41,7 @@ def run_facts(emit: Callable[..., None]) -> None:
 
 def versions() -> dict[str, Any]:
     runtime, driver = ctypes.c_int(), ctypes.c_int()
-    library = _runtime()
+    library = cuda_runtime()
     library.cudaRuntimeGetVersion(ctypes.byref(runtime))
     library.cudaDriverGetVersion(ctypes.byref(driver))
     return {
@@ -52,82 +51,6 @@ def versions() -> dict[str, Any]:
         "driver": driver.value,
         "device": torch.cuda.get_device_name(),
     }
-
-
-def what_a_capture_allows() -> dict[str, Any]:
-    """Call by call: the code that CUDA returns in a capture, whether the capture lives on, and whether it ends."""
-    device = CudaDevice()
-    slab: Any = device.new_slab(4 * MIB)
-    source = torch.ones(2, MIB, dtype=torch.uint8, device="cuda")
-    library, calls = _runtime(), device._runtime
-    before = calls.record(torch.cuda.current_stream().cuda_stream)
-    torch.cuda.synchronize()
-
-    def batch(stream: int) -> int:
-        values = [slab.address, source[0].data_ptr(), MIB, slab.address + MIB, source[1].data_ptr(), MIB]
-        return calls._copy_all(stream, calls._new_event(2), 2, values)
-
-    def single(stream: int) -> int:
-        return calls._copy_all(stream, calls._new_event(2), 2, [slab.address, source[0].data_ptr(), MIB])
-
-    def captured_query(stream: int) -> int:
-        return calls._query(calls.record(stream).handle)
-
-    def register(stream: int) -> int:
-        memory = ctypes.create_string_buffer(8192)
-        aligned = (ctypes.addressof(memory) + 4095) & -4096
-        return int(library.cudaHostRegister(ctypes.c_void_p(aligned), ctypes.c_size_t(4096), 1))
-
-    def new_event(stream: int) -> int:
-        return 0 if calls._new_event(2) else -1
-
-    tried: dict[str, Callable[[int], int]] = {
-        "one cudaMemcpyAsync": single,
-        "cudaMemcpyBatchAsync": batch,
-        "cudaEventQuery of an event of the capture": captured_query,
-        "cudaEventQuery of a complete event of before": lambda _: calls._query(before.handle),
-        "cudaStreamWaitEvent on an event of before": lambda stream: calls._wait(stream, before.handle),
-        "cudaEventSynchronize of an event of before": lambda _: library.cudaEventSynchronize(
-            ctypes.c_void_p(before.handle)
-        ),
-        "cudaEventCreateWithFlags": new_event,
-        "cudaHostRegister": register,
-    }
-    return {"calls": {f"{name} ({mode})": _try(call, mode) for name, call in tried.items() for mode in _MODES}}
-
-
-_MODES = ("global", "thread_local")
-
-
-def _try(call: Callable[[int], int], mode: str) -> dict[str, Any]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    found: dict[str, Any] = {}
-    work = torch.ones(16, device="cuda")
-    torch.cuda.synchronize()
-    try:
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
-            work.add_(1)
-            try:
-                found["code"] = call(stream.cuda_stream)
-            except Exception as error:
-                found["raised"] = repr(error)[:120]
-            _runtime().cudaGetLastError()
-            found["status"] = _status(stream.cuda_stream)
-            work.add_(1)
-        found["ended"] = True
-        graph.replay()
-        torch.cuda.synchronize()
-        found["replayed"] = work[0].item() == 3
-    except Exception as error:
-        found["ended"] = repr(error)[:160]
-        _runtime().cudaGetLastError()
-    return found
-
-
-def _status(stream: int) -> int:
-    status = ctypes.c_int(-1)
-    _runtime().cudaStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
-    return status.value  # 0: none, 1: active, 2: invalidated
 
 
 def reuse_of_emptied_storages() -> dict[str, Any]:
@@ -318,7 +241,7 @@ def _best(run: Callable[[], object]) -> float:
     return round(min(times), 3)
 
 
-def _runtime() -> Any:
+def cuda_runtime() -> Any:
     process = ctypes.CDLL(None)
     if hasattr(process, "cudaStreamIsCapturing"):
         return process

@@ -17,11 +17,13 @@ REFERENCE = "eager"
 # By importance: what the time does not suffice for is left out.
 PARTS: dict[str, dict[str, Any]] = {
     "facts": {"how": "facts"},
+    "calls": {"how": "calls"},
     "eager": {"how": "whole"},
     "graph": {"how": "whole", "captured": True},
     "graph qkv": {"how": "whole", "captured": True, "part": "qkv"},
     "eager qkv": {"how": "whole", "part": "qkv"},
     "dump": {"how": "whole", "captured": True, "part": "qkv", "small": True, "rounds": 2},
+    "refusals": {"how": "refusals", "small": True},
     "graph mlp": {"how": "whole", "captured": True, "part": "mlp"},
     "layers": {"how": "layers"},
     "layers qkv": {"how": "layers", "part": "qkv"},
@@ -91,18 +93,22 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _call(settings: dict[str, Any], options: argparse.Namespace, emit: Any) -> None:
+    from graph_probe.calls import run_calls
     from graph_probe.facts import run_facts
     from graph_probe.layers import run_layers
     from graph_probe.stage import Shape
-    from graph_probe.whole import run_whole
+    from graph_probe.whole import run_refusals, run_whole
 
-    if settings["how"] == "facts":
-        run_facts(emit)
+    if settings["how"] in ("facts", "calls"):
+        (run_facts if settings["how"] == "facts" else run_calls)(emit)
         return
     shape = (
         Shape(**SMALL, depth=options.depth) if settings.get("small") else Shape(seq=options.seq, depth=options.depth)
     )
     rounds = settings.get("rounds", options.rounds)
+    if settings["how"] == "refusals":
+        run_refusals(shape, emit)
+        return
     if settings["how"] == "layers":
         run_layers(shape, settings.get("part"), rounds, emit)
         return
@@ -127,7 +133,7 @@ def table(path: Path) -> str:
     for part in dict.fromkeys(row["part"] for row in rows):
         own = [row for row in rows if row["part"] == part]
         # The small stage has no eager part: its graph is compared with its own warm-up.
-        expected = next((row["bits"] for row in own if "bits" in row), None) if part == "dump" else reference
+        expected = next((row["bits"] for row in own if "bits" in row), None) if PARTS[part].get("small") else reference
         bits = [row["bits"] == expected for row in own if "bits" in row]
         times = next((row for row in own if "step_ms" in row), {})
         reserved = next((v for k, v in times.items() if k.endswith("_peak_reserved_mib")), "")

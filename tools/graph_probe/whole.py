@@ -53,6 +53,9 @@ def run_whole(
         stream = torch.cuda.Stream()
         stack.enter_context(torch.cuda.stream(stream))
         job = Job(shape)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         emit(stage="made", **memory("model"))
         offload = None if part is None else Offload(job, part, policy, bool(more.get("per_microbatch")))
         iteration = offload.iteration if offload is not None else ExitStack
@@ -60,6 +63,8 @@ def run_whole(
         for _ in range(3):
             job.step(iteration)
         torch.cuda.synchronize()
+        if is_captured and offload is not None:
+            emit(stage="rehearsed", **_rehearse(job, offload))
         emit(stage="warm", seconds=round(time.perf_counter() - begin, 2), bits=job.bits(), **memory("warm"))
         if not is_captured:
             emit(stage="timed", **timed(lambda: job.step(iteration), rounds), **memory("eager"), **_stats(offload))
@@ -80,20 +85,19 @@ def _measure_graph(
     torch.cuda.reset_peak_memory_stats()
     emit(stage="before capture", **memory("before"))
     begin = time.perf_counter()
-    captured = None
     with ExitStack() as stack:
-        if offload is not None:
-            captured = stack.enter_context(offload.engine.graphs.capture())
-        stack.enter_context(torch.cuda.graph(graph, stream=stream))
+        capture = torch.cuda.graph(graph, stream=stream)
+        captured = stack.enter_context(capture if offload is None else offload.engine.graphs.capture(capture))
         job.step(iteration)
     middle = time.perf_counter()
     emit(stage="captured", capture_s=round(middle - begin, 3), **memory("captured"), **_stats(offload))
     try:
         emit(stage="nodes", nodes=describe(graph.raw_cuda_graph(), dump))
+        if dump:
+            graph.debug_dump(str(dump).removesuffix(".json.gz") + ".dot")
     except Exception as error:
         emit(stage="nodes", failed=repr(error))
-    if dump:
-        graph.debug_dump(str(dump) + ".dot")
+    losses = job.losses
     begin = time.perf_counter()
     graph.instantiate()
     emit(stage="instantiated", instantiate_s=round(time.perf_counter() - begin, 3), **memory("instantiated"))
@@ -113,6 +117,7 @@ def _measure_graph(
         job.step(iteration)  # eagerly, with host memory of its own
         torch.cuda.synchronize()
         emit(stage="bits", which="eager step between replays", bits=job.bits())
+        job.losses = losses
         graph.replay()
         torch.cuda.synchronize()
         emit(stage="bits", which="replay after it", bits=job.bits())
@@ -125,6 +130,74 @@ def _measure_graph(
         captured.release()
         offload.engine.close()
         emit(stage="closed")
+
+
+def _rehearse(job: Job, offload: Offload) -> dict[str, Any]:
+    """Run a step in which no copy is known to have completed, as in a capture, and tell what host memory that takes."""
+    engine: Any = offload.engine
+    before = engine.pool.slab_bytes_total, engine.stats.peak_host_bytes
+    asked = engine._executor, engine.pool._slabs.free
+    kept = [each._is_complete for each in asked]
+    for each in asked:
+        each._is_complete = lambda event: False
+    job.step(offload.iteration)
+    for each, function in zip(asked, kept, strict=True):
+        each._is_complete = function
+    torch.cuda.synchronize()
+    after = engine.pool.slab_bytes_total, engine.stats.peak_host_bytes
+    return {
+        "host_mib": [n // MIB for n in (before[0], after[0])],
+        "lent_mib": [n // MIB for n in (before[1], after[1])],
+    }
+
+
+def run_refusals(shape: Shape, emit: Callable[..., None]) -> None:
+    """Try what is refused, and whether the next step and the next capture are right."""
+    with ExitStack() as stack:
+        stack.enter_context(kernels())
+        stream = torch.cuda.Stream()
+        stack.enter_context(torch.cuda.stream(stream))
+        job = Job(shape)
+        offload = Offload(job, "layer", "lowest", False)
+        graphs: list[torch.cuda.CUDAGraph] = []
+        losses: list[list[torch.Tensor]] = []
+
+        def attempt(name: str, is_announced: bool = True) -> None:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with ExitStack() as inner:
+                    capture = torch.cuda.graph(graph, stream=stream)
+                    inner.enter_context(offload.engine.graphs.capture(capture) if is_announced else capture)
+                    job.step(offload.iteration)
+                graphs.append(graph)
+                losses.append(job.losses)
+                emit(stage=name, refused=False)
+            except Exception as error:
+                emit(stage=name, refused=repr(error)[:300], cause=repr(error.__context__)[:300])
+
+        def eager(name: str) -> None:
+            job.step(offload.iteration)
+            torch.cuda.synchronize()
+            emit(stage=name, bits=job.bits())
+
+        attempt("capture before the first step")
+        eager("first step")
+        eager("second step")
+        attempt("unannounced capture", is_announced=False)
+        eager("step behind the unannounced capture")
+        offload.engine.trim_host_memory()
+        attempt("capture without host memory")
+        eager("step behind the refused capture")
+        _rehearse(job, offload)
+        attempt("first capture")
+        eager("step behind the first capture")
+        _rehearse(job, offload)
+        attempt("second capture, while the first lives")
+        for number in (0, 1, 0, 1):
+            graphs[number].replay()
+            torch.cuda.synchronize()
+            job.losses = losses[number]
+            emit(stage=f"replay of capture {number}", bits=job.bits())
 
 
 def _poison(graph: torch.cuda.CUDAGraph, captured: Any) -> dict[str, int]:
