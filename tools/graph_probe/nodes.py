@@ -29,7 +29,10 @@ def describe(graph: int, dump: str | None) -> dict[str, Any]:
     runtime, driver = _runtime(), ctypes.CDLL("libcuda.so.1")
     handles = _nodes(runtime, graph)
     edges = _edges(runtime, graph, {handle: i for i, handle in enumerate(handles)})
-    nodes = [_node(runtime, driver, handle, dump is not None) for handle in handles]
+    spans = [(segment["address"], segment["address"] + segment["nbytes"]) for segment in _segments()]
+    nodes = [_node(runtime, driver, handle, spans if dump is not None else []) for handle in handles]
+    for node in nodes:
+        _place(node, spans)
     if dump is not None:
         with gzip.open(dump, "wt") as file:
             json.dump({"nodes": nodes, "edges": edges, "segments": _segments()}, file)
@@ -124,22 +127,38 @@ def _edges(runtime: Any, graph: int, index: dict[int, int]) -> list[tuple[int, i
     return [(index[source], index[target]) for source, target in zip(sources, targets, strict=True)]
 
 
-def _node(runtime: Any, driver: Any, handle: int, reads_kernels: bool) -> dict[str, Any]:
+def _place(node: dict[str, Any], spans: list[tuple[int, int]]) -> None:
+    """Tell of a copy which side is on the device, whatever kind CUDA says it is of."""
+    if node["type"] != "memcpy":
+        return
+    source, target, nbytes = node["source"], node["target"], node["nbytes"]
+    is_from, is_to = _is_in(spans, source), _is_in(spans, target)
+    if is_from is not is_to:
+        device, host = (source, target) if is_from else (target, source)
+        node["kind"] = "out" if is_from else "in"
+        node["host"], node["device"] = [host, host + nbytes], [device, device + nbytes]
+
+
+def _is_in(spans: list[tuple[int, int]], address: int) -> bool:
+    return any(begin <= address < end for begin, end in spans)
+
+
+def _node(runtime: Any, driver: Any, handle: int, spans: list[tuple[int, int]]) -> dict[str, Any]:
     number = ctypes.c_int()
     _check(runtime.cudaGraphNodeGetType(_HANDLE(handle), ctypes.byref(number)), "cudaGraphNodeGetType")
     kind = TYPES.get(number.value, str(number.value))
     if kind == "memcpy":
         return {"type": kind, **_copy(runtime, handle)}
-    if kind == "kernel" and reads_kernels:
+    if kind == "kernel" and spans:
         try:
-            return {"type": kind, **_kernel(driver, handle)}
+            return {"type": kind, **_kernel(driver, handle, spans)}
         except Exception as error:  # a probe tells what it could not read
             return {"type": kind, "failed": repr(error)}
     return {"type": kind}
 
 
 def _copy(runtime: Any, handle: int) -> dict[str, Any]:
-    """Return a copy between host and device; of others only the bytes."""
+    """Return what a copy moves, and the number of its kind."""
     raw = (ctypes.c_ubyte * 160)()  # cudaMemcpy3DParms
     _check(runtime.cudaGraphMemcpyNodeGetParams(_HANDLE(handle), raw), "cudaGraphMemcpyNodeGetParams")
     data = bytes(raw)
@@ -147,14 +166,11 @@ def _copy(runtime: Any, handle: int) -> dict[str, Any]:
     width, height, depth = struct.unpack_from("QQQ", data, 128)
     number = struct.unpack_from("i", data, 152)[0]
     nbytes = width * max(1, height) * max(1, depth)
-    copy: dict[str, Any] = {"nbytes": nbytes, "number": number}
-    if number in (1, 2):
-        host, device = (source, target) if number == 1 else (target, source)
-        copy.update(kind="in" if number == 1 else "out", host=[host, host + nbytes], device=[device, device + nbytes])
-    return copy
+    return {"nbytes": nbytes, "number": number, "source": source, "target": target}
 
 
-def _kernel(driver: Any, handle: int) -> dict[str, Any]:
+def _kernel(driver: Any, handle: int, spans: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return the name of a kernel, and what of its parameters is an address in torch's memory."""
     raw = (ctypes.c_ubyte * 80)()  # CUDA_KERNEL_NODE_PARAMS_v2
     _check(driver.cuGraphKernelNodeGetParams_v2(_HANDLE(handle), raw), "cuGraphKernelNodeGetParams_v2")
     function = struct.unpack_from("Q", bytes(raw), 0)[0]
@@ -165,7 +181,7 @@ def _kernel(driver: Any, handle: int) -> dict[str, Any]:
     elif kern:
         driver.cuKernelGetName(ctypes.byref(name), _HANDLE(kern))
     info, what = (driver.cuFuncGetParamInfo, function) if function else (driver.cuKernelGetParamInfo, kern)
-    addresses = sorted(set(_addresses(info, what, parameters)))
+    addresses = sorted({word for word in _addresses(info, what, parameters) if _is_in(spans, word)})
     return {"name": (name.value or b"").decode()[:60], "addresses": addresses}
 
 

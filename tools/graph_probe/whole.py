@@ -67,6 +67,10 @@ def run_whole(
             emit(stage="rehearsed", **_rehearse(job, offload))
         emit(stage="warm", seconds=round(time.perf_counter() - begin, 2), bits=job.bits(), **memory("warm"))
         if not is_captured:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            job.step(iteration)
             emit(stage="timed", **timed(lambda: job.step(iteration), rounds), **memory("eager"), **_stats(offload))
             emit(stage="bits", bits=job.bits())
             return
