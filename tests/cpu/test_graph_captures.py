@@ -266,6 +266,19 @@ def test_a_step_that_raises_leaves_the_engine_right(training: Training, device: 
     assert training.is_right(training.step())
 
 
+def test_an_error_in_front_of_the_step_ends_the_capture_in_order(training: Training, device: GraphDevice) -> None:
+    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(device.graph()):
+        raise ZeroDivisionError
+    assert not device.hazards and training.is_right(training.step())
+
+
+def test_slabs_that_waste_memory_are_replaced_before_the_capture(training: Training, device: GraphDevice) -> None:
+    assert training.engine.pool._slabs._add(1 << 20)
+    with training.engine.graphs.capture(device.graph()) as captured:
+        training.step()
+    assert captured.slabs is not None and len(captured.slabs.by_index) == 1
+
+
 def test_a_step_that_is_reset_in_the_capture_joins_its_streams(training: Training, device: GraphDevice) -> None:
     engine = training.engine
     with pytest.raises(ZeroDivisionError), engine.graphs.capture(), device.graph(), engine.iteration():
