@@ -11,7 +11,7 @@ import torch
 from offload_engine._budget.controller import BudgetController
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
-from offload_engine._devices import make_device
+from offload_engine._devices import check_device, make_device
 from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
@@ -27,6 +27,7 @@ from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine_view import EngineView
 from offload_engine.errors import OffloadError
+from offload_engine.graph_captures import GraphCaptures
 from offload_engine.meter import ResidencyMeter
 from offload_engine.planning.moves import HELD
 from offload_engine.schedule import Action, ChunkKey
@@ -64,7 +65,7 @@ class OffloadEngine(EngineView):
         pipeline: tuple[int, int] = (0, 1),
         logs_first_step: bool = True,
     ) -> None:
-        _check_device(device)
+        check_device(device)
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter
@@ -74,7 +75,8 @@ class OffloadEngine(EngineView):
         self._policy = make_policy(settings_of(self.config), self._counters, self._leaving)
         self._keeping = Keeping(self._policy, self._counters)
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
-        self._num_chunks, self._is_closed, self._is_device_closed = 0, False, False
+        self.graphs: GraphCaptures = GraphCaptures(self._context, self.pool, self._check_capture, self.reset_iteration)
+        self._num_chunks, self._is_device_closed = 0, False
         if self.config.gpu_budget is not None:
             gauge = self.device.memory or ResidentGauge(self._counters)
             self.budget = BudgetController(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
@@ -96,27 +98,21 @@ class OffloadEngine(EngineView):
                 prefetch for that backward does not wait until the forward begins.
 
         Raises:
-            OffloadError: if an iteration is running, the engine is closed, or a CUDA graph is being captured.
+            OffloadError: if an iteration is running, the engine is closed, or a capture was not announced.
             TypeError: if `actions` holds something else.
         """
         if self._is_closed:
             raise OffloadError("begin_iteration() after close(): make a new engine")
         if self.failures.is_torn:
             self.reset_iteration()
-        if self._is_in_iteration:
-            raise OffloadError(
-                "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
-                "reset_iteration() if it raised"
-            )
-        if actions and not isinstance(actions[0], Action):
-            raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
-        self._executor.refuse_capture("an iteration begins")
+        self._check_begin(actions)
         measuring = None if self.budget is None else self.budget.begin(actions or (), is_combined)
         self._store.begin(weights)
         self._executor.begin_iteration(actions or (), is_combined)
         self._num_chunks = 0
         # A step that is measured is recorded by what measures it: what was asked for is recorded in the next.
-        self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
+        if not self._context.is_captured:  # a graph has no times until it is replayed
+            self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
         self._is_in_iteration = True
 
     def start_chunk(
@@ -272,8 +268,13 @@ class OffloadEngine(EngineView):
             raise
 
     def close(self) -> None:
-        """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent."""
+        """Reset, and return all host memory to the system; the engine accepts no more iterations. Idempotent.
+
+        Raises:
+            OffloadError: if a captured step is not released; see `graphs`.
+        """
         if not self._is_closed:
+            self.graphs.check_released()
             self._observer.close()
             if self.budget is not None:
                 self.budget.close()
@@ -287,11 +288,3 @@ class OffloadEngine(EngineView):
     def _new_books(self) -> tuple[ActivationStore, Executor]:
         store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
         return store, Executor(store, self.device, self._policy, self._leaving, self._keeping, self.config.dry_run)
-
-
-def _check_device(device: object) -> None:
-    if isinstance(device, (str, int, torch.device)):
-        raise TypeError(
-            f"device={device!r} is a device of torch. Omit it: the engine takes the current CUDA device "
-            "(torch.cuda.set_device), or the CPU if there is no GPU"
-        )

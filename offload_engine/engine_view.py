@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from offload_engine._saved.failures import CopyFailures
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.errors import OffloadError
 from offload_engine.planning.plan import Plan
+from offload_engine.schedule import Action
 from offload_engine.stats import IterationStats
 
 _current_graph_task: Final[Any] = torch_private.current_graph_task
@@ -54,10 +57,13 @@ class EngineView:
     Attributes:
         budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one.
         current_chunk: the chunk whose forward has begun last in this iteration.
+        graphs: announces the capture of a whole step as a CUDA graph.
         failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
             tensors may be incomplete.
         ranges: shown in profiles, around the copies and waits that the engine issues.
     """
+
+    _is_closed: bool = False
 
     def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:
         self.ranges: Ranges = store.context.ranges
@@ -72,6 +78,35 @@ class EngineView:
         self._store = store
         self.failures: CopyFailures = store.failures
         self._is_in_iteration = False
+
+    def _check_begin(self, actions: Sequence[Action] | None) -> None:
+        """Check that an iteration may begin."""
+        if self._is_in_iteration:
+            raise OffloadError(
+                "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
+                "reset_iteration() if it raised"
+            )
+        if actions and not isinstance(actions[0], Action):
+            raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
+        self._executor.refuse_capture("an iteration begins")
+
+    def _check_capture(self) -> None:
+        """Check that the next step may be captured."""
+        if self._is_closed:
+            raise OffloadError("graphs.capture() after close(): make a new engine")
+        if self._is_in_iteration or self.has_saved:
+            raise OffloadError(
+                "graphs.capture() inside a step: end it first, and drop the graphs that still hold saved tensors"
+            )
+        if self.budget is not None:
+            raise OffloadError(
+                "graphs.capture() with a gpu_budget: it measures steps, and a graph cannot change. Choose a policy, "
+                "such as Planned(resident_bytes=...)"
+            )
+        if not self.stats.num_groups:
+            raise OffloadError("graphs.capture() before the first step: run two steps like it, which pin host memory")
+        if isinstance(self._executor.policy, PlannedPolicy) and self.plan is None:
+            raise OffloadError("graphs.capture() before a step was planned: run one more step like it")
 
     @property
     def is_active(self) -> bool:

@@ -302,7 +302,7 @@ class AdversarialDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
-    memory = None
+    memory = graphs = None
 
     def __init__(self, seed: int | None = None, host_capacity: int | None = None) -> None:
         self.hazards: list[str] = []
@@ -353,9 +353,6 @@ class AdversarialDevice:
         self.wait_event(stream, self.record_event(leader))
 
     def is_copy_thread(self) -> bool:
-        return False
-
-    def is_capturing(self) -> bool:
         return False
 
     def is_complete(self, event: AdversarialEvent) -> bool:

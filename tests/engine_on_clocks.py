@@ -43,7 +43,7 @@ class ClockDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
-    memory = None
+    memory = graphs = None
 
     def __init__(self, link: Link | None = None) -> None:
         self._link = link or Link()
@@ -82,9 +82,6 @@ class ClockDevice:
         self.wait_event(stream, self.record_event(leader))
 
     def is_copy_thread(self) -> bool:
-        return False
-
-    def is_capturing(self) -> bool:
         return False
 
     def is_complete(self, event: Event) -> bool:

@@ -74,7 +74,7 @@ class InstantDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
-    memory = None
+    memory = graphs = None
 
     class Slab:
         def __init__(self, nbytes: int) -> None:
@@ -96,9 +96,6 @@ class InstantDevice:
     def wait_stream(self, stream: str, leader: str) -> None: ...
 
     def is_copy_thread(self) -> bool:
-        return False
-
-    def is_capturing(self) -> bool:
         return False
 
     def is_complete(self, event: str) -> bool:

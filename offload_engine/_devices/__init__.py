@@ -19,10 +19,24 @@ __all__ = [
     "Device",
     "HostRegion",
     "HostSlab",
+    "check_device",
     "check_directory",
     "make_cpu_device",
     "make_device",
 ]
+
+
+def check_device(device: object) -> None:
+    """Check that `device` is none of torch's.
+
+    Raises:
+        TypeError: if it is.
+    """
+    if isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f"device={device!r} is a device of torch. Omit it: the engine takes the current CUDA device "
+            "(torch.cuda.set_device), or the CPU if there is no GPU"
+        )
 
 
 def make_device(config: OffloadConfig) -> Device:

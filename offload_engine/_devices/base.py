@@ -63,6 +63,20 @@ class MemoryGauge(Protocol):
         """Return to the device what is reserved and not in use."""
 
 
+class DeviceGraphs(Protocol):
+    """Lets the calls of a device become a part of a CUDA graph."""
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream records a graph instead of running what it is given."""
+
+    def record(self, is_recording: bool) -> None:
+        """Begin, or end, to issue only what a capture can record. No work of the device may be in flight.
+
+        Until the end each copy is issued alone, only events that were known to have completed before count as complete,
+        and `Device.synchronize` returns at once, because nothing runs.
+        """
+
+
 class Device(Protocol):
     """What the engine needs of a device.
 
@@ -79,6 +93,9 @@ class Device(Protocol):
 
     memory: MemoryGauge | None
     """Measures the memory of the device; None: nothing can."""
+
+    graphs: DeviceGraphs | None
+    """Tells of captures of CUDA graphs; None: it has none."""
 
     def new_stream(self, name: str) -> Stream:
         """Make a copy stream: a queue whose work runs in the order it was issued, beside the compute stream."""
@@ -104,9 +121,6 @@ class Device(Protocol):
 
     def is_copy_thread(self) -> bool:
         """Return True in a thread that copies, where waiting for a copy might deadlock."""
-
-    def is_capturing(self) -> bool:
-        """Return whether the current stream records a CUDA graph instead of running what it is given."""
 
     def is_complete(self, event: Event) -> bool:
         """Return whether `event` has completed without error; never blocks, never raises.

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 
 from offload_engine._devices.base import (
+    DeviceGraphs,
     Event,
     HostRead,
     HostRegion,
@@ -65,6 +66,7 @@ class CpuDevice:
         """
         self.torch_device = torch.device("cpu")
         self.memory: MemoryGauge | None = None
+        self.graphs: DeviceGraphs | None = None
         self.directory = resolve_directory(directory)
         # Whole pages in a file: a partial one would be read before it is written.
         self.host_alignment = 64 if self.directory is None else 4096
@@ -105,9 +107,6 @@ class CpuDevice:
 
     def is_copy_thread(self) -> bool:
         return CopyThread.is_current()
-
-    def is_capturing(self) -> bool:
-        return False
 
     def is_complete(self, event: Event) -> bool:
         return event.is_done and event.failure is None

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import CopyError, Event, HostRead, HostSlab, MemoryGauge, Stream
+from offload_engine._devices.base import CopyError, DeviceGraphs, Event, HostRead, HostSlab, MemoryGauge, Stream
 from offload_engine._devices.cuda_memory import CudaMemory
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_memory import available_host_bytes
@@ -24,6 +24,14 @@ from offload_engine._devices.pinned import PinnedSlab, numa_node_of
 from offload_engine._devices.regions import check_slab_size, whole
 
 logger = logging.getLogger(__name__)
+
+
+class CudaGraphs:
+    """Captures of CUDA graphs on the device of a runtime; implements `DeviceGraphs`."""
+
+    def __init__(self, runtime: CudaRuntime) -> None:
+        self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.record = runtime.record_graph
 
 
 class CudaDevice:
@@ -63,7 +71,7 @@ class CudaDevice:
         self.wait_stream = self._runtime.wait_stream
         self.is_complete = self._runtime.is_complete
         self.is_copy_thread = bool  # False without a frame of Python: no thread copies, and each freed storage asks
-        self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.graphs: DeviceGraphs | None = CudaGraphs(self._runtime)
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self.allocate = self._runtime.allocate
         self.mark_time, self.milliseconds_between = self._runtime.mark_time, self._runtime.milliseconds_between

@@ -70,6 +70,7 @@ class CudaRuntime:
         )
         self._copy_all, self._last_error = calls.copy_all, calls.last_error
         self._elapsed = self._library.cudaEventElapsedTime  # thousands of calls for a recorded step
+        self._records_graph = False
         self._idle: list[int] = []  # handles of events without a reference
         self._idle_marks: list[int] = []  # of those that tell the time, made while a step is recorded
         self._streams: list[int] = []
@@ -92,6 +93,10 @@ class CudaRuntime:
         for idle in (self._idle, self._idle_marks):
             while idle:
                 self._library.cudaEventDestroy(idle.pop())
+
+    def record_graph(self, is_recording: bool) -> None:
+        """As `DeviceGraphs.record`."""
+        self._records_graph = is_recording
 
     def record(self, stream: int) -> CudaEvent:
         """As `Device.record_event`: a new event after all work issued to `stream` so far."""
@@ -146,6 +151,8 @@ class CudaRuntime:
     def is_complete(self, event: CudaEvent) -> bool:
         """As `Device.is_complete`: True if `event` has completed without error; never blocks, and never raises."""
         if not event.is_done:
+            if self._records_graph:  # to ask would end the capture
+                return False
             if self._query(event.handle) != 0:
                 self._last_error()  # else torch's next check takes the answer "no" for an error of its own
                 return False
@@ -183,6 +190,8 @@ class CudaRuntime:
 
     def synchronize(self, event: CudaEvent) -> None:
         """Block the host until `event` has completed, and let other threads run meanwhile."""
+        if self._records_graph:
+            return
         self._check(self._library.cudaEventSynchronize(event.handle))
 
     def device_address(self, address: int) -> int | None:
@@ -216,7 +225,11 @@ class CudaRuntime:
 
     def _copy(self, stream: int, kind: int, values: list[int]) -> CudaEvent:
         event = self._unrecorded()
-        self._check(self._copy_all(stream, event.handle, kind, values))
+        if self._records_graph:  # CUDA refuses several copies in one call, and records the event without a node
+            for i in range(0, len(values), 3):
+                self._check(self._copy_all(stream, event.handle, kind, values[i : i + 3]))
+        else:
+            self._check(self._copy_all(stream, event.handle, kind, values))
         return event
 
     def _unrecorded(self) -> CudaEvent:

@@ -17,6 +17,7 @@ from offload_engine._devices.regions import HostRegion
 from offload_engine._host.slabs import HostSlabs
 from offload_engine._host.try_lock import run_if_free
 from offload_engine._host.unawaited import UnawaitedCopies
+from offload_engine.errors import OffloadError
 
 MIB = 1 << 20
 _WASTE_TOLERATED = 1.08
@@ -93,7 +94,7 @@ class HostPool:
         self._slab_bytes = slab_bytes
         self._lock: Any = threading.RLock()
         self._returns: deque[tuple[HostLease, Sequence[Event]]] = deque()
-        self._closed = False
+        self._closed = self._is_frozen = False
         self._age = 0  # of the books
         self._peak_ever = 0
         self._peak_at_consolidation = 0
@@ -162,6 +163,33 @@ class HostPool:
         self._slabs.free_all()
         self.lent_bytes = self.num_leases = 0
 
+    def freeze(self) -> None:
+        """Lend only what the pool has, from now on: while a CUDA graph is captured nothing can be pinned.
+
+        Forgets the copies that read free bytes; call it when none is in flight, and nothing is lent.
+        """
+        self._settle()
+        with self._lock:
+            self._consolidate()
+            self._slabs.free.forget_events()
+            self._is_frozen = True
+
+    def thaw(self) -> None:
+        """Obtain and close slabs again where needed. Idempotent."""
+        self._is_frozen = False
+
+    def hand_over(self) -> HostSlabs:
+        """Give away all slabs, of which nothing is lent, and begin without any."""
+        self._settle()
+        with self._lock:
+            slabs, self._slabs = self._slabs, self._slabs.successor()
+        return slabs
+
+    def take_over(self, slabs: HostSlabs) -> None:
+        """Take slabs back that `hand_over` gave away; no copy may be in flight in them any more."""
+        with self._lock:
+            self._slabs.adopt(slabs)
+
     def reset_peak(self) -> None:
         """Restart `peak_lent_bytes` from the bytes lent now."""
         self._settle()
@@ -212,12 +240,12 @@ class HostPool:
     def _lend(self, nbytes: int) -> HostLease | None:
         if self._closed:
             raise RuntimeError("the host pool has been closed")
-        if not self.num_leases:
+        if not self.num_leases and not self._is_frozen:
             self._consolidate()
         slabs = self._slabs
         need = slabs.round_up(nbytes)
         taken = slabs.free.take(need)
-        if taken is None and slabs.grow(need, self._smallest_slab()):
+        if taken is None and self._grow(need):
             taken = slabs.free.take(need)
         if taken is None:
             return None
@@ -227,6 +255,17 @@ class HostPool:
             self.peak_lent_bytes = self.lent_bytes
         region = HostRegion(slabs.by_index[taken.slab], taken.start, nbytes)
         return HostLease(self, taken.slab, need, region, taken.events)
+
+    def _grow(self, need: int) -> bool:
+        slabs = self._slabs
+        if not self._is_frozen:
+            return slabs.grow(need, self._smallest_slab())
+        if slabs.room() < need:  # so it was in the steps before
+            return False
+        raise OffloadError(
+            f"the step that is captured needs {need:,} bytes of host memory more than the {slabs.nbytes:,} that are "
+            "pinned, and in a capture none can be pinned. Run one more step like it before the capture."
+        )
 
     def _smallest_slab(self) -> int:
         # After the first step, or once slabs were replaced, little is missing: no minimum size.

@@ -90,6 +90,19 @@ class HostSlabs:
         self.free = free
         self.nbytes = sum(slab.nbytes for slab in self.by_index.values())
 
+    def successor(self) -> HostSlabs:
+        """Return new books without slabs; what this object has counts for their limit."""
+        limit = self._limit_bytes
+        left = None if limit is None else max(0, limit - self.nbytes)
+        return HostSlabs(self._device, left, self._unawaited)
+
+    def adopt(self, predecessor: HostSlabs) -> None:
+        """Take the slabs of the object that `successor` was called on, whose bytes are free and read by no copy."""
+        if self._limit_bytes is not None:
+            self._limit_bytes += predecessor.nbytes
+        for slab in predecessor.by_index.values():
+            self._put(slab)
+
     def close_idle(self) -> int:
         """Close the slabs that are entirely free and that no copy reads; return their bytes."""
         return sum([self._close(extent) for extent in self._idle()])
@@ -115,15 +128,17 @@ class HostSlabs:
 
     def _add(self, nbytes: int) -> bool:
         try:
-            slab = self._device.new_slab(nbytes)
+            self._put(self._device.new_slab(nbytes))
         except MemoryError:
             return False
+        return True
+
+    def _put(self, slab: HostSlab) -> None:
         index = self._next_index
         self._next_index += 1
         self.by_index[index] = slab
-        self.nbytes += nbytes
-        self.free.put(index, 0, nbytes)
-        return True
+        self.nbytes += slab.nbytes
+        self.free.put(index, 0, slab.nbytes)
 
     def _idle(self) -> list[Extent]:
         """Return the slabs that are one free extent without pending events, smallest first."""

@@ -16,6 +16,7 @@ from offload_engine._policy.policy import Policy
 from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
+from offload_engine._saved.transfers import fork_copy_streams, join_copy_streams
 from offload_engine.errors import OffloadError
 from offload_engine.planning.moves import (
     BACKWARD,
@@ -31,6 +32,15 @@ from offload_engine.planning.moves import (
 from offload_engine.schedule import Action
 
 _profiler: Final[Any] = profiler  # asked in line: a range for each move would cost a microsecond a group
+
+_EAGERLY = (
+    "{} eagerly, but a capture was announced: give graphs.capture() what captures, such as torch.cuda.graph(graph), "
+    "and run nothing else inside it."
+)
+_UNANNOUNCED = (
+    "{} inside the capture of a CUDA graph, which was not announced: capture a whole step by `with "
+    "engine.graphs.capture(torch.cuda.graph(graph)):`. Of parts of a step, capture only modules that are not offloaded."
+)
 
 
 class Executor:
@@ -71,7 +81,7 @@ class Executor:
         self.leaving: LeavingQueue = leaving
         self._moves = store.moves
         self._is_complete = device.is_complete
-        self.is_capturing: Callable[[], bool] = device.is_capturing
+        self.is_capturing: Callable[[], bool] = bool if device.graphs is None else device.graphs.is_capturing
         self._dry_run = dry_run
         self._context = store.context
         self._ranges = store.context.ranges
@@ -81,6 +91,8 @@ class Executor:
 
     def begin_iteration(self, actions: Sequence[Action], is_combined: bool) -> None:
         """Start an iteration; see `Policy.begin`."""
+        if self._context.is_captured:
+            fork_copy_streams(self._context)
         self.policy.begin(actions, is_combined)
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
@@ -165,19 +177,19 @@ class Executor:
         return self._moves.issue_copy_in(group)
 
     def refuse_capture(self, what: str) -> None:
-        """Refuse to work while a CUDA graph is being captured: events cannot be queried then, nor copies batched.
+        """Refuse to work in a capture that was not announced: events cannot be queried there, nor copies batched.
 
         Args:
             what: is about to begin, for the error.
 
         Raises:
-            OffloadError: if the current stream captures.
+            OffloadError: if the current stream captures unannounced, or does not although it was announced.
         """
-        if self.is_capturing():
-            raise OffloadError(
-                f"{what} inside the capture of a CUDA graph: the engine cannot copy activations there. Capture modules "
-                "that are not offloaded, or stop offloading this model before its capture."
-            )
+        if self.is_capturing() == self._context.is_captured:
+            return
+        if self._context.is_captured:
+            raise OffloadError(_EAGERLY.format(what))
+        raise OffloadError(_UNANNOUNCED.format(what))
 
     def turn_around(self, chunk: ChunkProgress) -> None:
         """Recall the groups of `chunk` that are being copied out: its backward follows its forward (rule 5).
@@ -205,6 +217,8 @@ class Executor:
         self._produced.clear()
         self._in_backward = None
         self.policy.clear()
+        if self._context.is_captured:
+            join_copy_streams(self._context)
 
     def _check_last_backward(self, following: TensorGroup) -> None:
         last, self._in_backward = self._in_backward, following

@@ -11,7 +11,7 @@ import torch
 from offload_engine._devices.base import CopyError
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import RETIRED, SavedStorage
-from offload_engine._saved.transfers import TransferContext, drop_buffer, refill
+from offload_engine._saved.transfers import TransferContext, drop_buffer, join_copy_streams, refill
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ def abandon(storages: Iterable[SavedStorage], counters: ByteCounters, context: T
 def _wait_for_all_copies(context: TransferContext) -> None:
     """Block the host until every copy has completed or failed."""
     device = context.device
+    if context.is_captured and device.graphs is not None and device.graphs.is_capturing():
+        with suppress(CopyError):  # of a capture that CUDA has given up already
+            join_copy_streams(context)  # or it could not even end, and CUDA's error would hide why
+        return
     for stream in (context.copy_out_stream, context.copy_in_stream):
         try:
             device.synchronize(device.record_event(stream))

@@ -51,6 +51,7 @@ class TransferContext:
     def __init__(self, device: Device) -> None:
         self.device: Device = device
         self.recorder: Recorder | None = None  # while a step is recorded
+        self.is_captured: bool = False  # a capture has been announced: the next step becomes a CUDA graph
         self.ranges: Ranges = Ranges()
         # Called just before the engine drops a buffer, whose storage may be reused from then on, unless the engine has
         # another buffer over it, which was saved again after a write. Only the tests' adversarial device has it.
@@ -58,6 +59,23 @@ class TransferContext:
         # Two streams: in one queue, a copy-in that the backward waits for would stand behind copy-outs.
         self.copy_out_stream: Stream = device.new_stream("copy_out")  # trails the forward
         self.copy_in_stream: Stream = device.new_stream("copy_in")  # runs ahead of the backward
+
+
+def fork_copy_streams(context: TransferContext) -> None:
+    """Have both copy streams follow the current one, so that a capture of that stream records them as well."""
+    device = context.device
+    for stream in (context.copy_out_stream, context.copy_in_stream):
+        device.wait_stream(stream, device.current_stream())
+
+
+def join_copy_streams(context: TransferContext) -> None:
+    """Make the current stream wait for both copy streams, without which no capture of it can end.
+
+    It also orders replays: host bytes that a copy-in of one replay reads are written by copy-outs of the next.
+    """
+    device = context.device
+    for stream in (context.copy_out_stream, context.copy_in_stream):
+        device.wait_stream(device.current_stream(), stream)
 
 
 def record_produced(storages: list[SavedStorage], context: TransferContext) -> list[Event]:

@@ -7,7 +7,15 @@ from typing import Final
 
 import torch
 
-from offload_engine._devices.base import HostRead, HostRegion, HostSlab, MemoryGauge, PlainRead, TensorSpec
+from offload_engine._devices.base import (
+    DeviceGraphs,
+    HostRead,
+    HostRegion,
+    HostSlab,
+    MemoryGauge,
+    PlainRead,
+    TensorSpec,
+)
 from offload_engine._devices.regions import new_buffer, whole
 from offload_engine.planning.clocks import Clocks, Link
 from offload_engine.rehearsal.allocated import AllocatedBytes
@@ -69,6 +77,7 @@ class RehearsalDevice:
     torch_device = torch.device("cpu")
     host_alignment = 512
     memory: MemoryGauge | None = None
+    graphs: DeviceGraphs | None = None
 
     def __init__(self, clocks: StepClocks, allocated: AllocatedBytes) -> None:
         self.clocks = clocks
@@ -93,9 +102,6 @@ class RehearsalDevice:
         self.wait_event(stream, self.record_event(leader))
 
     def is_copy_thread(self) -> bool:
-        return False
-
-    def is_capturing(self) -> bool:
         return False
 
     def is_complete(self, event: _Event) -> bool:

@@ -379,6 +379,25 @@ def test_several_copies_and_their_event_are_two_calls(runtime: ctypes.CDLL) -> N
         assert order_of_calls(runtime) == [BATCH, RECORD, BATCH, RECORD]
 
 
+def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(runtime: ctypes.CDLL) -> None:
+    cuda, copies = CudaRuntime(torch.device("cuda", 0), runtime), three_copies()
+    last, region = copies[-1]
+    cuda.record_graph(True)
+    with having(runtime, "num_calls", 0):
+        event = cuda.copy_out(STREAM, copies)
+        assert last_call(runtime) == (4, HOST + region.offset, last.data_ptr(), 3, 2, STREAM)
+        assert last_record(runtime) == (event.handle, STREAM)
+        assert BATCH not in order_of_calls(runtime)
+    with having(runtime, "num_calls", 0), having(runtime, "num_synchronized", 0):
+        assert not cuda.is_complete(event)
+        cuda.synchronize(event)
+        assert number(runtime, "num_calls").value == number(runtime, "num_synchronized").value == 0
+        cuda.record_graph(False)
+        assert cuda.is_complete(event)
+        cuda.synchronize(event)
+        assert number(runtime, "num_calls").value == number(runtime, "num_synchronized").value == 1
+
+
 def test_the_event_of_a_wait_for_a_stream_is_free_again(runtime: ctypes.CDLL) -> None:
     cuda = CudaRuntime(torch.device("cuda", 0), runtime)
     with having(runtime, "num_events", 0):

@@ -22,6 +22,13 @@ class CapturingDevice(AdversarialDevice):
 
     captures: bool = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs = self
+
+    def record(self, is_recording: bool) -> None:
+        raise AssertionError("no capture is announced here")
+
     def is_capturing(self) -> bool:
         return self.captures
 

@@ -92,7 +92,7 @@ LAYERS = {
         ("_budget.decide",),
         ("_budget.view",),
         ("_budget.controller",),
-        ("functions", "engine_view"),
+        ("functions", "engine_view", "graph_captures"),
         ("engine", "plan_files"),
         (
             "rehearsal",
