@@ -29,6 +29,7 @@ ALSO_COMPILED = (
     "tracker.py",
 )
 NUM_COMPILED = 42
+IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 
 def compiled_sources() -> list[Path]:
@@ -46,7 +47,7 @@ def compiled_sources() -> list[Path]:
 
 
 def compiled_modules() -> list[Extension]:
-    """CUDA's calls in C, and the core from its own Python source. All else, torch too, is opaque to that."""
+    """The core from its own Python source, and what is in C. All else, torch too, is opaque to both."""
     try:
         from mypyc.build import mypycify
     except ImportError as error:
@@ -56,7 +57,8 @@ def compiled_modules() -> list[Extension]:
     paths = compiled_sources()
     arguments = ["--config-file=", "--follow-imports=skip", "--ignore-missing-imports", "--no-warn-unused-ignores"]
     modules: list[Extension] = mypycify([*arguments, *map(str, paths)], opt_level="2", group_name="offload_engine")
-    return [*modules, Extension("offload_engine._devices._cuda_calls", [str(CORE / "_devices" / "_cuda_calls.c")])]
+    in_c = (f"{CORE}/{name}" for name in IN_C)
+    return [*modules, *(Extension(name.replace("/", "."), [f"{name}.c"]) for name in in_c)]
 
 
 class BuildCompiled(build_ext):

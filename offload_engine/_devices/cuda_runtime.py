@@ -207,9 +207,9 @@ class CudaRuntime:
         """Issue copies as `Device.copy_out`; the targets are in slabs of pinned memory."""
         values: list[int] = []
         for source, target in copies:
-            storage = check_copy(source, target)
+            address = check_copy(source, target)
             values.append(_address(target))
-            values.append(storage.data_ptr())
+            values.append(address)
             values.append(target.nbytes)
         return self._copy(stream, _DEVICE_TO_HOST, values)
 
@@ -217,8 +217,7 @@ class CudaRuntime:
         """Issue copies as `Device.copy_in`; the sources are in slabs of pinned memory."""
         values: list[int] = []
         for source, target in copies:
-            storage = check_copy(target, source)
-            values.append(storage.data_ptr())
+            values.append(check_copy(target, source))
             values.append(_address(source))
             values.append(source.nbytes)
         return self._copy(stream, _HOST_TO_DEVICE, values)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+
+from offload_engine._compat import reads
+
+_address_of: Final[Any] = reads.address_of
 
 TensorSpec = tuple[Any, ...]
 """Storage offset, shape, strides and dtype of a tensor, all in elements: which bytes of its storage it has.
@@ -34,21 +38,21 @@ class HostRegion:
         self.nbytes = nbytes
 
 
-def check_copy(tensor: torch.Tensor, region: HostRegion) -> torch.UntypedStorage:
-    """Check that a copy between the storage of `tensor` and `region` touches no other byte; return the storage.
+def check_copy(tensor: torch.Tensor, region: HostRegion) -> int:
+    """Check that a copy between the storage of `tensor` and `region` touches no other byte; return its address.
 
     Raises:
         ValueError: if the storage is not of the region's size, or the region is not inside its slab.
     """
-    storage = tensor.untyped_storage()
     nbytes = region.nbytes
-    storage_bytes: int = storage.nbytes()
-    if storage_bytes != nbytes:
-        raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {storage_bytes:,}")
+    address: int | None = _address_of(tensor, nbytes)
+    if address is None:
+        found = tensor.untyped_storage().nbytes()
+        raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {found:,}")
     slab_bytes: int = region.slab.nbytes
     if region.offset < 0 or region.offset + nbytes > slab_bytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
-    return storage
+    return address
 
 
 def new_buffer(nbytes: int, spec: TensorSpec | None, device: torch.device) -> torch.Tensor:

@@ -77,7 +77,7 @@ def reason_to_stay(
 ) -> Reason | None:
     """Return why a saved tensor may not move, or None if it may: slow, for recordings only.
 
-    The questions are those of `Eligibility.movable_storage`, each with an answer of its own.
+    The questions are those of `Eligibility.read_movable`, each with an answer of its own.
 
     Args:
         tensor: as autograd saves it.

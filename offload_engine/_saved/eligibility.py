@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload_engine._compat import reads
+from offload_engine._compat.tensor_reads import Reads
 from offload_engine._observe.reasons import Reason, reason_to_stay
 from offload_engine._saved.handles import without_graph
 
 _TENSOR: Final = torch.Tensor  # constants, because each saved tensor is compared with them
 _STRIDED: Final = torch.strided
-_PARAMETER: Final = torch.nn.Parameter
+_read_plain: Final[Any] = reads.read_plain
 _MIN_PRUNED: Final = 1024  # number of excluded storages from which on expired ones are removed
 
 
@@ -51,31 +53,21 @@ class Eligibility:
             self._excluded = {key: weak for key, weak in self._excluded.items() if not weak.expired()}
             self._prune_at = max(_MIN_PRUNED, 2 * len(self._excluded))
 
-    def movable_storage(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Return the storage of `tensor` if its bytes may move, else None."""
-        # Exact type: a parameter is not an activation, and other subclasses may hold more than their storage.
-        if type(tensor) is not _TENSOR or tensor.layout is not _STRIDED:
-            return None
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_storage_bytes:  # true for most tensors, so tested first
-            return None
+    def read_movable(self, tensor: torch.Tensor) -> Reads | None:
+        """Return what the engine needs to know of `tensor` if the bytes of its storage may move, else None."""
+        # A view of a parameter is not plain, whatever its storage: FSDP gathers weights into new ones.
+        found: Reads | None = _read_plain(tensor, self._torch_device, self._min_storage_bytes)
         if (
-            tensor.device != self._torch_device
-            or tensor.is_quantized
-            or tensor.is_nested  # its sizes are not in its shape
+            found is None
             or hasattr(tensor, "_TE_do_not_offload")
-            or (self._excluded and storage._cdata in self._excluded)
-            # A view of a weight whose storage changed since the iteration began: FSDP gathers weights into new ones.
-            or (tensor._is_view() and type(tensor._base) is _PARAMETER)
+            or (self._excluded and found[1] in self._excluded)
+            or found[3] in self._weights
         ):
             return None
-        try:
-            return None if storage.data_ptr() in self._weights else storage
-        except RuntimeError:  # it has no bytes, although it has a size: that of a tangent of zeros
-            return None
+        return found
 
     def reason_to_stay(self, tensor: torch.Tensor) -> Reason | None:
-        """Return why `movable_storage` is None for a tensor: slow, for recordings."""
+        """Return why `read_movable` is None for a tensor: slow, for recordings."""
         return reason_to_stay(tensor, self._torch_device, self._min_storage_bytes, self._weights, self._excluded)
 
     def staying(self, tensor: torch.Tensor) -> torch.Tensor:

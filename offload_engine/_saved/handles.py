@@ -7,7 +7,8 @@ from typing import Any, Final
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._saved.places import Place, place_of
+from offload_engine._compat.tensor_reads import Reads
+from offload_engine._saved.places import Place
 from offload_engine._saved.retirement import RetireQueue
 from offload_engine._saved.storage import SavedStorage
 
@@ -23,17 +24,15 @@ class PackedTensor:
 
     __slots__ = ("storage", "place", "_handles", "_retired", "_is_conj", "_is_neg", "has_storage_spec")
 
-    def __init__(self, tensor: torch.Tensor, storage: SavedStorage, retired: RetireQueue, is_first: bool) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, found: Reads, storage: SavedStorage, retired: RetireQueue, is_first: bool
+    ) -> None:
         self._retired = retired
-        self.place: Place = place_of(tensor)
-        dtype: torch.dtype = self.place[3]
-        self._is_conj = dtype.is_complex and tensor.is_conj()
-        self._is_neg = tensor.is_neg()
-        # Not `tensor.nbytes`, which torch.compile cannot trace with dynamic shapes: it may compile these frames, too.
-        nbytes: int = tensor.numel() * tensor.element_size()
-        # This excludes an offset: with one the storage is larger than the tensor, or the tensor is not contiguous.
-        is_whole: bool = is_first and nbytes == storage.nbytes and tensor.is_contiguous()
-        self.has_storage_spec: bool = is_whole and not self._is_conj and not self._is_neg
+        self.place: Place = found[5]
+        is_lazy: bool = found[7]
+        self._is_conj = is_lazy and tensor.is_conj()
+        self._is_neg = is_lazy and tensor.is_neg()
+        self.has_storage_spec: bool = is_first and not is_lazy and found[6]
         if self.has_storage_spec:
             storage.spec = self.place
         self.storage: SavedStorage = storage

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from offload_engine._devices.regions import TensorSpec as Place
-
-
-def place_of(tensor: torch.Tensor) -> Place:
-    """Return the place of `tensor` in its storage."""
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def covers(saved: Place, other: Place) -> bool:

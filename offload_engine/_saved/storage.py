@@ -8,11 +8,12 @@ from typing import Any, Final
 
 import torch
 
-from offload_engine._compat import torch_private
+from offload_engine._compat import reads, torch_private
+from offload_engine._compat.tensor_reads import Reads
 from offload_engine._devices.base import Event, Stream
 from offload_engine._devices.regions import HostRegion, TensorSpec
 from offload_engine._host.leases import GroupLease
-from offload_engine._saved.places import Place, covers, place_of
+from offload_engine._saved.places import Place, covers
 from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
@@ -52,6 +53,7 @@ ON_HOST.following = (COPYING_IN, COPYING_OUT, RETIRED)  # COPYING_OUT: an outsid
 COPYING_IN.following = (RESIDENT, RETIRED)
 RETIRED.following = ()
 
+_is_unmodified: Final[Any] = reads.is_unmodified
 _free_weak_ref: Final[Any] = torch_private.free_weak_ref
 _sequence_nr: Final[Any] = torch_private.next_sequence_nr
 _storage_use_count: Final[Any] = torch_private.use_count
@@ -125,17 +127,15 @@ class SavedStorage:
         "_pin",
     )
 
-    def __init__(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: object, group: TensorGroup, stream: Stream
-    ) -> None:
-        self.key: object = key  # an int, but one that compiled code need not convert for each look-up
+    def __init__(self, tensor: torch.Tensor, found: Reads, group: TensorGroup, stream: Stream) -> None:
+        self.key: object = found[1]  # an int, but one that compiled code need not convert for each look-up
         self.has_address: bool = True  # it may be found by its key, if no other storage was saved under the key since
-        self.version: int = tensor._version
-        self.nbytes: int = storage.nbytes()
+        self.version: int = found[4]
+        self.nbytes: int = found[2]
         self.spec: TensorSpec | None = None  # of the first tensor saved and of `buffer`; only if it covers all bytes
         self.residency: Residency = RESIDENT
         self.buffer: torch.Tensor | None = tensor.detach()  # shares the version counter of what autograd saved
-        self.storage: torch.UntypedStorage | None = storage  # of `buffer`, unless that was copied in
+        self.storage: torch.UntypedStorage | None = found[0]  # of `buffer`, unless that was copied in
         self.stream: Stream = stream  # where it was saved: the compute stream whose memory pool owns the bytes
         self.readers: tuple[Stream, ...] = ()  # other compute streams that read a copied-in buffer
         self.pending: Event | None = None  # last copy touching `buffer`, until `stream` has waited for it
@@ -194,13 +194,12 @@ class SavedStorage:
         num_left = sys.getrefcount(self.handles) - 2  # that of this storage, and the argument
         return num_left < len(self.handles) or not num_left
 
-    def has_bytes_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether the bytes of `tensor`, in this storage, have not changed since they were saved.
+    def has_bytes_at(self, place: Place) -> bool:
+        """Return whether the bytes of a tensor at `place`, in this storage, have not changed since they were saved.
 
-        So it is while a handle needs them. All others may be written at any time, and the version counter of `tensor`
+        So it is while a handle needs them. All others may be written at any time, and its version counter
         need not show it: a part has its own, and kernels outside torch and `Tensor.data` do without.
         """
-        place = place_of(tensor)
         return any([covers(saved, place) for saved in list(self.handles.values())])
 
     def is_modified(self) -> bool:
@@ -214,9 +213,7 @@ class SavedStorage:
         """Return whether the bytes that a handle needs were written in place, or discarded, since they were saved."""
         assert self.buffer is not None and self.storage is not None
         saved = self.buffer if self.aliases is None else self.aliases.get(handle, self.buffer)
-        version: int = saved._version  # as a number of the compiled core, which compares it in no time
-        nbytes: int = self.storage.nbytes()
-        return version != self.version or nbytes != self.nbytes
+        return not _is_unmodified(saved, self.version, self.storage, self.nbytes)
 
     def may_be_emptied(self) -> bool:
         """Return whether only `buffer` and the `num_external_refs` declared tensors hold the storage."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from offload_engine._compat.tensor_reads import Reads
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine._observe.reasons import Reason
@@ -68,7 +69,6 @@ class ActivationStore:
         self._context = context
         self._torch_device = context.device.torch_device
         self._current_stream = context.device.current_stream  # bound once, like the next: called for each tensor
-        self._movable_storage = self.eligibility.movable_storage
         self._pool = pool
         self._empties: dict[torch.dtype, torch.Tensor] = {}
 
@@ -135,17 +135,17 @@ class ActivationStore:
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
         # Long, and without `with self._retired`: it runs for each saved tensor, and a call costs as much as its work.
-        storage, recorder = self._movable_storage(tensor), self._context.recorder
-        if storage is None:
+        found, recorder = self.eligibility.read_movable(tensor), self._context.recorder
+        if found is None:
             if recorder is not None:
                 recorder.note_saved(tensor, group, reason=self.eligibility.reason_to_stay(tensor))
             return self.eligibility.staying(tensor)
-        key, is_ungrouped, is_first = storage._cdata, group.is_ungrouped, False
+        key, is_ungrouped, is_first = found[1], group.is_ungrouped, False
         try:
             with self._lock:
                 saved = self._by_key.get(key)
-                if saved is None or _is_another_save(saved, tensor):
-                    saved = self._by_key[key] = SavedStorage(tensor, storage, key, group, self._current_stream())
+                if saved is None or _is_another_save(saved, found):
+                    saved = self._by_key[key] = SavedStorage(tensor, found, group, self._current_stream())
                     is_first = True
                     self.live[saved] = None
                     if self.alloc_streams.streams:
@@ -161,7 +161,7 @@ class ActivationStore:
                     group.add(saved)
                 if recorder is not None:
                     recorder.note_saved(tensor, group, storage=saved)
-                return PackedTensor(tensor, saved, self._retired, is_first)
+                return PackedTensor(tensor, found, saved, self._retired, is_first)
         except BaseException:
             self.failures.tear()  # whatever it is: perhaps there is a storage without a handle
             raise
@@ -181,12 +181,12 @@ class ActivationStore:
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` would move and no group has saved its storage yet."""
-        storage = self._movable_storage(tensor)
-        if storage is None:
+        found = self.eligibility.read_movable(tensor)
+        if found is None:
             return False
         with self._lock:
-            saved = self._by_key.get(storage._cdata)
-            return saved is None or saved.group.is_ungrouped or _is_another_save(saved, tensor)
+            saved = self._by_key.get(found[1])
+            return saved is None or saved.group.is_ungrouped or _is_another_save(saved, found)
 
     def unpack(self, handle: PackedTensor) -> torch.Tensor:
         """Return the tensor that `handle` stands for, ready for the current stream.
@@ -205,7 +205,8 @@ class ActivationStore:
             self._mover.await_copy_in([saved])
         assert saved.buffer is not None
         if handle.has_storage_spec and saved.spec is not None:
-            tensor = saved.buffer.data  # unlike detach(), with a version counter of its own
+            # Of what is still the saved tensor, an alias that unlike detach() has a version counter of its own.
+            tensor = saved.buffer.data if saved.copied_in is None else saved.buffer
         else:
             dtype = handle.place[3]
             empty = self._empties.get(dtype)
@@ -259,9 +260,9 @@ class ActivationStore:
                 self._mover.hand_over(saved)
 
 
-def _is_another_save(saved: SavedStorage, tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` may have other bytes than `saved`, of the same storage."""
-    return saved.version != tensor._version or (saved.is_leaving and not saved.has_bytes_of(tensor))
+def _is_another_save(saved: SavedStorage, found: Reads) -> bool:
+    """Return whether a tensor of which this was read may have other bytes than `saved`, of the same storage."""
+    return saved.version != found[4] or (saved.is_leaving and not saved.has_bytes_at(found[5]))
 
 
 def _check_unmodified(saved: SavedStorage, handle: PackedTensor) -> None:

@@ -328,7 +328,7 @@ def test_exclusion_ends_with_its_tensor(engine: OffloadEngine) -> None:
         for _ in range(5000):
             engine.exclude(torch.ones(1))
         assert len(engine._store.eligibility._excluded) < 3000
-        assert engine._store.eligibility.movable_storage(kept) is None
+        assert engine._store.eligibility.read_movable(kept) is None
 
 
 def test_a_small_view_of_a_large_storage_moves_with_it() -> None:

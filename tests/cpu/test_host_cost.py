@@ -20,7 +20,9 @@ from tests.tool_scripts import load_tool
 forward_groups = load_tool("group_cost").forward_groups
 
 PACKAGE = str(Path(offload_engine.__file__).parent)
-MAX_CALLS = 227  # Python functions of the engine that a group with three saved tensors runs, forward and backward
+# Python functions of the engine that a group with three saved tensors runs, forward and backward. Of them 15 read
+# tensors, and are in C where the core is compiled (`_compat/reads.py`).
+MAX_CALLS = 233
 MAX_DEVICE_CALLS = 32  # of which 7 ask for the current stream, 6 are told of a release, 3 ask whether a thread copies
 NUMEL = 64
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload_engine import ChunkKey, GroupTraits, group_commit
+from offload_engine._compat.reads import read_plain
 from offload_engine._saved.storage import SavedStorage, TensorGroup
 
 
@@ -23,7 +24,7 @@ class Chunk:
         group = self.groups.innermost = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits())
         if saves:
             tensor = torch.ones(3)
-            storage = SavedStorage(tensor, tensor.untyped_storage(), None, group, None)
+            storage = SavedStorage(tensor, read_plain(tensor, tensor.device, 0), group, None)
             group.add(storage)
 
     def on_group_commit_forward(self) -> TensorGroup | None:

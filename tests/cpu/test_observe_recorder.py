@@ -403,7 +403,7 @@ def test_the_reason_agrees_with_what_the_store_decides(name: str) -> None:
     eligibility = Eligibility(torch.device("cpu"), 1024)
     eligibility.begin([])
     assert reason_to_stay(tensor, torch.device("cpu"), 1024, frozenset(), {}) is expected
-    may_move = not isinstance(tensor, torch.nn.Parameter) and eligibility.movable_storage(tensor) is not None
+    may_move = not isinstance(tensor, torch.nn.Parameter) and eligibility.read_movable(tensor) is not None
     assert may_move == (expected is None)
 
 
