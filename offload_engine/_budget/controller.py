@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Final
 
-from offload_engine._budget.decide import TOLERANCE, Decider
+from offload_engine._budget.decide import Decider, has_outgrown
 from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
-from offload_engine._budget.timer import StepTimer
 from offload_engine._budget.view import BudgetView
 from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.keeping import Keeping
@@ -28,8 +27,6 @@ from offload_engine.stats import IterationStats
 logger = logging.getLogger(__name__)
 
 _MAX_CORRECTIONS: Final = 3
-_MAX_WAIT_STEPS: Final = 64
-"""For an optimizer to step: gradients may be accumulated over many iterations."""
 _FIRST_TIMED_STEP: Final = 3
 """In the first step host memory grows piece by piece; in the second it may become one piece, which takes as long."""
 _MAX_TRIES: Final = 8
@@ -67,11 +64,10 @@ class BudgetController(BudgetView):
         is_early_certain = not isinstance(gauge, ResidentGauge)
         super().__init__(Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
         self._device: Device = context.device
-        self._timer = StepTimer(context.device)
         self._keeping = keeping
         self._gauge: MemoryGauge = gauge
+        self._step = LastStep(context.device, gauge)
         self._optimizers = OptimizerWatch()
-        self._has_state = False  # an optimizer had stepped when the last step began
         self._recorder: MeasuringRecorder | None = None
         self._floor_ms = 0.0
         self._num_steps = self._num_tries = self._num_corrections = 0
@@ -79,9 +75,6 @@ class BudgetController(BudgetView):
         self._wants_measure = False
         self._recomputed: frozenset[Slot] = frozenset()
         self._is_settled = True  # not in the first step with other groups, which no plan knows
-        self._has_ended = False  # the last step was not abandoned
-        self._step_peak_bytes = self._step_held_bytes = 0
-        self._chunk_bytes = 0.0  # saved by a chunk of the last step, on average
 
     # -- the engine calls --------------------------------------------------------------------------------------------
 
@@ -91,26 +84,23 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
-        is_planning, began_s = self.state is not State.HOLD, time.perf_counter()
-        self._decide(actions, is_combined)
-        if is_planning:
-            self.planning_ms += 1e3 * (time.perf_counter() - began_s)
-            self.num_planning_steps += self.state is not State.HOLD
+        with self.planning(self.state is not State.HOLD):
+            self._decide(actions, is_combined)
         if self.state is not State.HOLD:
+            self.num_planning_steps += 1
             self._gauge.reset()
         self._num_steps += 1
-        self._has_ended, self._has_state = False, self._optimizers.has_stepped or self._num_steps > _MAX_WAIT_STEPS
+        self._optimizers.begin(self._num_steps)
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._timer.begin(self.state in (State.FLOOR, State.VERIFY))
+        self._step.begin(self.state in (State.FLOOR, State.VERIFY))
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
         if self._num_steps and self._has_ended_everywhere():
             self._conclude(is_combined)
         if self.state in (State.VERIFY, State.HOLD) and self.decider.has_model:
-            planned = tuple(actions)
-            if not self.decider.is_decided(planned):
-                self._allow(self.decider.decide(planned, is_alone=True))
+            if not self.decider.is_decided(tuple(actions)):
+                self._allow(self.decider.decide(tuple(actions), is_alone=True))
 
     def start_with(self, saved: SavedPlan | None, source: str) -> None:
         """Begin with a decision that was made before, without measuring; it is watched as any other.
@@ -133,16 +123,11 @@ class BudgetController(BudgetView):
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""
-        if isinstance(self._gauge, ResidentGauge):
-            self._gauge.restore()
-        self._step_peak_bytes, self._step_held_bytes = self._gauge.peak_bytes(), self._gauge.held_bytes()
-        self._chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
-        self._timer.end()
-        self._has_ended = True
+        self._step.end(stats, num_chunks)
 
     def abandon(self) -> None:
         """Forget the running iteration, which has raised. Idempotent."""
-        self._has_ended, self._recorder = False, None
+        self._step.has_ended, self._recorder = False, None
 
     def close(self) -> None:
         """Watch optimizers no more. Idempotent."""
@@ -150,13 +135,11 @@ class BudgetController(BudgetView):
 
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended, on each rank that now agrees with this one."""
-        if not (self.state is not State.HOLD or self._is_window_over() or self.decider.is_unchecked):
-            return self._has_ended
-        [was_abandoned] = self.decider.meet((int(not self._has_ended),))
+        is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
+        if not (self.state is not State.HOLD or is_window_over or self.decider.is_unchecked):
+            return self._step.has_ended
+        [was_abandoned] = self.decider.meet((int(not self._step.has_ended),))
         return not was_abandoned
-
-    def _is_window_over(self) -> bool:
-        return self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
 
     # -- from state to state -----------------------------------------------------------------------------------------
 
@@ -169,27 +152,26 @@ class BudgetController(BudgetView):
         self.decider.check_taken()
         if self.state is State.FLOOR:
             if self._num_steps >= _FIRST_TIMED_STEP and self._have_state():
-                self._floor_ms = self._timer.milliseconds
+                self._floor_ms = self._step.milliseconds
                 self._optimizers.close()
                 self._go(State.MEASURE)
+        elif self.state is State.HOLD:
+            self._watch()
+        elif not self._is_settled:
+            self._is_settled = True
         elif self.state is State.MEASURE:
             self._conclude_measuring(is_combined)
-        elif self.state is State.VERIFY:
-            self._verify()
         else:
-            self._watch()
+            self._verify()
 
     def _have_state(self) -> bool:
         """Return whether optimizers had stepped on every rank when the last step began."""
-        [is_missing] = self.decider.meet((int(not self._has_state),))
+        [is_missing] = self.decider.meet((int(not self._optimizers.had_state),))
         return not is_missing
 
     def _conclude_measuring(self, is_combined: bool) -> None:
         recorder = self._recorder
         assert recorder is not None
-        if not self._is_settled:
-            self._is_settled = True
-            return
         self._num_tries += 1
         if self.decider.learn(recorder, self._gauge, self._floor_ms, is_combined):
             self._decide_first()
@@ -215,15 +197,13 @@ class BudgetController(BudgetView):
     def _verify(self) -> None:
         """Compare what the step took with what was predicted; correct the model, or be content with it."""
         assert self.decider.chosen is not None
-        if not self._is_settled:
-            self._is_settled = True
-            return
         best = self.decider.chosen.best
-        self.measured_bytes = self._held_bytes()
-        self.measured_ms = self._timer.milliseconds
-        own = self.measured_bytes - best.held_bytes, int(self._has_outgrown()), round(_US * self.measured_ms)
-        error, has_outgrown, measured_us = self.decider.agree(own)
-        if has_outgrown:
+        self.measured_bytes = self._step.held_bytes
+        self.measured_ms = self._step.milliseconds
+        grown = has_outgrown(self.decider, self._step.chunk_bytes)
+        own = self.measured_bytes - best.held_bytes, int(grown), round(_US * self.measured_ms)
+        error, is_outgrown, measured_us = self.decider.agree(own)
+        if is_outgrown:
             return self._measure_again("activations have grown")
         self.decider.correct_time(measured_us / _US)
         if not self._corrects(error) or self._num_corrections >= _MAX_CORRECTIONS:
@@ -234,8 +214,8 @@ class BudgetController(BudgetView):
     def _corrects(self, error: int) -> bool:
         """Correct the model of memory by what a step held beyond what was predicted; return whether it was wrong."""
         assert self.decider.chosen is not None
-        best, close = self.decider.chosen.best, _CLOSE * self.decider.budget_bytes
-        is_over = best.held_bytes + error > self.decider.budget_bytes
+        best, budget_bytes = self.decider.chosen.best, self.decider.budget_bytes
+        is_over, close = best.held_bytes + error > budget_bytes, _CLOSE * budget_bytes
         if is_over and self.decider.is_at_floor:
             return False  # nothing more can leave
         is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
@@ -247,9 +227,9 @@ class BudgetController(BudgetView):
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
-        self.measured_bytes = self._held_bytes()
-        self._wants_measure |= self._has_outgrown()
-        is_window_over = self._is_window_over()
+        self.measured_bytes = self._step.held_bytes
+        self._wants_measure |= has_outgrown(self.decider, self._step.chunk_bytes)
+        is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if is_window_over or self.decider.is_alone:
             [wants_measure] = self.decider.agree((int(self._wants_measure),))
             if wants_measure:
@@ -262,11 +242,11 @@ class BudgetController(BudgetView):
         over = self.measured_bytes - self.decider.budget_bytes
         if over > 0:
             self._answer_excess(over)
-        elif is_window_over or self._gauge.peak_bytes() > self._step_peak_bytes:
+        elif is_window_over or self._gauge.peak_bytes() > self._step.peak_bytes:
             self._gauge.reset()  # a new window; or the peak was between the steps
 
     def _answer_excess(self, over: int) -> None:
-        is_of_step = self._step_peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
+        is_of_step = self._step.peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
         if is_of_step and self.decider.is_at_floor:
             return  # as has been said; nothing more can leave
         if is_of_step:
@@ -286,7 +266,7 @@ class BudgetController(BudgetView):
     def _use_what_is_left(self) -> None:
         if self.decider.level():
             self._allow(self.decider.decide())
-        [need] = self.decider.agree((self._step_peak_bytes + self.decider.extra_bytes,))
+        [need] = self.decider.agree((self._step.peak_bytes + self.decider.extra_bytes,))
         chosen = self.decider.chosen
         is_unused = self.decider.budget_bytes - need > _UNUSED * self.decider.budget_bytes
         if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
@@ -303,15 +283,6 @@ class BudgetController(BudgetView):
         self.decider.apply(allowance.choices)
         self._is_settled &= allowance.choices.recomputed == self._recomputed
         self._recomputed = allowance.choices.recomputed
-
-    def _held_bytes(self) -> int:
-        """Return what the process held in the last step and behind it, where another engine may have reset the peak."""
-        return max(self._step_held_bytes, self._gauge.held_bytes())
-
-    def _has_outgrown(self) -> bool:
-        """Return whether chunks have become larger than what was measured, so that all else may have grown, too."""
-        stages = self.decider.num_stages()
-        return bool(stages) and self._chunk_bytes > TOLERANCE * self.decider.saved_bytes() / stages
 
     def _measure_again(self, why: str) -> None:
         self._wants_measure = False

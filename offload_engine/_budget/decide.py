@@ -17,6 +17,8 @@ from offload_engine._budget.agreement import (
     are_alike,
     text_of_step,
 )
+from offload_engine._budget.allowing import TOLERANCE, allowance_of
+from offload_engine._budget.given import GivenPlan, take
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.times import with_times
@@ -24,20 +26,18 @@ from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance, Choices, Slot, slots_of
+from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.predict import Costs, unslowed_ms
 from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
-from offload_engine.planning.saved_plan import SavedPlan, check_same_model
+from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
 from offload_engine.schedule import Action
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE: Final = 9 / 8
-"""A group may grow by so much, as routing gives experts now more, now fewer tokens."""
 _LINK_BYTES: Final = 32 << 20
 _LEAST_BUSY: Final = 1 / 8
 _BUSY_LIMITS: Final = (0.75, 1.5)
@@ -78,8 +78,7 @@ class Decider:
         self._context = context
         self._policy = policy
         self._is_early_certain = is_early_certain
-        self._taken: tuple[SavedPlan, str] | None = None  # to begin with, and where it comes from
-        self._is_checked = False
+        self._given: GivenPlan | None = None
         self._job: Job | None = None
         self._model: MemoryModel | None = None
         self._costs = Costs()
@@ -104,7 +103,7 @@ class Decider:
     @property
     def meet(self) -> Agree:
         """Return how to agree now: with all ranks until each has decided, then with those that decide alike."""
-        has_decided = self.chosen is not None or self._is_checked
+        has_decided = self.chosen is not None or (self._given is not None and self._given.is_checked)
         return self.agree if has_decided or self.agree_all is None else self.agree_all
 
     @property
@@ -116,8 +115,8 @@ class Decider:
     def saved(self) -> SavedPlan | None:
         """Return the decision in force, or the one to begin with; None without one."""
         if self.chosen is None:
-            return None if self._taken is None else self._taken[0]
-        return SavedPlan(self.allowance(self.chosen), self.chosen.best.held_bytes)
+            return None if self._given is None else self._given.saved
+        return SavedPlan(allowance_of(self.chosen, self._shapes()), self.chosen.best.held_bytes)
 
     def join(self, agree: Agree, agree_all: Agree) -> None:
         """Decide together with other ranks, within the smallest budget of those that decide alike. Each rank calls it.
@@ -132,23 +131,13 @@ class Decider:
 
     def take(self, saved: SavedPlan | None, source: str) -> Allowance | None:
         """Begin with a decision that was made before; None if it takes more than the budget, or a rank has another."""
-        if saved is not None and saved.held_bytes > self.budget_bytes:
-            logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
-            saved = None
-        chosen = saved and [(slot, saved.allowance.choices.of(slot)) for slot in sorted(saved.allowance.slots)]
-        is_unlike = not are_alike(self.agree, str(chosen))
-        [cannot] = self.meet((int(saved is None or is_unlike),))
-        if saved is None or cannot:
-            if saved is not None:
-                logger.warning("%s is not used: other ranks have another plan, or none", source)
-            return None
-        self._taken = saved, source
-        return saved.allowance
+        self._given = take(saved, source, self.budget_bytes, self.agree, self.meet)
+        return None if self._given is None else self._given.saved.allowance
 
     @property
     def is_unchecked(self) -> bool:
         """Return whether it is still to be seen if the decision to begin with is for this model."""
-        return self._taken is not None and not self._is_checked
+        return self._given is not None and not self._given.is_checked
 
     def check_taken(self) -> None:
         """Check, when groups are known, that the decision to begin with is for this model.
@@ -156,18 +145,8 @@ class Decider:
         Raises:
             ValueError: if not; names where it comes from. On the other ranks, too.
         """
-        if self._taken is None or self._is_checked:
-            return
-        saved, source = self._taken
-        try:
-            check_same_model(saved, self._policy.slots(), source)
-        except ValueError:
-            self.meet((1,))
-            raise
-        [has_failed] = self.meet((0,))
-        if has_failed:
-            raise ValueError(f"{source} is not used: another rank refuses its plan, and says why")
-        self._is_checked = True
+        if self._given is not None:
+            self._given.check(self._policy.slots(), self.meet)
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.
@@ -275,7 +254,7 @@ class Decider:
             recomputed = self._recomputed() if is_alone and not self.is_alone else None
             found = self._decisions[self._actions] = self._choose(self._actions, recomputed)
         self.chosen = found
-        return self.allowance(found)
+        return allowance_of(found, self._shapes())
 
     def _recomputed(self) -> frozenset[Slot]:
         """Return what is recomputed now."""
@@ -287,15 +266,18 @@ class Decider:
 
     def saved_bytes(self) -> int:
         """Return how many bytes all chunks save by the decision in force, one microbatch of each."""
-        shapes = () if self._job is None else self._job.shapes
+        shapes = self._shapes()
         if self.chosen is not None:
             choices = self.chosen.best.decision.choices
             shapes = with_recomputation(shapes, options_of(self._costs.options, choices.recomputed))
         return sum(group.nbytes for shape in shapes for group in shape.groups)
 
+    def _shapes(self) -> Shapes:
+        return () if self._job is None else self._job.shapes
+
     def num_stages(self) -> int:
         """Return the number of virtual stages."""
-        return 0 if self._job is None else len(self._job.shapes)
+        return len(self._shapes())
 
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
         assert self._job is not None and self._model is not None
@@ -304,21 +286,13 @@ class Decider:
         try:
             return choose(*arguments, recomputed=recomputed)
         except BudgetError as error:
-            if self.chosen is None and self._taken is None:
+            if self.chosen is None and self._given is None:
                 raise
             logger.warning("%s", error)
             return choose(*arguments, recomputed=recomputed, must_fit=False)
 
-    def allowance(self, chosen: Chosen) -> Allowance:
-        """Return what a decision allows to be on the device."""
-        assert self._job is not None
-        best = chosen.best
-        choices, room = best.decision
-        sizes = {
-            slot: round(TOLERANCE * group.nbytes)
-            for stage, shape in enumerate(self._job.shapes)
-            for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True)
-        }
-        kept = {slot: nbytes for slot, nbytes in sizes.items() if slot in choices.kept}
-        saved = None if room is None else chosen.top.resident_bytes
-        return Allowance(choices, kept, round(TOLERANCE * best.resident_bytes), room, saved, frozenset(sizes))
+
+def has_outgrown(decider: Decider, chunk_bytes: float) -> bool:
+    """Return whether chunks save more than what was measured, so that all else may have grown, too."""
+    stages = decider.num_stages()
+    return bool(stages) and chunk_bytes > TOLERANCE * decider.saved_bytes() / stages

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from offload_engine._budget.decide import Decider
@@ -33,6 +36,14 @@ class BudgetView:
         self.measured_ms: float = 0.0
         self.planning_ms: float = 0.0
         self.num_planning_steps: int = 0
+
+    @contextmanager
+    def planning(self, is_planning: bool) -> Iterator[None]:
+        """Count the host time inside, unless a decision holds."""
+        began_s = time.perf_counter()
+        yield
+        if is_planning:
+            self.planning_ms += 1e3 * (time.perf_counter() - began_s)
 
     @property
     def summary(self) -> BudgetSummary | None:

@@ -441,7 +441,7 @@ def on_gpu(budget: int, base: int, waste: float = 0.0) -> tuple[ByHand, Allocato
     controller = job.engine.budget
     assert controller is not None
     gauge = Allocator(job.engine, base, waste)
-    controller._gauge = gauge
+    controller._gauge = controller._step._gauge = gauge
     return job, gauge
 
 

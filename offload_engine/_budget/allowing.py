@@ -1,0 +1,31 @@
+"""What a decision allows to be on the device."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from offload_engine.planning.choices import Allowance, slots_of
+from offload_engine.planning.choose import Chosen
+from offload_engine.planning.shapes import Shapes
+
+TOLERANCE: Final = 9 / 8
+"""A group may grow by so much, as routing gives experts now more, now fewer tokens."""
+
+
+def allowance_of(chosen: Chosen, shapes: Shapes) -> Allowance:
+    """Return what a decision allows to be on the device.
+
+    Args:
+        chosen: the decision.
+        shapes: of the chunks, as measured.
+    """
+    best = chosen.best
+    choices, room = best.decision
+    sizes = {
+        slot: round(TOLERANCE * group.nbytes)
+        for stage, shape in enumerate(shapes)
+        for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True)
+    }
+    kept = {slot: nbytes for slot, nbytes in sizes.items() if slot in choices.kept}
+    saved = None if room is None else chosen.top.resident_bytes
+    return Allowance(choices, kept, round(TOLERANCE * best.resident_bytes), room, saved, frozenset(sizes))
