@@ -136,9 +136,10 @@ class ActivationStore:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
         # Long, and without `with self._retired`: it runs for each saved tensor, and a call costs as much as its work.
         storage, recorder = self._movable_storage(tensor), self._context.recorder
-        if storage is None:
+        if storage is None or (group.min_bytes and storage.nbytes() < group.min_bytes):
             if recorder is not None:
-                recorder.note_saved(tensor, group, reason=self.eligibility.reason_to_stay(tensor))
+                reason = self.eligibility.reason_to_stay(tensor) or Reason.TOO_SMALL
+                recorder.note_saved(tensor, group, reason=reason)
             return self.eligibility.staying(tensor)
         key, is_ungrouped, is_first = storage._cdata, group.is_ungrouped, False
         try:

@@ -71,7 +71,7 @@ LAYERS = {
         ("_chunk", "_chunk.progress"),
         ("_chunk.group_stack",),
         ("_chunk.saved_tensors",),
-        ("_policy", "_policy.leaving", "_policy.horizon", "_policy.window"),
+        ("_policy", "_policy.leaving", "_policy.horizon", "_policy.window", "_policy.share"),
         ("_policy.policy",),
         ("_policy.reactive",),
         ("_policy.lowest_peak", "_policy.resident", "_policy.shape_log"),
