@@ -13,7 +13,7 @@ import torch
 from megatron_patches._arguments import Settings, has_report, resolve
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
-from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.candidates import find_among, find_candidates
 from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
@@ -249,6 +249,8 @@ class ModelRuntime:
         config = settings.engine
         if settings.gpu_budget is not None:
             config = config.replace(gpu_budget=budget_bytes(settings.gpu_budget))
+        if settings.rank_delta_bytes:
+            config = config.replace(kept_bytes=place[0] * settings.rank_delta_bytes)
         return OffloadEngine(config, meter=self._meter, pipeline=place, logs_first_step=False)
 
     def _put_hooks(self, engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
@@ -261,15 +263,26 @@ class ModelRuntime:
             per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
             # with recompute_method="block" the layers after the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
-        return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
+        return Attachment(
+            engine,
+            step.chunks,
+            names,
+            layers_per_checkpoint=per_checkpoint,
+            num_layers=settings.num_layers,
+            min_bytes=settings.thresholds.of_groups(),
+        )
 
 
 def _with_candidates(step: Step, settings: Settings) -> Settings:
-    """Return settings that name all that this rank can offload, if they name nothing."""
-    if settings.modules:
+    """Return settings that name what this rank can offload: all, if they name nothing."""
+    if settings.modules and not settings.is_taken_over:
         return settings
-    names, left_out = find_candidates(step.config, step.chunks)
-    logger.info("a budget chooses among %s", ", ".join(names) or "nothing: this rank has no layer")
+    if settings.modules:
+        names, left_out = find_among(step.config, step.chunks, settings.modules)
+    else:
+        names, left_out = find_candidates(step.config, step.chunks)
+        what = "a budget chooses among" if settings.gpu_budget is not None else "what is offloaded is"
+        logger.info("%s %s", what, ", ".join(names) or "nothing: this rank has no layer")
     for name, reason in left_out.items():
         logger.info("%r is left out: %s", name, reason)
     return settings._replace(modules=names)

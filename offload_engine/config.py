@@ -50,8 +50,8 @@ class OffloadConfig:
     None: the default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
 
     fraction: float = 1.0
-    """Share, from 0 to 1, of the bytes that each chunk saves in groups, in the order of its forward, that may leave; the
-    groups after it stay. From the second step on: the first shows how much there is."""
+    """Share, from 0 to 1, of the bytes that each chunk saves in groups, in the order of its forward, that may leave.
+    The groups after it stay. From the second step on: the first shows how much there is."""
 
     kept_bytes: int = 0
     """So many bytes of groups stay on the device: of the last groups of each chunk, in all chunks that wait for their

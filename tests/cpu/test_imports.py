@@ -116,9 +116,10 @@ LAYERS = {
         ("",),
     ),
     "megatron_patches": (
-        ("_flags", "_versions"),
+        ("_take_over", "_versions"),
         ("_model", "_model.modules"),
-        ("_model.sites",),
+        ("_model.sites", "_thresholds"),
+        ("_flags",),
         (
             "_model.unshared",
             "_model.experts",

@@ -58,6 +58,8 @@ FOREIGN = {
     # TransformerEngine
     "AsyncDoubleBufferGroupOffloadHandler", "manual_synchronization", "model_layers", "num_layers", "offload_stream",
     "retain_pinned_cpu_buffers",
+    "cpu_offloading_num_layers", "cpu_offloading_weights", "cpu_offloading_double_buffering",
+    "cpu_offloading_retain_pinned_cpu_buffers",
     # SMP
     "offload_activations", "sm_activation_offloading",
     # megatron-core
