@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -105,14 +105,22 @@ class ModelRuntime:
         running = self._running
         return running.engine if running is not None and running.engine.is_active else None
 
-    def record_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """Record that recomputation has saved detached copies of `tensors` in the running step."""
+    def record_recomputed_from(self, checkpoint: object, function: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        """Record that `checkpoint` has saved detached copies of `tensors` in the running step, to run `function`."""
         if self._running is not None:
             self._running.held.note_recomputed_from(tensors)
+            self._running.recomputed.note(checkpoint, function, tensors)
 
-    def checkpoint_bracket(self) -> GroupBracket | None:
-        """Return the bracket for the input of fully recomputed layers; None if the running step has none."""
-        return self._running.checkpoint_bracket if self._running is not None else None
+    def offload_recomputed_from(self, checkpoint: object, recomputed_behind: torch.Tensor) -> None:
+        """Offload what `checkpoint` has saved, if that was asked for."""
+        if self._running is not None:
+            self._running.recomputed.offload(checkpoint, recomputed_behind)
+
+    def checkpoint_bracket(self, function: Callable[..., Any]) -> GroupBracket | None:
+        """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
+        if self._running is None:
+            return None
+        return self._running.checkpoint_bracket or self._running.recomputed.of_checkpoint(function)
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes."""

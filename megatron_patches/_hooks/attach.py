@@ -19,7 +19,9 @@ from megatron_patches._hooks.bracket import ChunksAtOnce, GroupBracket, HooksPau
 from megatron_patches._hooks.held import HeldTensors
 from megatron_patches._hooks.module_hooks import ModuleHooks
 from megatron_patches._hooks.nodes import PlanNodes
+from megatron_patches._hooks.recomputed import RecomputedInputs
 from megatron_patches._model.experts import linears_of_experts
+from megatron_patches._model.modules import row_of
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._model.unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
@@ -63,6 +65,7 @@ class Attachment:
         self.held: HeldTensors = HeldTensors(engine)
         self._pause: HooksPause = HooksPause(engine)  # one is enough: modules without hooks are never nested
         self.nodes: PlanNodes = PlanNodes(engine, self.held, self._pause)
+        self.recomputed: RecomputedInputs = RecomputedInputs()
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
         self._weights: list[weakref.ref[torch.Tensor]] = []
@@ -141,6 +144,7 @@ class Attachment:
         for bracket in reversed(self._brackets):
             bracket.leave()
         self._leave_called()
+        self.recomputed.clear()
         self.held.clear()
         self.nodes.clear()
 
@@ -223,6 +227,10 @@ class Attachment:
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(chunk, sites)}
         brackets = [self.bracket(site, site in last) for site in sites]
+        for site in sites:
+            # Of its own: the module runs inside, and the hooks of the other bracket would end the group there.
+            if row_of(site.name).input_of:
+                self.recomputed.add(site, self.bracket(site, site in last), modules)
         ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self.nodes.add_ranges(bracket for _, bracket in ranges)
         for site, bracket in ranges:

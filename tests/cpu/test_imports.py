@@ -130,7 +130,7 @@ LAYERS = {
         ),
         ("_model.candidates",),
         ("_hooks", "_hooks.bracket", "_hooks.held"),
-        ("_hooks.module_hooks", "_hooks.nodes"),
+        ("_hooks.module_hooks", "_hooks.nodes", "_hooks.recomputed"),
         ("_hooks.attach",),
         ("_rows", "_rows.registry", "_rows.host_reads", "_rows.runtime"),
         (
