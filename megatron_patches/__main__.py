@@ -56,7 +56,7 @@ def module_table() -> str:
             "\n".join((row.name, *row.aliases)),
             row.saves,
             "\n".join(_submodule(span) for span in row.spans),
-            ", ".join((*row.recomputed_by, *row.discarded_by)),
+            ", ".join(name for name in (*row.recomputed_by, *row.discarded_by) if name not in row.input_of),
         )
         for row in MODULES
     ]

@@ -116,7 +116,7 @@ class ModelRuntime:
         if self._running is not None:
             self._running.recomputed.offload(checkpoint, recomputed_behind)
 
-    def checkpoint_bracket(self, function: Callable[..., Any]) -> GroupBracket | None:
+    def checkpoint_bracket(self, function: Any) -> GroupBracket | None:
         """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
         if self._running is None:
             return None

@@ -21,7 +21,7 @@ from megatron_patches._hooks.module_hooks import ModuleHooks
 from megatron_patches._hooks.nodes import PlanNodes
 from megatron_patches._hooks.recomputed import RecomputedInputs
 from megatron_patches._model.experts import linears_of_experts
-from megatron_patches._model.modules import row_of
+from megatron_patches._model.modules import inputs_of
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._model.unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
@@ -229,7 +229,7 @@ class Attachment:
         brackets = [self.bracket(site, site in last) for site in sites]
         for site in sites:
             # Of its own: the module runs inside, and the hooks of the other bracket would end the group there.
-            if row_of(site.name).input_of:
+            if inputs_of(site.name):
                 self.recomputed.add(site, self.bracket(site, site in last), modules)
         ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self.nodes.add_ranges(bracket for _, bracket in ranges)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from megatron_patches._hooks.bracket import GroupBracket
-from megatron_patches._model.modules import EXPERTS, row_of
+from megatron_patches._model.modules import EXPERTS, inputs_of
 from megatron_patches._model.sites import Site
 
 
@@ -42,9 +42,8 @@ class RecomputedInputs:
             bracket: of the site.
             modules: of the chunk, by path.
         """
-        values = row_of(site.name).input_of
         owner, last = site.path.rpartition(".")[::2]
-        for value in values:
+        for value in inputs_of(site.name):
             if value == "layernorm":
                 self._of_discarding[modules[site.path]] = bracket
             elif value == "mla_up_proj" and last.endswith("_up_proj"):
@@ -57,11 +56,11 @@ class RecomputedInputs:
                 path = site.path if last == "shared_experts" else owner
                 self._of_checkpoints[modules[path]] = bracket
 
-    def of_checkpoint(self, function: Callable[..., Any]) -> GroupBracket | None:
+    def of_checkpoint(self, function: Any) -> GroupBracket | None:
         """Return the bracket for the inputs of `checkpoint`, which runs `function` again; None: they stay."""
         return self._find(self._of_checkpoints, function)
 
-    def note(self, checkpoint: object, function: Callable[..., Any], inputs: Iterable[Any]) -> None:
+    def note(self, checkpoint: object, function: Any, inputs: Iterable[Any]) -> None:
         """Note the inputs that a `CheckpointWithoutOutput` object has saved; it runs `function` again."""
         bracket = self._find(self._of_discarding, function)
         if bracket is not None:
@@ -83,7 +82,7 @@ class RecomputedInputs:
         """Forget the running forward, as after an exception."""
         self._inputs.clear()
 
-    def _find(self, brackets: _ByModule, function: Callable[..., Any]) -> GroupBracket | None:
+    def _find(self, brackets: _ByModule, function: Any) -> GroupBracket | None:
         owner = _module_of(function) if brackets else None
         return None if owner is None else brackets.get(owner)
 

@@ -334,6 +334,11 @@ def row_of(name: str, config: Any = None) -> ModuleRow:
     raise ValueError(f"unknown module name {name!r} in offload_modules{hint}; {whose}: {', '.join(known)}")
 
 
+def inputs_of(name: str) -> tuple[str, ...]:
+    """Return the `input_of` of the row with this name; empty if there is none."""
+    return next((row.input_of for row in MODULES if row.name == name), ())
+
+
 def known_names(config: Any = None) -> list[str]:
     """Return every name and alias, or those that a model with this TransformerConfig can have, in table order."""
     rows = [row for row in MODULES if config is None or _can_have(config, row)]

@@ -87,13 +87,13 @@ def _wrap_full_checkpoint(original: Callable[..., Any] | None, *, runtime: Runti
         return None
 
     @functools.wraps(original)
-    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
-        bracket = runtime.checkpoint_bracket(function)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bracket = runtime.checkpoint_bracket(args[0] if args else None)  # the function that is run again
         if bracket is None or not bracket.enter():
-            return original(function, *args, **kwargs)
+            return original(*args, **kwargs)
         output = None
         try:
-            output = original(function, *args, **kwargs)
+            output = original(*args, **kwargs)
         finally:
             output = bracket.leave_with(output)
         return output

@@ -73,7 +73,7 @@ class Runtime(Protocol):
             recomputed_behind: whose gradient starts the recomputation, by a hook that is registered after this call.
         """
 
-    def checkpoint_bracket(self, function: Callable[..., Any]) -> GroupBracket | None:
+    def checkpoint_bracket(self, function: Any) -> GroupBracket | None:
         """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
 
 
