@@ -136,6 +136,8 @@ def _check_upstream_stats(stats: IterationStats, names: list[str]) -> None:
     assert 0 < stats.copied_out_bytes == stats.copied_in_bytes
     assert stats.num_viewed_storages == 0
     assert stats.copied_out_bytes + stats.kept_bytes == stats.managed_bytes
+    if {*names} <= {"attn_norm", "mlp_norm", "moe_act"}:  # of these a detached leaf is kept, until it is emptied
+        assert stats.num_emptied_storages >= stats.num_offloaded_groups
 
 
 def _check_upstream(has_experts: bool, has_latents: bool, names: list[str], overlap: dict[str, Any]) -> IterationStats:
