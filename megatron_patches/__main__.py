@@ -115,7 +115,7 @@ def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
-        apply_settings(settings, replace_fine_grained=args.offload_engine)
+        apply_settings(settings)
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")
             apply_cpu_support()
@@ -128,7 +128,6 @@ def _settings(args: argparse.Namespace) -> Settings:
     defaults = DEFAULT_MODULES if args.offload_activation and not has_choice else ()
     config = offload_config_from_args(args)
     budget = None if args.offload_gpu_budget is None else parse_size(args.offload_gpu_budget)
-    parts = part_settings(args, Settings(OffloadConfig(), ()))
     return Settings(
         config,
         canonical_names(args.offload_modules or defaults),
@@ -137,7 +136,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         budget,
         args.offload_plan,
         args.offload_plan_plot,
-        **{**parts, "is_taken_over": False},
+        **part_settings(args, Settings(OffloadConfig(), ())),
     )
 
 

@@ -58,7 +58,8 @@ class Settings(NamedTuple):
     """Pipeline rank r keeps r times so many saved bytes on the device."""
 
     is_taken_over: bool = False
-    """The names come from megatron-core's own setting, which allows names with nothing to move."""
+    """The names come from megatron-core's own setting, which allows names with nothing to move. As a default: every
+    model is expected to have such a setting."""
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -112,16 +112,23 @@ def apply(
         ValueError: if a module name is unknown, or the budget is no size.
     """
     budget = None if gpu_budget is None else parse_size(str(gpu_budget))
-    settings = Settings(config or OffloadConfig(), canonical_names(modules), trace, has_report, budget, plan, plan_plot)
-    return apply_settings(settings, meter, replace_fine_grained)
+    settings = Settings(
+        config or OffloadConfig(),
+        canonical_names(modules),
+        trace,
+        has_report,
+        budget,
+        plan,
+        plan_plot,
+        is_taken_over=replace_fine_grained,
+    )
+    return apply_settings(settings, meter)
 
 
-def apply_settings(
-    settings: Settings, meter: ResidencyMeter | None = None, replace_fine_grained: bool = False
-) -> Handle:
+def apply_settings(settings: Settings, meter: ResidencyMeter | None = None) -> Handle:
     """Patch megatron-core as `apply` does, for settings that are resolved already."""
     check_supported()
-    runtime, take_over = ModelRuntime(settings, meter), TakeOver(replace_fine_grained)
+    runtime, take_over = ModelRuntime(settings, meter), TakeOver(settings.is_taken_over)
     return Handle(runtime, apply_patches(patch_rows(runtime, take_over)))
 
 

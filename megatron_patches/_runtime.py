@@ -182,6 +182,11 @@ class ModelRuntime:
         known = self._known_as_off.get(step.chunks[0])
         if known is not None:
             return None if known.is_over else self._followed_by(known)
+        if self._defaults.is_taken_over:
+            logger.warning(
+                "offload_engine found nothing to take over: the configuration of this model asks for none of "
+                "megatron-core's own offload, or was made before the patches were applied"
+            )
         is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
         self._known_as_off[step.chunks[0]] = second_step = self._make_second_step(step, None)
         return self._checked_with_others(step, second_step) if is_on else self._followed_by(second_step)

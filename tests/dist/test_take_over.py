@@ -84,16 +84,28 @@ def test_a_threshold_of_one_name() -> None:
     assert with_all == without_one
 
 
+def test_nothing_to_take_over() -> None:
+    (said,) = run_ranks(_check_nothing)
+    assert said.count("found nothing to take over") == 1
+
+
+def _check_nothing() -> str:
+    said = _listen()
+    with apply(replace_fine_grained=True) as handle:
+        chunks = make_chunks(make_config())
+        for _ in range(2):
+            run(chunks, 2)
+        assert handle.engine is None
+    return "\n".join(said.messages)
+
+
 def _check_recipe(recipe: dict[str, Any]) -> tuple[list[int], str]:
     """Return the bytes that two steps have copied out, and what this rank's log says."""
     gc.disable()
     kept = {name: value for name, value in recipe.items() if "recompute" in name}
     chunks = make_chunks(make_config("moe", **kept))
     expected = [fingerprint(chunks, run(chunks, n)) for n in (4, 4)]
-    said, logger = _Said(), logging.getLogger("megatron_patches")
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
-    moved = []
+    said, moved = _listen(), []
     with apply(OffloadConfig(directory="none", min_tensor_bytes=1)) as handle:
         chunks = make_chunks(make_config("moe", **recipe, offload_engine=True))
         assert not unwrap(chunks[0]).config.fine_grained_activation_offloading
@@ -102,6 +114,13 @@ def _check_recipe(recipe: dict[str, Any]) -> tuple[list[int], str]:
             assert handle.stats is not None and handle.stats.num_storages_left == 0
             moved.append(handle.stats.copied_out_bytes)
     return moved, "\n".join(said.messages)
+
+
+def _listen() -> _Said:
+    said, logger = _Said(), logging.getLogger("megatron_patches")
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
+    return said
 
 
 class _Said(logging.Handler):
