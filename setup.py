@@ -28,7 +28,7 @@ ALSO_COMPILED = (
     "stats.py",
     "tracker.py",
 )
-NUM_COMPILED = 42
+NUM_COMPILED = 43
 IN_C = ("_compat/_tensor_reads", "_devices/_cuda_calls")
 
 

@@ -13,10 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_patches import add_offload_arguments, apply, apply_cpu_support, offload_config_from_args
-from megatron_patches._arguments import DEFAULT_MODULES, split_flags
+from megatron_patches import add_offload_arguments, apply_cpu_support, offload_config_from_args
+from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings, split_flags
+from megatron_patches._handle import apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
+from offload_engine import OffloadConfig
 from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
+from offload_engine.sizes import parse_size
 
 logger = logging.getLogger("megatron_patches")
 
@@ -53,7 +56,7 @@ def module_table() -> str:
             "\n".join((row.name, *row.aliases)),
             row.saves,
             "\n".join(_submodule(span) for span in row.spans),
-            ", ".join((*row.recomputed_by, *row.discarded_by)),
+            ", ".join(name for name in (*row.recomputed_by, *row.discarded_by) if name not in row.input_of),
         )
         for row in MODULES
     ]
@@ -107,27 +110,35 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Seq
 
 
 def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    defaults = DEFAULT_MODULES if args.offload_activation and args.offload_gpu_budget is None else ()
     try:
-        config, names = offload_config_from_args(args), canonical_names(args.offload_modules or defaults)
+        settings = _settings(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
-        apply(
-            config,
-            modules=names,
-            trace=args.offload_trace,
-            has_report=args.offload_report,
-            gpu_budget=args.offload_gpu_budget,
-            plan=args.offload_plan,
-            plan_plot=args.offload_plan_plot,
-            may_recompute=args.offload_recompute != "off",
-        )
+        apply_settings(settings)
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")
             apply_cpu_support()
     except RuntimeError as error:
         sys.exit(f"python -m megatron_patches: {error}")
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    has_choice = args.offload_gpu_budget is not None or args.offload_num_layers is not None
+    defaults = DEFAULT_MODULES if args.offload_activation and not has_choice else ()
+    config = offload_config_from_args(args)
+    budget = None if args.offload_gpu_budget is None else parse_size(args.offload_gpu_budget)
+    return Settings(
+        config,
+        canonical_names(args.offload_modules or defaults),
+        args.offload_trace,
+        args.offload_report,
+        budget,
+        args.offload_plan,
+        args.offload_plan_plot,
+        may_recompute=args.offload_recompute != "off",
+        **part_settings(args, Settings(OffloadConfig(), ())),
+    )
 
 
 def _log_to_stderr() -> None:

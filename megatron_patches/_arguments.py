@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from megatron_patches._flags import BOUNDS, RECOMPUTE, SETTINGS, SIZES, SWITCHES, Setting
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
 from megatron_patches._rows.registry import Patch
+from megatron_patches._take_over import TakeOver
+from megatron_patches._thresholds import Thresholds, thresholds_of
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for
@@ -48,6 +50,18 @@ class Settings(NamedTuple):
 
     may_recompute: bool = True
     """Whether layers may recompute what a budget would have them move."""
+    num_layers: int | None = None
+    """How many layers of each model chunk offload, the first ones; None: all."""
+
+    thresholds: Thresholds = Thresholds()
+    """Least sizes of what each name moves."""
+
+    rank_delta_bytes: int = 0
+    """Pipeline rank r keeps r times so many saved bytes on the device."""
+
+    is_taken_over: bool = False
+    """The names come from megatron-core's own setting, which allows names with nothing to move. As a default: every
+    model is expected to have such a setting."""
 
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -76,7 +90,7 @@ def offload_config_from_args(args: argparse.Namespace) -> OffloadConfig:
     given = ["--offload-modules"] if getattr(args, "offload_modules", None) else []
     given += [s.flag for s in SETTINGS if getattr(args, s.name, s.default) != s.default]
     _check_bounds(args)
-    if given and not is_on(args):
+    if given and not (is_on(args) or getattr(args, "offload_engine", False)):
         raise ValueError(f"{', '.join(given)} without --offload-activation moves nothing: give both, or neither")
     return _engine_config(args, OffloadConfig())
 
@@ -92,15 +106,36 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
         return None
     _check_others_are_off(config)
     own = getattr(config, "offload_modules", None) if is_on(config) else None
-    modules = canonical_names(own or defaults.modules or (() if budget else DEFAULT_MODULES))
+    parts = part_settings(config, defaults)
+    has_choice = budget is not None or parts["num_layers"] is not None
+    modules = canonical_names(own or defaults.modules or (() if has_choice else DEFAULT_MODULES))
     _check_no_paged_stash(config, modules)
+    parts["thresholds"].check(modules)
     trace = getattr(config, "offload_trace", None) or defaults.trace
     plan = getattr(config, "offload_plan", None) or defaults.plan
     plot = getattr(config, "offload_plan_plot", None) or defaults.plan_plot
     engine = _engine_config(config, defaults.engine)
     recompute = getattr(config, "offload_recompute", None)
-    may_recompute = defaults.may_recompute if recompute is None else recompute == "auto"
-    return Settings(engine, modules, trace, has_report(config, defaults), budget, plan, plot, may_recompute)
+    parts["may_recompute"] = defaults.may_recompute if recompute is None else recompute == "auto"
+    return Settings(engine, modules, trace, has_report(config, defaults), budget, plan, plot, **parts)
+
+
+def part_settings(source: Any, defaults: Settings) -> dict[str, Any]:
+    """Return the fields of `Settings` that say which part of the named modules' tensors moves.
+
+    Raises:
+        ValueError: if a value is no size, or the thresholds have an unknown name.
+    """
+    num_layers = getattr(source, "offload_num_layers", None)
+    own = thresholds_of(source)
+    return {
+        "num_layers": defaults.num_layers if num_layers is None else num_layers,
+        "thresholds": defaults.thresholds
+        if own == Thresholds()
+        else own.with_default(defaults.engine.min_tensor_bytes),
+        "rank_delta_bytes": _size_of(source, "offload_rank_delta_bytes") or defaults.rank_delta_bytes,
+        "is_taken_over": bool(getattr(source, "offload_engine", False)),
+    }
 
 
 def is_on(source: Any) -> bool:
@@ -113,14 +148,15 @@ def has_report(config: Any, defaults: Settings) -> bool:
     return defaults.has_report and getattr(config, "offload_report", True)
 
 
-def config_rows() -> list[Patch]:
-    """Return the rows that give TransformerConfig and MLATransformerConfig the new fields."""
+def config_rows(take_over: TakeOver | None = None) -> list[Patch]:
+    """Return the rows that give TransformerConfig and MLATransformerConfig the new fields, and translate others."""
     base = f"{_CONFIGS}:TransformerConfig"
     rows = [_class_default(base, setting) for setting in SETTINGS]
     for owner in (base, f"{_CONFIGS}:MLATransformerConfig"):
         rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_add_fields, why=_WHY))
         rows.append(Patch(target=f"{owner}.__init__", wrapper=_wrap_init, why=_WHY))
-    rows.append(Patch(target=f"{base}.__post_init__", wrapper=_wrap_post_init, why=_WHY))
+    post_init = functools.partial(_wrap_post_init, take_over=take_over or TakeOver(is_for_all=False))
+    rows.append(Patch(target=f"{base}.__post_init__", wrapper=post_init, why=_WHY))
     return rows
 
 
@@ -153,10 +189,11 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _wrap_post_init(original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_post_init(original: Callable[..., None], *, take_over: TakeOver) -> Callable[..., None]:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         original(self)
+        take_over.translate(self)
         check_fields(self)
 
     return post_init
@@ -176,6 +213,8 @@ def check_fields(config: Any) -> None:
             raise ValueError(f"{name} must be True or False, got {getattr(config, name)!r}")
     for name in SIZES:
         _size_of(config, name)
+    thresholds_of(config)
+    _check_num_layers(config)
     if config.offload_host_policy not in (None, *HOST_POLICIES):
         raise ValueError(
             f"offload_host_policy must be one of {', '.join(HOST_POLICIES)}, got {config.offload_host_policy!r}"
@@ -229,6 +268,19 @@ def _budget_of(source: Any) -> Size | None:
         raise ValueError(f"offload_gpu_budget (--offload-gpu-budget): {error}") from None
 
 
+def _check_num_layers(config: Any) -> None:
+    num = config.offload_num_layers
+    if num is None:
+        return
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise ValueError(f"offload_num_layers must be a positive number of layers, got {num!r}")
+    if config.recompute_granularity == "full":
+        raise ValueError(
+            f"offload_num_layers={num} selects layers, and with recompute_granularity='full' what is saved is of no "
+            "layer: leave one of the two out"
+        )
+
+
 def _check_limit(config: Any) -> None:
     # Without a threshold here, `apply()` may have lowered it: the first step checks the two together.
     if None not in (config.offload_host_limit_bytes, config.offload_min_tensor_bytes):
@@ -252,7 +304,8 @@ def _check_bounds(config: Any) -> None:
 
 
 def _check_is_alone(config: Any) -> None:
-    for other in (*(_PREFIX + name for name in BOUNDS), "offload_dry_run"):
+    shares = ("offload_fraction", "offload_rank_delta_bytes")
+    for other in (*(_PREFIX + name for name in BOUNDS), *shares, "offload_dry_run"):
         if getattr(config, other, None) not in (None, False):
             raise ValueError(
                 f"offload_gpu_budget={config.offload_gpu_budget} decides what stays on the device, and so does "
@@ -265,8 +318,9 @@ def _check_others_are_off(config: Any) -> None:
     for other in ("fine_grained_activation_offloading", "cpu_offloading"):
         if getattr(config, other, False):
             raise ValueError(
-                f"offload_activation and megatron-core's own {other} would both move the same tensors: "
-                "switch one of them off"
+                f"offload_activation and megatron-core's own {other} would both move the same tensors: switch one of "
+                "them off, or set offload_engine=True (--offload-engine) instead of offload_activation, before the "
+                "configuration is made, and its settings are taken over"
             )
 
 
@@ -281,8 +335,10 @@ def _check_no_paged_stash(config: Any, names: Sequence[str]) -> None:
 
 
 def _engine_config(source: Any, base: OffloadConfig) -> OffloadConfig:
-    names = (field.name for field in dataclasses.fields(base) if field.name != "gpu_budget")  # needs the GPU's size
+    # A budget needs the GPU's size, and what a rank keeps its number.
+    names = (field.name for field in dataclasses.fields(base) if field.name not in ("gpu_budget", "kept_bytes"))
     given = {name: _value_of(source, _source_name(name)) for name in names}
+    given["min_tensor_bytes"] = thresholds_of(source).least_bytes(base.min_tensor_bytes)
     changes = {name: value for name, value in given.items() if value is not None and value is not False}
     return base.replace(**changes, **_policy(source))
 

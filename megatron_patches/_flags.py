@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
+from megatron_patches._thresholds import thresholds_flag
 from offload_engine.config import HOST_POLICIES
 from offload_engine.sizes import bytes_flag, parse_size
 
@@ -50,18 +51,66 @@ def _budget(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give a number from 0 to 1")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers: give at least 1")
+    return value
+
+
 # Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.
 _AS_SIZES = " (a size, such as 64MiB)"
 _SIZE = Optional[int]  # noqa: UP045
 _TEXT = Optional[str]  # noqa: UP045
+_NUMBER = Optional[float]  # noqa: UP045
+_COUNT = Optional[int]  # noqa: UP045
 SETTINGS = (
     Setting("offload_activation", bool, False, "Move the saved activations of --offload-modules to host memory."),
     Setting(
+        "offload_engine",
+        bool,
+        False,
+        "Run megatron-core's own offload settings with this engine: --fine-grained-activation-offloading and what "
+        "belongs to it, or --cpu-offloading-num-layers. The log says what became of each.",
+    ),
+    Setting(
         "offload_min_tensor_bytes",
+        _TEXT,
+        None,
+        f"Storages smaller than this stay on the device{_AS_SIZES}; NAME=SIZE for what one module saves, several with "
+        "commas: 1MiB,moe_act=350MB. Default: 1 MiB.",
+        thresholds_flag,
+    ),
+    Setting(
+        "offload_fraction",
+        _NUMBER,
+        None,
+        "Share of the saved bytes of each model chunk, in the order of its forward, that may leave, from 0 to 1; the "
+        "rest stays. From the second step on. Default: 1.",
+        _fraction,
+    ),
+    Setting(
+        "offload_rank_delta_bytes",
         _SIZE,
         None,
-        f"Storages smaller than this stay on the device{_AS_SIZES}. Default: 1 MiB.",
+        f"Pipeline rank r keeps at least r times so many saved bytes on the device{_AS_SIZES}. From the second step "
+        "on. Default: 0.",
         _size,
+    ),
+    Setting(
+        "offload_num_layers",
+        _COUNT,
+        None,
+        "Only the first so many layers of each model chunk offload, all names that they have unless --offload-modules "
+        "names some. Default: all layers.",
+        _count,
     ),
     Setting(
         "offload_host_limit_bytes",

@@ -15,6 +15,7 @@ from megatron_patches._rows.registry import Applied, Patch, apply_patches
 from megatron_patches._rows.runtime import Runtime
 from megatron_patches._rows.schedules import schedule_rows
 from megatron_patches._runtime import ModelRuntime
+from megatron_patches._take_over import TakeOver
 from megatron_patches._versions import check_supported
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine, ResidencyMeter
 from offload_engine.sizes import parse_size
@@ -80,6 +81,7 @@ def apply(
     plan: str | None = None,
     plan_plot: str | None = None,
     may_recompute: bool = True,
+    replace_fine_grained: bool = False,
 ) -> Handle:
     """Patch megatron-core to offload activations, until `Handle.remove()`.
 
@@ -104,25 +106,40 @@ def apply(
         plan_plot: file for the picture of that plan where the model's configuration sets none.
         may_recompute: with a budget, have layers recompute what costs less to compute again than to move, unless the
             model's configuration says no.
+        replace_fine_grained: take over megatron-core's own offload in every configuration made from now on that asks
+            for it, as `TransformerConfig(offload_engine=True)` does in one. The log says what became of each setting.
 
     Raises:
         RuntimeError: if megatron-core is missing or its version is not supported.
         PatchError: if the patches are in force already.
         ValueError: if a module name is unknown, or the budget is no size.
     """
-    check_supported()
     budget = None if gpu_budget is None else parse_size(str(gpu_budget))
-    names = canonical_names(modules)
-    files = plan, plan_plot
-    settings = Settings(config or OffloadConfig(), names, trace, has_report, budget, *files, may_recompute)
-    runtime = ModelRuntime(settings, meter)
-    return Handle(runtime, apply_patches(patch_rows(runtime)))
+    settings = Settings(
+        config or OffloadConfig(),
+        canonical_names(modules),
+        trace,
+        has_report,
+        budget,
+        plan,
+        plan_plot,
+        may_recompute=may_recompute,
+        is_taken_over=replace_fine_grained,
+    )
+    return apply_settings(settings, meter)
 
 
-def patch_rows(runtime: Runtime) -> list[Patch]:
-    """Return all rows, for the models of `runtime`."""
+def apply_settings(settings: Settings, meter: ResidencyMeter | None = None) -> Handle:
+    """Patch megatron-core as `apply` does, for settings that are resolved already."""
+    check_supported()
+    runtime, take_over = ModelRuntime(settings, meter), TakeOver(settings.is_taken_over)
+    return Handle(runtime, apply_patches(patch_rows(runtime, take_over)))
+
+
+def patch_rows(runtime: Runtime, take_over: TakeOver | None = None) -> list[Patch]:
+    """Return all rows, for the models of `runtime` and the configurations that `take_over` translates."""
     return [
-        *config_rows(),
+        *config_rows(take_over),
         *schedule_rows(runtime),
         *overlap_rows(runtime),
         *recompute_rows(runtime),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from megatron_patches._arguments import Settings, has_report, resolve
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
-from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.candidates import find_among, find_candidates
 from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
@@ -110,14 +110,22 @@ class ModelRuntime:
         running = self._running
         return running.engine if running is not None and running.engine.is_active else None
 
-    def record_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """Record that recomputation has saved detached copies of `tensors` in the running step."""
+    def record_recomputed_from(self, checkpoint: object, function: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        """Record that `checkpoint` has saved detached copies of `tensors` in the running step, to run `function`."""
         if self._running is not None:
             self._running.held.note_recomputed_from(tensors)
+            self._running.recomputed.note(checkpoint, function, tensors)
 
-    def checkpoint_bracket(self) -> GroupBracket | None:
-        """Return the bracket for the input of fully recomputed layers; None if the running step has none."""
-        return self._running.checkpoint_bracket if self._running is not None else None
+    def offload_recomputed_from(self, checkpoint: object, recomputed_behind: torch.Tensor) -> None:
+        """Offload what `checkpoint` has saved, if that was asked for."""
+        if self._running is not None:
+            self._running.recomputed.offload(checkpoint, recomputed_behind)
+
+    def checkpoint_bracket(self, function: Any) -> GroupBracket | None:
+        """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
+        if self._running is None:
+            return None
+        return self._running.checkpoint_bracket or self._running.recomputed.of_checkpoint(function)
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes."""
@@ -179,6 +187,11 @@ class ModelRuntime:
         known = self._known_as_off.get(step.chunks[0])
         if known is not None:
             return None if known.is_over else self._followed_by(known)
+        if self._defaults.is_taken_over:
+            logger.warning(
+                "offload_engine found nothing to take over: the configuration of this model asks for none of "
+                "megatron-core's own offload, or was made before the patches were applied"
+            )
         is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
         self._known_as_off[step.chunks[0]] = second_step = self._make_second_step(step, None)
         return self._checked_with_others(step, second_step) if is_on else self._followed_by(second_step)
@@ -256,6 +269,8 @@ class ModelRuntime:
         config = settings.engine
         if settings.gpu_budget is not None:
             config = config.replace(gpu_budget=budget_bytes(settings.gpu_budget))
+        if settings.rank_delta_bytes:
+            config = config.replace(kept_bytes=place[0] * settings.rank_delta_bytes)
         return OffloadEngine(config, meter=self._meter, pipeline=place, logs_first_step=False)
 
     def _put_hooks(self, engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
@@ -268,7 +283,14 @@ class ModelRuntime:
             per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
             # with recompute_method="block" the layers after the block save their own input
             names = tuple(name for name in names if name != "layer_input" or not is_uniform)
-        return Attachment(engine, step.chunks, names, layers_per_checkpoint=per_checkpoint)
+        return Attachment(
+            engine,
+            step.chunks,
+            names,
+            layers_per_checkpoint=per_checkpoint,
+            num_layers=settings.num_layers,
+            min_bytes=settings.thresholds.of_groups(),
+        )
 
 
 def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -> RecomputeOptions | None:
@@ -303,11 +325,15 @@ def _check_together(step: Step, settings: Settings, problem: Exception | None, p
 
 
 def _with_candidates(step: Step, settings: Settings) -> Settings:
-    """Return settings that name all that this rank can offload, if they name nothing."""
-    if settings.modules:
+    """Return settings that name what this rank can offload: all, if they name nothing."""
+    if settings.modules and not settings.is_taken_over:
         return settings
-    names, left_out = find_candidates(step.config, step.chunks)
-    logger.info("a budget chooses among %s", ", ".join(names) or "nothing: this rank has no layer")
+    if settings.modules:
+        names, left_out = find_among(step.config, step.chunks, settings.modules)
+    else:
+        names, left_out = find_candidates(step.config, step.chunks)
+        what = "a budget chooses among" if settings.gpu_budget is not None else "what is offloaded is"
+        logger.info("%s %s", what, ", ".join(names) or "nothing: this rank has no layer")
     for name, reason in left_out.items():
         logger.info("%r is left out: %s", name, reason)
     return settings._replace(modules=names)

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from offload_engine._compat.smp import smp_policy
-from offload_engine.policies import BOUNDS, LowestPeak, Planned, PolicySettings, policy_for
+from offload_engine.policies import (
+    BOUNDS,
+    LowestPeak,
+    Planned,
+    PolicySettings,
+    ResidentBudget,
+    ResidentLayers,
+    policy_for,
+)
 from offload_engine.sizes import parse_bytes
 
 MIB = 1 << 20
@@ -42,6 +50,14 @@ class OffloadConfig:
     """Decides what stays on the device, what waits, and when copy-ins are issued: one of `offload_engine.policies`.
     None: the default of the front-end, which is `LowestPeak()` unless its documentation says otherwise."""
 
+    fraction: float = 1.0
+    """Share, from 0 to 1, of the bytes that each chunk saves in groups, in the order of its forward, that may leave.
+    The groups after it stay. From the second step on: the first shows how much there is."""
+
+    kept_bytes: int = 0
+    """So many bytes of groups stay on the device: of the last groups of each chunk, in all chunks that wait for their
+    backward together. From the second step on, as `fraction`."""
+
     gpu_budget: int | None = None
     """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
     groups). The engine measures a few steps and decides what stays, see docs/budget.md. None: `policy` decides."""
@@ -58,7 +74,7 @@ class OffloadConfig:
     """Mark groups and account for their bytes, but move nothing: shows how much offload could move."""
 
     def __post_init__(self) -> None:
-        for field in ("min_tensor_bytes", "host_limit_bytes", "gpu_budget"):
+        for field in ("min_tensor_bytes", "host_limit_bytes", "kept_bytes", "gpu_budget"):
             self._check_size(field)
         if self.min_tensor_bytes > _LARGEST_STORAGE:
             raise ValueError(
@@ -69,6 +85,7 @@ class OffloadConfig:
             raise TypeError(
                 f"policy must be an object such as LowestPeak() or ResidentBudget(nbytes), got {self.policy!r}"
             )
+        self._check_share()
         if self.gpu_budget is not None:
             self._check_budget()
         if self.host_policy not in HOST_POLICIES:
@@ -94,6 +111,26 @@ class OffloadConfig:
         if self.dry_run:
             raise ValueError(
                 f"gpu_budget={self.gpu_budget:,} measures what moves, and dry_run moves nothing: leave one out"
+            )
+
+    @property
+    def keeps_a_share(self) -> bool:
+        """Return whether a part of each chunk's groups is to stay, by `fraction` or `kept_bytes`."""
+        return self.fraction < 1.0 or self.kept_bytes > 0
+
+    def _check_share(self) -> None:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)):
+            raise TypeError(f"fraction must be a number from 0 to 1, got {self.fraction!r}")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"fraction must be from 0 to 1, got {self.fraction:g}")
+        if not self.keeps_a_share:
+            return
+        given = f"fraction={self.fraction:g}" if self.fraction < 1 else f"kept_bytes={self.kept_bytes:,}"
+        other = "policy" if isinstance(self.policy, (Planned, ResidentBudget, ResidentLayers)) else None
+        if other or self.gpu_budget is not None:
+            raise ValueError(
+                f"{given} and {other or 'gpu_budget'}={getattr(self, other or 'gpu_budget')} both decide what stays on "
+                "the device: set one of them"
             )
 
     def _check_size(self, field: str) -> None:

@@ -20,6 +20,7 @@ from offload_engine._policy.choose import make_policy, settings_of
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.share import share_of
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
@@ -73,7 +74,7 @@ class OffloadEngine(EngineView):
         self._unawaited, self._leaving, self._counters = UnawaitedCopies(), LeavingQueue(), ByteCounters(meter)
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=self._unawaited)
         self._policy = make_policy(settings_of(self.config), self._counters, self._leaving)
-        self._keeping = Keeping(self._policy, self._counters)
+        self._keeping = Keeping(self._policy, self._counters, share_of(self.config))
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
         self.graphs: GraphCaptures = GraphCaptures(self._context, self.pool, self._check_capture, self.reset_iteration)
         self._num_chunks, self._is_device_closed = 0, False
@@ -246,7 +247,7 @@ class OffloadEngine(EngineView):
             self.budget.abandon()
         self._store.abandon_all()
         self.pool.take_all_back()  # no copy is in flight
-        for books in (self._unawaited, self._leaving, self._counters, self._policy):
+        for books in (self._unawaited, self._leaving, self._counters, self._policy, self._keeping):
             books.clear()
         self._use(*self._new_books())
 

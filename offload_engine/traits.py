@@ -18,3 +18,5 @@ class GroupTraits(NamedTuple):
     is then freed when the reader drops it, and their host memory is kept for a second backward."""
     may_delay: bool = False
     """Its copy-out may be issued after its commit, at `ChunkOffloadHandler.note_launch`."""
+    min_bytes: int = 0
+    """Its storages below this size stay on the device, as do those below `OffloadConfig.min_tensor_bytes`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,9 @@ from megatron_patches._hooks.bracket import ChunksAtOnce, GroupBracket, HooksPau
 from megatron_patches._hooks.held import HeldTensors
 from megatron_patches._hooks.module_hooks import ModuleHooks
 from megatron_patches._hooks.nodes import PlanNodes
+from megatron_patches._hooks.recomputed import RecomputedInputs
 from megatron_patches._model.experts import linears_of_experts
+from megatron_patches._model.modules import inputs_of
 from megatron_patches._model.sites import Site, count_layers, find_sites, last_block, layers_of, moe_layers
 from megatron_patches._model.unshared import unshared_modules
 from offload_engine import Action, ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadEngine
@@ -45,6 +47,8 @@ class Attachment:
         names: Sequence[str],
         *,
         layers_per_checkpoint: int | None = None,
+        num_layers: int | None = None,
+        min_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """Put the hooks on the chunks.
 
@@ -54,11 +58,14 @@ class Attachment:
             names: of the table, without those that are parts of another one.
             layers_per_checkpoint: number of fully recomputed layers that share one input, which is a group of its own;
                 None: these inputs are not offloaded.
+            num_layers: of each chunk that offload, the first ones; None: all.
+            min_bytes: smaller storages stay, by name and "" for the other names; None: `OffloadConfig` says.
         """
         self.engine: OffloadEngine = engine
         self.held: HeldTensors = HeldTensors(engine)
         self._pause: HooksPause = HooksPause(engine)  # one is enough: modules without hooks are never nested
         self.nodes: PlanNodes = PlanNodes(engine, self.held, self._pause)
+        self.recomputed: RecomputedInputs = RecomputedInputs()
         self.num_groups: Counter[str] = Counter()
         """Groups opened so far, by name."""
         self._weights: list[weakref.ref[torch.Tensor]] = []
@@ -70,9 +77,10 @@ class Attachment:
         self._called: _Called | None = None  # the chunk whose forward runs; None if it runs as the nodes of a plan
         self._num_forwards: list[int] = [0] * len(chunks)
         self._at_once: ChunksAtOnce = ChunksAtOnce()
+        self._min_bytes: Mapping[str, int] = min_bytes or {}
         self.note_weights(chunks)
         for stage, chunk in enumerate(chunks):
-            sites = find_sites(chunk, names)
+            sites = [s for s in find_sites(chunk, names) if num_layers is None or s.layer < num_layers]
             is_in_checkpoints = not sites  # every layer is recomputed and saves only its input
             last_groups = last_checkpoint(count_layers(chunk), layers_per_checkpoint) if is_in_checkpoints else ()
             self._last_groups.append(frozenset(last_groups))
@@ -136,6 +144,7 @@ class Attachment:
         for bracket in reversed(self._brackets):
             bracket.leave()
         self._leave_called()
+        self.recomputed.clear()
         self.held.clear()
         self.nodes.clear()
 
@@ -162,7 +171,8 @@ class Attachment:
         """
         # Not a method of self: without a reference cycle an attachment is freed together with its model.
         keeps = self._at_once if is_last else None
-        traits = GroupTraits(layer=site.layer, may_delay=site.is_before_experts)
+        least = self._min_bytes.get(site.name, self._min_bytes.get("", 0))
+        traits = GroupTraits(layer=site.layer, may_delay=site.is_before_experts, min_bytes=least)
         bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, traits)
         self._brackets.append(bracket)
         return bracket
@@ -217,6 +227,10 @@ class Attachment:
         modules = dict(chunk.named_modules())
         last = {sites[ordinal] for ordinal in last_of_each_name(chunk, sites)}
         brackets = [self.bracket(site, site in last) for site in sites]
+        for site in sites:
+            # Of its own: the module runs inside, and the hooks of the other bracket would end the group there.
+            if inputs_of(site.name):
+                self.recomputed.add(site, self.bracket(site, site in last), modules)
         ranges = [(site, bracket) for site, bracket in zip(sites, brackets, strict=True) if site.until]
         self.nodes.add_ranges(bracket for _, bracket in ranges)
         for site, bracket in ranges:

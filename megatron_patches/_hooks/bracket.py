@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,24 @@ class GroupBracket:
         if not marked:
             chunk.close_group()
         return output
+
+    def hold(self, tensors: Iterable[torch.Tensor], needed_before: torch.Tensor) -> None:
+        """Open a group, put tensors into it that are saved outside the groups, and commit it.
+
+        Args:
+            tensors: saved, in this forward.
+            needed_before: the backward of the group begins when the gradient of this tensor is there, ahead of the
+                hooks that it gets from now on.
+        """
+        if not (needed_before.requires_grad and self.enter()):
+            return
+        chunk = self._chunk
+        assert chunk is not None
+        for tensor in tensors:
+            chunk.hooks.pack(tensor)  # its storage has a handle of autograd's already; this one may go
+        self._exit_hooks()
+        group = chunk.close_group()
+        needed_before.register_hook(lambda _: chunk.on_group_commit_backward(group))
 
     def leave(self) -> None:
         """Abandon the open group, as after an exception. No-op if none is open."""

@@ -119,6 +119,18 @@ class HeldTensors:
             leaves = (t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad)
             self._recomputed_from += (t for t in leaves if not isinstance(t, torch.nn.Parameter))
 
+    def take_copies(self, tensor: torch.Tensor | None) -> int:
+        """Return how many detached copies of a tensor `CheckpointWithoutOutput` has saved in the running layer.
+
+        The caller declares the tensor then, and `end_layer` does not.
+        """
+        if tensor is None or not self._recomputed_from:
+            return 0
+        others = [t for t in self._recomputed_from if _storage(t) != _storage(tensor)]
+        num_copies = len(self._recomputed_from) - len(others)
+        self._recomputed_from = others
+        return num_copies
+
     def clear(self) -> None:
         """Forget the running forward, as after an exception."""
         self._input, self._recomputed_from = [], None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,15 @@ class ModuleHooks:
         self.handles.append(module.register_forward_hook(leave, always_call=True))
 
     def enter_after(self, module: torch.nn.Module, owner: torch.nn.Module, bracket: GroupBracket) -> None:
-        """Enter the bracket after the forward of `module`, a submodule of `owner`."""
+        """Enter the bracket after the forward of `module`, a submodule of `owner`.
+
+        Not where `owner` recomputes what comes next: see `RecomputedInputs`.
+        """
+        weak = weakref.ref(owner)
 
         def enter(module: torch.nn.Module, args: Any, output: Any) -> None:
-            bracket.enter()
+            if not getattr(weak(), "activation_recompute", False):
+                bracket.enter()
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             bracket.leave()  # still open only if an exception was raised inside the range

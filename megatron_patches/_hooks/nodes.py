@@ -56,6 +56,7 @@ class PlanNodes:
         self._communication: Any = None  # the stream of dispatch, combine and the pipeline's receives
         # Residual of the last combined MoE layer. Weak: its backward may run before it is declared.
         self._residual: Callable[[], torch.Tensor | None] = _none
+        self._residual_copies: int = 0  # that a recomputed norm behind the last attention has saved of its output
 
     def add_ranges(self, brackets: Iterable[GroupBracket]) -> None:
         """Add brackets that may begin in one node and end in another."""
@@ -80,28 +81,27 @@ class PlanNodes:
         if is_attention:
             self._is_input_of_others = False
             self._declare_residual()  # this stream has waited for the previous node
-            self._held.begin_layer()
         is_combine = node.name == "moe_combine"
         residual = node.layer_state.residual if is_combine else None
         is_computation = is_attention or node.name == "mlp"
         if is_computation:
+            self._held.begin_layer()
             self._engine.set_allocation_stream(inputs[0], self._communication)
         with chunk.hooks.around_groups(), self._open_ranges():
             outputs = forward(*inputs)
-        if is_attention:
-            self._held.end_layer()
+        num_copies = self._end_computation(node, is_attention, inputs[0]) if is_computation else 0
         if is_read_later or ((is_computation or is_combine) and self._held.has_other_readers):
             return outputs
         if is_computation and not node.is_mtp:  # the inputs of several MTP layers are parts of one tensor
-            # One copy: the output of the previous node.
-            self._engine.held_elsewhere(inputs[0], num_copies=1)
+            # One more copy: the output of the previous node.
+            self._engine.held_elsewhere(inputs[0], num_copies=1 + num_copies)
         elif is_combine:
             self._residual = weakref.ref(residual)
         return outputs
 
     def clear(self) -> None:
         """Forget the running forward, as after an exception."""
-        self._residual = _none
+        self._residual, self._residual_copies = _none, 0
 
     @contextmanager
     def _open_ranges(self) -> Iterator[None]:
@@ -114,11 +114,20 @@ class PlanNodes:
             for bracket in self._ranges:
                 bracket.suspend()  # the backward of another chunk is next
 
+    def _end_computation(self, node: Any, is_attention: bool, node_input: torch.Tensor) -> int:
+        """Declare what recomputation inside a node starts from; return how many copies it keeps of the node's input."""
+        num_copies = self._held.take_copies(node_input)
+        if is_attention:  # computed what the combine node of a MoE layer reads as residual
+            self._residual_copies = self._held.take_copies(getattr(node.layer_state, "residual", None))
+        self._held.end_layer()
+        return num_copies
+
     def _declare_residual(self) -> None:
         residual, self._residual = self._residual(), _none
+        num_copies, self._residual_copies = self._residual_copies, 0
         if residual is not None:
-            # One copy: the output of attention, of which this is a detached leaf.
-            self._engine.held_elsewhere(residual, num_copies=1)
+            # One more copy: the output of attention, of which this is a detached leaf.
+            self._engine.held_elsewhere(residual, num_copies=1 + num_copies)
 
 
 def _none() -> None:

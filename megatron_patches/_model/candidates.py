@@ -37,6 +37,26 @@ def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tup
     return whole, left_out | dict.fromkeys(parts, "it moves as a part of another name")
 
 
+def find_among(
+    config: Any, chunks: Sequence[torch.nn.Module], names: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return those of `names` with something to move in these chunks, and the others with the reason.
+
+    Args:
+        config: of the model.
+        chunks: this rank's model chunks.
+        names: of the table.
+    """
+    found, left_out = survey(chunks), {}
+    for name in names:
+        if not found.sites[name] and not (name == "layer_input" and config.recompute_granularity == "full"):
+            is_fused = name in found.identities
+            left_out[name] = "its module is an identity here" if is_fused else "this rank has no such module"
+        elif (reason := _why_refused(config, name, chunks)) is not None:
+            left_out[name] = reason
+    return tuple(name for name in names if name not in left_out), left_out
+
+
 def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module]) -> str | None:
     if getattr(config, "moe_paged_stash", False) and is_in_experts(name):
         return f"moe_paged_stash keeps what {EXPERTS} saves"

@@ -37,6 +37,9 @@ class ModuleRow:
     discarded_by: tuple[str, ...] = ()
     """Values of `recompute_modules` under which what it saves is discarded and computed again."""
 
+    input_of: tuple[str, ...] = ()
+    """Values of `recompute_modules` under which it moves the input that recomputation starts from."""
+
     parts: tuple[str, ...] = ()
     """Names inside this one. Given together, this one's groups hold their tensors too."""
 
@@ -84,6 +87,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="the input of the layer (with full recomputation: all that is saved)",
         spans=_calls("input_layernorm"),
         recomputed_by=("layernorm",),
+        input_of=("layernorm",),
         parts=("attn_norm",),
         shares_with=("attn_norm", "self_attn", "qkv_linear", "mla_down_proj"),
         where=_NORM,
@@ -94,6 +98,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the norm before attention",
         spans=_calls("input_layernorm"),
         recomputed_by=("layernorm",),
+        input_of=("layernorm",),
         shares_with=("layer_input", "self_attn", "qkv_linear", "mla_down_proj"),
         where=_NORM,
         instead="qkv_linear",
@@ -113,6 +118,7 @@ MODULES: tuple[ModuleRow, ...] = (
         ),
         recomputed_by=("mla_up_proj",),
         discarded_by=("layernorm",),
+        input_of=("mla_up_proj",),
         parts=("mla_down_proj", "mla_up_proj"),
         shares_with=("layer_input", "attn_norm", "self_attn", "mla_down_proj", "qk_norm", "mla_up_proj"),
         where="layers with self attention",
@@ -136,6 +142,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="the latents of query, key and value",
         spans=_calls(*(f"self_attention.{name}" for name in _MLA_UP)),
         recomputed_by=("mla_up_proj",),
+        input_of=("mla_up_proj",),
         where=_MLA,
     ),
     ModuleRow(
@@ -145,6 +152,7 @@ MODULES: tuple[ModuleRow, ...] = (
         "which attn_proj saves as well: it leaves only with both)",
         spans=_calls("self_attention.core_attention", "cross_attention.core_attention"),
         recomputed_by=("core_attn",),
+        input_of=("core_attn",),
         shares_with=("self_attn", "qk_norm", "attn_proj"),
         where="layers with self attention",
     ),
@@ -164,6 +172,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the norm before the MLP or the experts",
         spans=_calls("pre_mlp_layernorm"),
         recomputed_by=("layernorm",),
+        input_of=("layernorm",),
         shares_with=("mlp_fc1", "shared_experts", "shared_fc1", "router", DISPATCH),
         where=_NORM,
         instead="mlp_fc1",
@@ -174,6 +183,7 @@ MODULES: tuple[ModuleRow, ...] = (
         spans=_calls("mlp.linear_fc1"),
         recomputed_by=("mlp",),
         discarded_by=("layernorm",),
+        input_of=("mlp",),
         where=_DENSE,
     ),
     ModuleRow(
@@ -195,6 +205,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="all that the shared experts save (their input leaves only with router)",
         spans=_calls("mlp.shared_experts"),
         recomputed_by=("moe", "shared_experts"),
+        input_of=("shared_experts",),
         parts=("shared_fc1", "shared_fc2"),
         where="layers with shared experts that do not overlap with communication",
     ),
@@ -204,6 +215,7 @@ MODULES: tuple[ModuleRow, ...] = (
         spans=_calls("mlp.shared_experts.linear_fc1"),
         recomputed_by=("moe", "shared_experts"),
         discarded_by=("layernorm",),
+        input_of=("shared_experts",),
         where="layers with shared experts",
     ),
     ModuleRow(
@@ -219,6 +231,7 @@ MODULES: tuple[ModuleRow, ...] = (
         spans=_calls("mlp.router"),
         recomputed_by=("moe",),
         discarded_by=("layernorm",),
+        input_of=("moe",),
         shares_with=("mlp_norm", "shared_experts", "shared_fc1", DISPATCH),
         where=_MOE,
     ),
@@ -257,6 +270,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the experts' activation function",
         spans=_ranges(_EXPERTS),
         recomputed_by=("moe", "moe_act"),
+        input_of=("moe_act",),
         where=_EXPERT_LINEARS,
     ),
     ModuleRow(
@@ -318,6 +332,11 @@ def row_of(name: str, config: Any = None) -> ModuleRow:
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     whose = "known are" if config is None else "known for this configuration"
     raise ValueError(f"unknown module name {name!r} in offload_modules{hint}; {whose}: {', '.join(known)}")
+
+
+def inputs_of(name: str) -> tuple[str, ...]:
+    """Return the `input_of` of the row with this name; empty if there is none."""
+    return next((row.input_of for row in MODULES if row.name == name), ())
 
 
 def known_names(config: Any = None) -> list[str]:

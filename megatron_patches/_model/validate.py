@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_patches._model.modules import ModuleRow, drop_parts, row_of, whole_of
+from megatron_patches._model.modules import MODULES, ModuleRow, drop_parts, row_of, whole_of
 from megatron_patches._model.sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
 from offload_engine import IterationStats, OffloadConfig, ResidentBudget
 
@@ -321,16 +321,24 @@ def _selective_conflict(config: Any, row: ModuleRow, norms: frozenset[str]) -> s
         return None
     norm = BLOCKS.get(row.spans[0].path.partition(".")[0])
     for module in config.recompute_modules or ():
-        if module in row.recomputed_by:
+        if module in row.recomputed_by and module not in row.input_of:
             return (
-                f"recompute_modules has {module!r}, which recomputes it: there is nothing to move. Drop one of the two"
+                f"recompute_modules has {module!r}, which recomputes it: there is nothing to move but what that starts "
+                f"from. {_input_of(module, norm)}"
             )
         if module in row.discarded_by and _discards_all(config, module, norm in norms):
             return (
                 f"what it saves is discarded by {module!r} in recompute_modules and computed again: there is nothing "
-                "to move. Drop one of the two"
+                f"to move but what that starts from. {_input_of(module, norm)}"
             )
     return None
+
+
+def _input_of(module: str, norm: str | None) -> str:
+    """Return advice: the name that moves the input of what a value of `recompute_modules` recomputes."""
+    rows = [row for row in MODULES if module in row.input_of and (module != "layernorm" or row.spans[0].path == norm)]
+    names = [row.name for row in rows if not row.parts]
+    return f"Offload {names[-1]!r}, or drop one of the two" if names else "Drop one of the two"
 
 
 def _discards_all(config: Any, module: str, has_own_norm: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +18,36 @@ def recompute_rows(runtime: Runtime) -> list[Patch]:
     """Return the rows; outside a step with offload each passes its call through unchanged."""
     return [
         Patch(
-            target="megatron.core.tensor_parallel.random:CheckpointWithoutOutput.checkpoint",
+            target=f"{_DISCARDING}.checkpoint",
             wrapper=functools.partial(_wrap_discarding_checkpoint, runtime=runtime),
             why="its outputs are discarded on purpose and computed again: there would be nothing to copy. And it "
             "keeps detached copies of its inputs, which are not read before backward",
+        ),
+        Patch(
+            target=f"{_DISCARDING}.discard_output_and_register_recompute",
+            wrapper=functools.partial(_wrap_discard, runtime=runtime),
+            why="the inputs that it recomputes from may leave then, and are needed when the recomputation begins",
         ),
         *(
             Patch(
                 target=f"megatron.core.{target}",
                 wrapper=functools.partial(_wrap_full_checkpoint, runtime=runtime),
-                why="under full recomputation only the input of each layer is saved, and by no submodule",
+                why="what is recomputed saves only its input, and by no submodule",
                 versions=versions,
             )
-            for target, versions in _CHECKPOINTS
+            for target, versions in _checkpoints()
         ),
     ]
 
+
+def _checkpoints() -> tuple[tuple[str, str], ...]:
+    """Return the functions that keep inputs to recompute from, with the versions that have them."""
+    moe_layer = importlib.import_module("megatron.core.transformer.moe.moe_layer")
+    return (*_CHECKPOINTS, *([(_OF_EXPERTS, SUPPORTED)] if hasattr(moe_layer, "te_checkpoint") else []))
+
+
+_DISCARDING = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
+_OF_EXPERTS = "transformer.moe.moe_layer:te_checkpoint"  # not without TransformerEngine
 
 # With FP8 weights a layer is recomputed by TransformerEngine's function, which most modules import by name.
 _CHECKPOINTS = (
@@ -52,10 +67,19 @@ def _wrap_discarding_checkpoint(original: Callable[..., Any], *, runtime: Runtim
             for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
                 if isinstance(output, torch.Tensor):
                     engine.exclude(output)
-            runtime.record_recomputed_from(args)
+            runtime.record_recomputed_from(self, run_function, args)
         return outputs
 
     return checkpoint
+
+
+def _wrap_discard(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def discard(self: Any, hook_tensor: torch.Tensor) -> Any:
+        runtime.offload_recomputed_from(self, hook_tensor)
+        return original(self, hook_tensor)
+
+    return discard
 
 
 def _wrap_full_checkpoint(original: Callable[..., Any] | None, *, runtime: Runtime) -> Callable[..., Any] | None:
@@ -64,7 +88,7 @@ def _wrap_full_checkpoint(original: Callable[..., Any] | None, *, runtime: Runti
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        bracket = runtime.checkpoint_bracket()
+        bracket = runtime.checkpoint_bracket(args[0] if args else None)  # the function that is run again
         if bracket is None or not bracket.enter():
             return original(*args, **kwargs)
         output = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -65,11 +65,19 @@ class Runtime(Protocol):
     def run_node(self, node: Any, forward: Callable[..., Any], *inputs: Any) -> Any:
         """Run the forward of one node of a plan, on the stream of the node; return its outputs."""
 
-    def record_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """Record that recomputation has saved detached copies of `tensors` in the running step."""
+    def record_recomputed_from(self, checkpoint: object, function: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        """Record that `checkpoint` has saved detached copies of `tensors` in the running step, to run `function`."""
 
-    def checkpoint_bracket(self) -> GroupBracket | None:
-        """Return the bracket for the input of fully recomputed layers; None if the running step has none."""
+    def offload_recomputed_from(self, checkpoint: object, recomputed_behind: torch.Tensor) -> None:
+        """Offload what `checkpoint` has saved, if that was asked for.
+
+        Args:
+            checkpoint: as recorded.
+            recomputed_behind: whose gradient starts the recomputation, by a hook that is registered after this call.
+        """
+
+    def checkpoint_bracket(self, function: Any) -> GroupBracket | None:
+        """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

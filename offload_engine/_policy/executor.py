@@ -56,7 +56,8 @@ class Executor:
         `ActivationStore.unpack` copies in storages that no move brought back.
      4. A failed copy is raised at the next boundary.
      5. A backward that begins right after its forward, unannounced, recalls the groups that its chunk is copying out.
-     6. A group that is chosen to be kept is not copied out, unless it has outgrown the choice: see `Keeping`.
+     6. A group that is chosen to be kept is not copied out, unless it has outgrown the choice: see `Keeping`. Nor is
+        one behind the share of its chunk that leaves: see `LeavingShare`.
 
     Args:
         store: owns the storages of the groups.
@@ -93,6 +94,8 @@ class Executor:
         """Start an iteration; see `Policy.begin`."""
         if self._context.is_captured:
             fork_copy_streams(self._context)
+        if self._keeping.share is not None:
+            self._keeping.share.begin(actions)
         self.policy.begin(actions, is_combined)
 
     def at(self, kind: BoundaryKind, chunk: ChunkProgress | None = None, group: TensorGroup | None = None) -> None:
@@ -229,6 +232,8 @@ class Executor:
         self._count(group)
         if self._keeping.kept:
             group.stays = self._keeping.may_stay(group)
+        elif self._keeping.share is not None:
+            group.stays = self._keeping.share.stays(group)
         if group.may_delay and not (group.is_kept or group.stays or self._dry_run):
             self._produced[group] = self._moves.record_produced(group)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from offload_engine._policy.policy import Policy
+from offload_engine._policy.share import LeavingShare
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.choices import Allowance, Slot
@@ -16,13 +17,16 @@ class Keeping:
     Args:
         policy: told of allowances.
         counters: of the engine.
+        share: of what each chunk saves, that leaves; None: all of it.
 
     Attributes:
         kept: bytes that each kept group may have, by its place; empty: none is kept.
+        share: as given.
     """
 
-    def __init__(self, policy: Policy, counters: ByteCounters) -> None:
+    def __init__(self, policy: Policy, counters: ByteCounters, share: LeavingShare | None = None) -> None:
         self.kept: Mapping[Slot, int] = {}
+        self.share: LeavingShare | None = share
         self._resident_limit: int = 0
         self._policy = policy
         self._counters = counters
@@ -45,6 +49,11 @@ class Keeping:
             return True
         self._counters.stats.num_outgrown_groups += 1
         return False
+
+    def clear(self) -> None:
+        """Forget the running step, as after an exception."""
+        if self.share is not None:
+            self.share.clear()
 
     def outgrows(self, group: TensorGroup) -> bool:
         """Return whether a group that was chosen to be kept leaves, because it is larger than when it was chosen."""

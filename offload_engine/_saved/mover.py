@@ -250,6 +250,8 @@ class StorageMover:
         recorder = self._context.recorder
         if recorder is not None:
             for saved in storages:
+                if saved.copied_in is not None:  # by an earlier backward that shares it; what was saved is gone
+                    continue
                 if saved.residency in (RESIDENT, COPYING_OUT) and saved.is_modified():
                     recorder.note_storage_stays(saved, Reason.MODIFIED)
 

@@ -281,6 +281,7 @@ class TensorGroup:
         "stays",
         "is_read_once",
         "may_delay",
+        "min_bytes",
         "ends_layer",
         "is_ungrouped",
         "storages",
@@ -307,8 +308,9 @@ class TensorGroup:
         self.is_kept: bool = False  # initially `traits.keep`; changed by the chunk or the executor
         self.is_read_once: bool = False
         self.may_delay: bool = False
+        self.min_bytes: int = 0  # smaller storages stay
         if traits is not None:
-            self.is_kept, self.layer, self.is_read_once, self.may_delay = traits
+            self.is_kept, self.layer, self.is_read_once, self.may_delay, self.min_bytes = traits
         self.ends_layer: bool = False  # its commit ends the layer; known when it is closed
         self.is_ungrouped = is_ungrouped  # never copied out: such a storage moves only with a group that saves it too
         self.storages: dict[SavedStorage, None] = {}  # in the order of saving; removed when they retire

@@ -136,9 +136,10 @@ class ActivationStore:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
         # Long, and without `with self._retired`: it runs for each saved tensor, and a call costs as much as its work.
         found, recorder = self.eligibility.read_movable(tensor), self._context.recorder
-        if found is None:
+        if found is None or found[2] < group.min_bytes:
             if recorder is not None:
-                recorder.note_saved(tensor, group, reason=self.eligibility.reason_to_stay(tensor))
+                reason = self.eligibility.reason_to_stay(tensor) or Reason.TOO_SMALL
+                recorder.note_saved(tensor, group, reason=reason)
             return self.eligibility.staying(tensor)
         key, is_ungrouped, is_first = found[1], group.is_ungrouped, False
         try:

@@ -27,6 +27,10 @@ from offload_engine.sizes import Size, parse_size  # noqa: E402
 
 FIELDS = {
     "offload_activation",
+    "offload_engine",
+    "offload_fraction",
+    "offload_num_layers",
+    "offload_rank_delta_bytes",
     "offload_min_tensor_bytes",
     "offload_host_limit_bytes",
     "offload_host_policy",

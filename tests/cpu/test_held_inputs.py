@@ -37,6 +37,7 @@ def test_an_abandoned_step_lets_go_of_what_was_held() -> None:
     attachment: Any = object.__new__(Attachment)
     attachment.held = HeldTensors(mock.Mock())
     attachment.held._input = [torch.ones(1)]
+    attachment.recomputed = mock.Mock()
     attachment._pause, attachment.nodes, attachment._brackets = mock.Mock(), mock.Mock(), []
     with mock.patch.object(Attachment, "_leave_called"):
         attachment.reset()

@@ -74,7 +74,7 @@ LAYERS = {
         ("_chunk", "_chunk.progress"),
         ("_chunk.group_stack",),
         ("_chunk.saved_tensors",),
-        ("_policy", "_policy.leaving", "_policy.horizon", "_policy.window"),
+        ("_policy", "_policy.leaving", "_policy.horizon", "_policy.window", "_policy.share"),
         ("_policy.policy",),
         ("_policy.reactive",),
         ("_policy.lowest_peak", "_policy.resident", "_policy.shape_log"),
@@ -123,9 +123,10 @@ LAYERS = {
         ("",),
     ),
     "megatron_patches": (
-        ("_flags", "_versions"),
+        ("_take_over", "_versions"),
         ("_model", "_model.modules"),
-        ("_model.sites",),
+        ("_model.sites", "_thresholds"),
+        ("_flags",),
         (
             "_model.unshared",
             "_model.experts",
@@ -137,7 +138,7 @@ LAYERS = {
         ),
         ("_model.candidates", "_model.recompute_options"),
         ("_hooks", "_hooks.bracket", "_hooks.held"),
-        ("_hooks.module_hooks", "_hooks.nodes"),
+        ("_hooks.module_hooks", "_hooks.nodes", "_hooks.recomputed"),
         ("_hooks.attach",),
         ("_rows", "_rows.registry", "_rows.host_reads", "_rows.runtime"),
         (

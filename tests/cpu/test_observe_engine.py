@@ -15,6 +15,7 @@ from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import Awaited
 from offload_engine.planning.moves import DROP, IN, OUT
+from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
 
 
@@ -175,3 +176,26 @@ def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> Non
         assert engine.stats.num_kept_groups == engine.stats.kept_bytes == 0
         del handle
     assert ("F0.0:0/unkeep", "OUT 0.0:0 256") in moves_of(engine)
+
+
+def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
+    """As cached rotary embeddings, by each microbatch: the bytes on the device are no longer those that were saved."""
+    shared = torch.full((256,), 3.0)
+    actions = parse_actions("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2")
+    released_at_once = FixedBounds(max_inflight_bytes=0)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none", policy=released_at_once))
+    losses, weight = {}, torch.ones(256, requires_grad=True)
+    engine.record()
+    with engine.iteration(actions):
+        for kind, key in actions:
+            if kind == "B":
+                losses.pop(key).backward()
+                continue
+            chunk = engine.start_chunk(key)
+            with chunk.saved_tensors_hooks():
+                chunk.open_group("group")
+                y = weight * shared
+            losses[key] = group_commit(y, chunk).sum()
+            chunk.end_forward()
+    assert weight.grad is not None and weight.grad.tolist() == [9.0] * 256
+    engine.close()

@@ -58,6 +58,8 @@ FOREIGN = {
     # TransformerEngine
     "AsyncDoubleBufferGroupOffloadHandler", "manual_synchronization", "model_layers", "num_layers", "offload_stream",
     "retain_pinned_cpu_buffers",
+    "cpu_offloading_num_layers", "cpu_offloading_weights", "cpu_offloading_double_buffering",
+    "cpu_offloading_retain_pinned_cpu_buffers",
     # SMP
     "offload_activations", "sm_activation_offloading",
     # megatron-core
@@ -200,9 +202,7 @@ def test_plain_pytorch_example(tmp_path: Path) -> None:
 
 def module_cells(row: ModuleRow) -> list[str]:
     """Return the row of the README's table for a row of `MODULES`."""
-    conflicts = (*row.recomputed_by, *row.discarded_by)
-    names, conflicts = (", ".join(f"`{name}`" for name in group) for group in ((row.name, *row.aliases), conflicts))
-    return [names, row.saves, conflicts]
+    return [", ".join(f"`{name}`" for name in (row.name, *row.aliases)), row.saves]
 
 
 def test_module_names() -> None:

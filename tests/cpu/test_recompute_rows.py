@@ -1,4 +1,4 @@
-"""Every function that recomputes a whole layer brackets what it saves, where that is asked for."""
+"""Every function that keeps inputs to recompute from brackets what it saves, where that is asked for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_its_call_is_bracketed(row: Patch, monkeypatch: pytest.MonkeyPatch) -> N
             (passive, "output of (1, 2) {'a': 3}"),
             (None, "output of (1, 2) {'a': 3}"),
         ):
-            runner.checkpoint_bracket = lambda bracket=bracket: bracket
+            runner.checkpoint_bracket = lambda _, bracket=bracket: bracket
             assert call(1, 2, a=3) == expected
     assert (active.seen, passive.seen) == (["enter", "output of (1, 2) {'a': 3}"], ["enter"])
 
@@ -62,7 +62,7 @@ def test_it_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = importlib.import_module("megatron.core.tensor_parallel")
     monkeypatch.setattr(owner, "checkpoint", fail)
     bracket = Bracket(True)
-    with apply_patches(recompute_rows(SimpleNamespace(checkpoint_bracket=lambda: bracket))):
+    with apply_patches(recompute_rows(SimpleNamespace(checkpoint_bracket=lambda _: bracket))):
         with pytest.raises(ValueError, match="in the layer"):
             owner.checkpoint()
     assert bracket.seen == ["enter", None]

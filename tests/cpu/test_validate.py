@@ -74,24 +74,35 @@ def test_nothing_conflicts_without_recomputation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"),
+    ("name", "module", "instead"),
     [
-        ("core_attn", "core_attn"),
-        ("moe_act", "moe_act"),
-        ("router_fc2", "moe_act"),
-        ("attn_norm", "layernorm"),
-        ("qkv_linear", "layernorm"),
-        ("mlp_fc1", "layernorm"),
-        ("router", "layernorm"),
-        ("mlp_act", "mlp"),
-        ("router_fc1", "moe"),
-        ("shared_fc1", "shared_experts"),
+        ("router_fc2", "moe_act", "moe_act"),
+        ("qkv_linear", "layernorm", "attn_norm"),
+        ("mla_down_proj", "layernorm", "attn_norm"),
+        ("mlp_fc1", "layernorm", "mlp_norm"),
+        ("router", "layernorm", "mlp_norm"),
+        ("mlp_act", "mlp", "mlp_fc1"),
+        ("router_fc1", "moe", "router"),
+        ("moe_act", "moe", "router"),
+        ("shared_fc1", "moe", "router"),
+        ("shared_fc2", "shared_experts", "shared_fc1"),
     ],
 )
-def test_recomputed_modules_are_refused(name: str, module: str) -> None:
+def test_recomputed_modules_are_refused(name: str, module: str, instead: str) -> None:
+    """With the name of what can be moved."""
     chosen = config(recompute_granularity="selective", recompute_modules=[module])
-    with pytest.raises(ValueError, match=f"'{name}'.*'{module}'"):
+    with pytest.raises(ValueError, match=f"'{name}'.*'{module}'.* Offload '{instead}', or drop one of the two"):
         check_conflicts(chosen, ["attn_proj", name], NORMS)
+    check_conflicts(chosen, [instead], NORMS)
+
+
+def test_the_input_of_each_recomputation_is_in_a_name() -> None:
+    for row in MODULES:
+        for module in row.input_of:
+            chosen = config(recompute_granularity="selective", recompute_modules=[module])
+            check_conflicts(chosen, [row.name], NORMS)
+    refused = {module for row in MODULES for module in row.recomputed_by}
+    assert refused == {module for row in MODULES for module in row.input_of}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def test_its_flags_reach_every_model(tmp_path: Path) -> None:
     assert (tmp_path / "step1.json").exists()
 
 
+def test_a_recipe_needs_one_flag(tmp_path: Path) -> None:
+    recipe = 'fine_grained_activation_offloading=True, offload_modules=["core_attn"], min_offloaded_tensor_size=1'
+    hooked = _launch(tmp_path, "--offload-engine", config=recipe)[-1]
+    assert sum(name.endswith("core_attention") for name in hooked) == 4
+
+
 def test_without_flags_it_offloads_nothing_by_itself(tmp_path: Path) -> None:
     assert _launch(tmp_path)[-1] == []
 
@@ -89,9 +95,9 @@ def test_a_rank_that_fails_is_reported() -> None:
     assert run_ranks(_divide, 2, pipeline=None, world_size=2) == [0.5, 0.5]
 
 
-def _launch(tmp_path: Path, *flags: str) -> list[Any]:
+def _launch(tmp_path: Path, *flags: str, config: str = "") -> list[Any]:
     script = tmp_path / "pretrain.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.replace("make_config()", f"make_config({config})"))
     (tmp_path / "sibling.py").touch()
     run_ranks(_main, [*flags, str(script), str(tmp_path), "--bf16", "other.py"], pipeline=None)
     return json.loads((tmp_path / "seen.json").read_text())

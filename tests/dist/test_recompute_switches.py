@@ -21,11 +21,12 @@ from megatron_patches._versions import installed_version, is_in_range  # noqa: E
 from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.tiny import fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
+from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE, fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 GROUPED = {"moe_grouped_gemm": True}
 NO_BIAS = {"add_bias_linear": False}
+INPUT = SEQUENCE * MICRO_BATCH * HIDDEN * 4  # bytes of a hidden activation
 DROPOUT = {"attention_dropout": 0.1}
 
 # What is recomputed -> kind of the model, its settings, and names to offload beside it.
@@ -150,7 +151,7 @@ class _Saved:
         alive.add(self)
 
 
-def test_groups_of_what_is_recomputed_do_not_open() -> None:
+def test_of_what_is_recomputed_only_the_input_has_a_group() -> None:
     run_ranks(_check_groups)
 
 
@@ -167,9 +168,9 @@ def _check_groups() -> None:
             meter.reset_peak()
             run(chunks, 2)
             assert handle.stats is not None
-            assert handle.stats.num_groups == 2 * sites * (4 - len(layers)) // 4
+            assert handle.stats.num_groups == 2 * (sites * (4 - len(layers)) // 4 + len(layers))
             found.append((handle.stats.managed_bytes, meter.peak_bytes))
-    assert found[0][0] > found[1][0] > found[2][0] == 0 and found[3][0] == found[0][0]
+    assert found[0][0] > found[1][0] > found[2][0] == 2 * 4 * INPUT and found[3][0] == found[0][0]
 
 
 def test_everything_is_put_back() -> None:

@@ -1,0 +1,102 @@
+"""Least sizes of what moves: one for all names, and some of their own, as "1MiB,moe_act=350MB"."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from megatron_patches._model.modules import drop_parts, row_of
+from offload_engine.sizes import parse_bytes
+
+SETTING = "offload_min_tensor_bytes"
+
+
+class Thresholds(NamedTuple):
+    """Storages smaller than these stay on the device."""
+
+    of_all: int | None = None
+    """Bytes, for names without one of their own; None: the default."""
+
+    by_name: tuple[tuple[str, int], ...] = ()
+    """Names of the table, each with bytes."""
+
+    def least_bytes(self, default: int) -> int:
+        """Return the least of all, below which nothing moves."""
+        return min([default if self.of_all is None else self.of_all, *(nbytes for _, nbytes in self.by_name)])
+
+    def with_default(self, default: int) -> Thresholds:
+        """Return these thresholds for groups; without names of their own none, as the engine's setting is enough."""
+        if not self.by_name:
+            return Thresholds()
+        return self._replace(of_all=default if self.of_all is None else self.of_all)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Check that each name with bytes of its own has groups.
+
+        Args:
+            names: of the table, that are offloaded; empty: not known yet.
+
+        Raises:
+            ValueError: if one has not.
+        """
+        groups, _ = drop_parts(names)
+        for name, nbytes in self.by_name if groups else ():
+            if name not in groups:
+                raise ValueError(
+                    f"{SETTING} has {name}={nbytes:,}, but {name!r} has no group of its own in offload_modules: name "
+                    f"one of {', '.join(groups)}"
+                )
+
+    def of_groups(self) -> dict[str, int]:
+        """Return `GroupTraits.min_bytes` by name; "" stands for names that are not listed. Empty: 0 for all."""
+        return {} if self.of_all is None else {"": self.of_all, **dict(self.by_name)}
+
+
+def thresholds_of(source: Any) -> Thresholds:
+    """Return the thresholds of a configuration or of parsed flags.
+
+    Raises:
+        ValueError: if the value is neither a size nor such a list, or has an unknown name; names the setting.
+    """
+    value = getattr(source, SETTING, None)
+    if isinstance(value, str):
+        try:
+            return parse_thresholds(value)
+        except ValueError as error:
+            raise ValueError(f"{SETTING}: {error}") from None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{SETTING} must be a whole number of bytes or a text such as '60GiB', got {value!r}")
+    if value is not None and value < 0:
+        raise ValueError(f"{SETTING} must not be negative, got {value:,}")
+    return Thresholds(value)
+
+
+def parse_thresholds(text: str) -> Thresholds:
+    """Parse "SIZE", "NAME=SIZE", or several of these with commas between them.
+
+    Raises:
+        ValueError: for anything else, a name that is unknown or comes twice, and a second size without a name.
+    """
+    of_all: int | None = None
+    by_name: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.rpartition("=")
+        nbytes = parse_bytes(size)
+        key = row_of(name.strip()).name if equals else ""
+        if key in by_name or (not equals and of_all is not None):
+            raise ValueError(f"{text!r} has two sizes for {key or 'all names'}: leave one out")
+        if equals:
+            by_name[key] = nbytes
+        else:
+            of_all = nbytes
+    return Thresholds(of_all, tuple(by_name.items()))
+
+
+def thresholds_flag(text: str) -> int | str:
+    """Check the value of the flag, for argparse; return a number where it is a size for all names, else the text."""
+    try:
+        parsed = parse_thresholds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text if parsed.by_name or parsed.of_all is None else parsed.of_all

@@ -1,0 +1,190 @@
+"""The inputs that selective recomputation starts from leave, each by its name: the same bits, and as many as they are.
+
+Among the cases are those of megatron-core's own test of its offload, as recipes that are taken over.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+
+from megatron_patches import apply  # noqa: E402
+from offload_engine import ChunkOffloadHandler, IterationStats, OffloadConfig  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.models import LATENT  # noqa: E402
+from tests.dist.parity import Case, run_with, run_without  # noqa: E402
+from tests.dist.streams import adversarial_device  # noqa: E402
+from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE, fingerprint, make_chunks, make_config, run  # noqa: E402
+
+TOKENS = SEQUENCE * MICRO_BATCH
+INPUT = TOKENS * HIDDEN * 4  # bytes of a hidden activation
+ROUTED = 2 * TOKENS  # to two experts each
+SHARED = {"moe_shared_expert_intermediate_size": 32}
+GROUPED = {"moe_grouped_gemm": True}
+LATENTS = TOKENS * 4 * (16 + (8 + 8) + 8) + SEQUENCE * 8 * 4  # of queries, of keys with their position, normed; rotary
+
+# Name, what is recomputed, the model, groups that leave in two microbatches, and bytes of each.
+INPUTS: list[tuple[str, str, str, dict[str, Any], int, int]] = [
+    ("attn_norm", "layernorm", "mixed", {}, 6, INPUT),
+    ("layer_input", "layernorm", "mixed", {}, 6, INPUT),
+    ("mlp_norm", "layernorm", "mixed", {}, 6, INPUT),
+    ("mlp_fc1", "mlp", "mixed", {}, 2, INPUT),
+    ("router", "moe", "moe", SHARED, 6, INPUT),
+    ("shared_fc1", "shared_experts", "moe", SHARED, 6, INPUT),
+    ("shared_experts", "shared_experts", "moe", SHARED, 6, INPUT),
+    ("moe_act", "moe_act", "moe", GROUPED, 6, ROUTED * (HIDDEN + 1) * 4),
+    ("mla_up_proj", "mla_up_proj", "dense", LATENT, 6, LATENTS),
+]
+
+
+@pytest.mark.parametrize(("name", "module", "kind", "model", "num", "nbytes"), INPUTS, ids=[f"{i[0]}" for i in INPUTS])
+def test_it_leaves(name: str, module: str, kind: str, model: dict[str, Any], num: int, nbytes: int) -> None:
+    ((hazards, stats),) = run_ranks(_check, name, module, kind, model)
+    assert hazards == []
+    assert (stats.num_offloaded_groups, stats.copied_out_bytes) == (num, num * nbytes)
+    assert (stats.copied_in_bytes, stats.prefetch_misses) == (stats.copied_out_bytes, 0)
+    assert stats.num_viewed_storages == 0  # or it would not be freed
+    assert stats.peak_resident_bytes <= 3 * nbytes < stats.managed_bytes or name == "mlp_fc1"
+
+
+def _check(name: str, module: str, kind: str, model: dict[str, Any]) -> tuple[list[str], IterationStats]:
+    gc.disable()
+    case = Case(kind, [name], settings={**model, **_recomputing(module)})
+    expected = run_without(case, [2])
+    with adversarial_device(1) as device:
+        (stats,) = run_with(case, [2], expected)
+        return device.hazards, stats
+
+
+def test_queries_keys_and_values_leave() -> None:
+    """Beside them the kernel's checkpoint keeps a number that the host reads, which on a GPU is not on the device."""
+    (stats,) = run_ranks(_check_core_attention)
+    mask = SEQUENCE * SEQUENCE
+    assert stats.num_offloaded_groups == 6
+    assert 6 * 3 * INPUT < stats.copied_out_bytes <= 6 * (3 * INPUT + mask + 4)
+    assert (stats.copied_in_bytes, stats.num_viewed_storages) == (stats.copied_out_bytes, 0)
+
+
+def _check_core_attention() -> IterationStats:
+    gc.disable()
+    case = Case("mixed", ["core_attn"], settings=_recomputing("core_attn"))
+    (stats,) = run_with(case, [2], run_without(case, [2]))
+    return stats
+
+
+def test_projections_beside_a_recomputed_one() -> None:
+    """`qkv_linear` is all of them: the input of those to the latents, and what the recomputed ones start from."""
+    (stats,) = run_ranks(_check_projections)
+    assert stats.copied_in_bytes == stats.copied_out_bytes >= 6 * LATENTS + 6 * INPUT
+    assert stats.num_viewed_storages == 0
+
+
+def _check_projections() -> IterationStats:
+    gc.disable()
+    case = Case("dense", ["qkv_linear"], settings={**LATENT, **_recomputing("mla_up_proj")})
+    (stats,) = run_with(case, [2], run_without(case, [2]))
+    return stats
+
+
+OWN_NORM = ["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+# What megatron-core's own test offloads, with norms and, in models with experts, the activation recomputed: whether the
+# model has experts, whether its attention has latents, and the names.
+UPSTREAM = [
+    (False, True, ["attn_norm"]),
+    (True, False, ["qkv_linear"]),
+    (True, False, ["core_attn"]),
+    (True, True, ["core_attn", "attn_proj"]),
+    (True, False, ["mlp_norm"]),
+    (True, False, ["expert_fc1"]),
+    (True, False, ["moe_act"]),
+]
+UPSTREAM_OVERLAP = [
+    (True, True, ["attn_norm"]),
+    (True, True, ["core_attn"]),
+    (True, True, ["attn_norm", "core_attn", "attn_proj"]),
+    (True, True, ["mlp_norm"]),
+    (True, False, ["expert_fc1"]),
+    (True, False, ["moe_act"]),
+    (True, False, ["mlp_norm", "expert_fc1", "moe_act"]),
+    (True, True, OWN_NORM),
+    (True, False, OWN_NORM),
+]
+OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM)
+def test_megatron_cores_own_cases(has_experts: bool, has_latents: bool, names: list[str]) -> None:
+    (stats,) = run_ranks(_check_upstream, has_experts, has_latents, names, {})
+    _check_upstream_stats(stats, names)
+
+
+@pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM_OVERLAP)
+def test_megatron_cores_own_cases_of_the_overlap(has_experts: bool, has_latents: bool, names: list[str]) -> None:
+    for stats in run_ranks(_check_upstream, has_experts, has_latents, names, OVERLAP, pipeline=Pipeline(expert=2)):
+        _check_upstream_stats(stats, names)
+
+
+def _check_upstream_stats(stats: IterationStats, names: list[str]) -> None:
+    assert 0 < stats.copied_out_bytes == stats.copied_in_bytes
+    assert stats.num_viewed_storages == 0
+    assert stats.copied_out_bytes + stats.kept_bytes == stats.managed_bytes
+    if {*names} <= {"attn_norm", "mlp_norm", "moe_act"}:  # of these a detached leaf is kept, until it is emptied
+        assert stats.num_emptied_storages >= stats.num_offloaded_groups
+
+
+def _check_upstream(has_experts: bool, has_latents: bool, names: list[str], overlap: dict[str, Any]) -> IterationStats:
+    gc.disable()
+    modules = ["layernorm", "moe_act"] if has_experts else ["layernorm"]
+    settings = {**_recomputing(*modules), **(LATENT if has_latents else {}), **(GROUPED if has_experts else {})}
+    kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
+    recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
+    change = None if has_latents else _with_the_norm_inside
+    chunks = make_chunks(make_config(kind, dtype, **{**settings, **overlap}), change=change)
+    expected = [fingerprint(chunks, run(chunks, n)) for n in (2, 3)]
+    with apply(OffloadConfig(directory="none"), replace_fine_grained=True) as handle:
+        chunks = make_chunks(make_config(kind, dtype, **{**settings, **overlap, **recipe}), change=change)
+        assert [fingerprint(chunks, run(chunks, n)) for n in (2, 3)] == expected
+        assert handle.stats is not None
+        return handle.stats
+
+
+def _with_the_norm_inside(chunk: torch.nn.Module) -> None:
+    """As with TransformerEngine, whose projection of query, key and value has it."""
+    for layer in chunk.decoder.layers:
+        layer.input_layernorm, layer.recompute_input_layernorm = IdentityOp(), False
+
+
+def test_the_input_is_needed_when_the_recomputation_begins() -> None:
+    """That is before the rest of the layer, whose groups would otherwise be copied in all at once."""
+    (order,) = run_ranks(_check_order)
+    assert order == 4 * ["attn_norm", "attn_proj", "core_attn"]
+
+
+def _check_order() -> list[str]:
+    gc.disable()
+    order: list[str] = []
+    begin = ChunkOffloadHandler.on_group_commit_backward
+
+    def note(chunk: ChunkOffloadHandler, group: Any = None) -> None:
+        order.append(group.name)
+        begin(chunk, group)
+
+    names = ["attn_norm", "core_attn", "attn_proj"]
+    with (
+        mock.patch.object(ChunkOffloadHandler, "on_group_commit_backward", note),
+        apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names),
+    ):
+        run(make_chunks(make_config("mixed", **_recomputing("layernorm"))), 1)
+    return order
+
+
+def _recomputing(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
