@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 START_S = 60  # for imports, whatever the tests take
 SLOWER = 10  # how many times longer than recorded the tests may take
+TEST_S = 40  # for one test
 _POLL_S = 0.02
 _IMPORTED_ONCE = (
     "numpy",
@@ -169,6 +170,7 @@ def _run_pytest(copy: Path, package: str, selection: Selection) -> None:
 
 def _pytest(tests: Iterable[str], package: Path, options: list[str]) -> int:
     files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+    options = [*options, f"--timeout={TEST_S}"]
     plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
     return int(pytest.main(["-q", "--rootdir=.", *options, *plugins, *files], plugins=[_Only(list(tests), package)]))
 

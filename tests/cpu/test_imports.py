@@ -22,6 +22,7 @@ LAYERS = {
         ("schedule", "stats", "meter", "policies", "sizes", "traits"),
         ("planning", "planning.moves"),
         ("_compat", "_compat.build", "_compat.smp", "_compat.te_base", "_compat.torch_private"),
+        ("_compat.own_hooks",),
         ("config",),
         ("planning.shapes", "planning.clocks"),
         ("planning.hardware",),
@@ -338,4 +339,4 @@ def test_the_reader_itself() -> None:
     }
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]
-    assert _layer("offload_engine", "config") == 3 and _layer("offload_engine", "nonsense") is None
+    assert _layer("offload_engine", "config") == 4 and _layer("offload_engine", "nonsense") is None
