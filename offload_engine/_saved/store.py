@@ -184,7 +184,7 @@ class ActivationStore:
         storage = self._movable_storage(tensor)
         if storage is None:
             return False
-        with self._lock:
+        with self._retired, self._lock:
             saved = self._by_key.get(storage._cdata)
             return saved is None or saved.group.is_ungrouped or _is_another_save(saved, tensor)
 

@@ -30,6 +30,7 @@ from offload_engine._devices.copy_worker import CopyThread
 from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
+from offload_engine.frontends._common.session import Session
 from tests.engine_state import is_free
 from tests.interrupts.jobs import DEVICES, JOBS
 
@@ -386,3 +387,23 @@ def test_hooks_of_a_managed_forward_that_an_interrupt_leaves_are_taken_off_by_cl
     assert torch_private.innermost_hooks(True) is not None
     activations.close()
     assert torch_private.innermost_hooks(True) is None
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+@pytest.mark.parametrize("name", ["enable_activation_offloading", "enable_ckpt"])
+def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JOBS[name](DEVICES["cpu"]())
+    expected = job.step()
+    start_forward = Session.start_forward
+
+    def interrupted(session: Session) -> None:
+        start_forward(session)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Session, "start_forward", interrupted)
+        job.step()
+    job.recover()
+    assert all(map(torch.equal, job.step(), expected))
+    assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
+    job.close()

@@ -122,6 +122,15 @@ class Trials:
             _check_nothing_left(job)
         return has_come
 
+    def interrupt(self, front_end: str, number: int, function: str) -> bool:
+        """Interrupt a step at a byte code of `function`, check the next one; return whether there are as many."""
+        job = self._jobs.get((front_end, "cpu")) or self._new_job(front_end, "cpu")
+        injector = AtByteCode(number, function)
+        has_come = injector.deliver_in(job.step)
+        job.recover()
+        self._steps_are_right(job, front_end, expects_interrupt=injector.has_fired and not has_come)
+        return injector.has_fired
+
     def _new_job(self, front_end: str, device: str) -> Job:
         if front_end not in self._expected:
             self._expected[front_end] = JOBS[front_end](None).step()
