@@ -24,7 +24,8 @@ def train(offload):
         handle = enable_activation_offloading(model, "none", layers=list(model), config=config)
     found = []
     for step in range(4):
-        x = torch.randn(1024 + 512 * (step % 3), 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+        torch.manual_seed(step)
+        x = torch.randn(1024 + 512 * (step % 3), 1024, device="cuda")
         model.zero_grad()
         loss = model(x).pow(2).sum()
         loss.backward()
