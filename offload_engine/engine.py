@@ -11,6 +11,7 @@ import torch
 from offload_engine._budget.controller import BudgetController
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._chunk.saved_tensors import take_off_hooks_of
 from offload_engine._devices import check_device, make_device
 from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
@@ -234,8 +235,9 @@ class OffloadEngine(EngineView):
     def reset_iteration(self) -> None:
         """Recover after an exception: wait for copies in flight, then drop every saved storage. Idempotent.
 
-        Parameters and gradients are not touched. A graph of the step that raised can no longer run its backward. No-op
-        after `close()`, which resets too.
+        Parameters and gradients are not touched. A graph of the step that raised can no longer run its backward. Hooks
+        of its chunks that an interrupt has left on autograd's stack in this thread are taken off, as long as no others
+        are on top of them. No-op after `close()`, which resets too.
         """
         if self._is_closed:  # a closed device accepts no work, not even the events of a reset
             return
@@ -245,6 +247,7 @@ class OffloadEngine(EngineView):
         # An interrupt may have come between any two lines, here too: nothing is undone, and the books begin anew.
         if self.budget is not None:
             self.budget.abandon()
+        take_off_hooks_of(self._store)
         self._store.abandon_all()
         self.pool.take_all_back()  # no copy is in flight
         for books in (self._unawaited, self._leaving, self._counters, self._policy, self._keeping):

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from tqdm import tqdm
 
-TIMEOUT_S = 300
-_POLL_S = 0.05
+START_S = 60  # for imports, whatever the tests take
+SLOWER = 10  # how many times longer than recorded the tests may take
+TEST_S = 40  # for one test
+_POLL_S = 0.02
+_IMPORTED_ONCE = (
+    "numpy",
+    "torch._dynamo",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.profiler",
+    "torch.testing",
+    "torch.utils.checkpoint",
+)
 
 
 class Outcome(NamedTuple):
@@ -24,12 +39,28 @@ class Outcome(NamedTuple):
     verdict: str  # "caught", "survived" or "error"
     detail: str  # the first failing test, or the end of the output
     seconds: float
+    failed: tuple[str, ...] = ()  # all failing tests that ran
+
+
+class Selection(NamedTuple):
+    """Tests of one run, by node ID.
+
+    Attributes:
+        stages: each runs if all tests of those before it passed.
+        seconds: what they take together.
+        ends_at_first: no test runs after one that fails.
+    """
+
+    stages: tuple[Sequence[str], ...]
+    seconds: float
+    ends_at_first: bool = True
 
 
 class _Running(NamedTuple):
     index: int
     folder: tempfile.TemporaryDirectory[str]
     started: float
+    limit_s: float
 
 
 class ForkedTests:
@@ -37,51 +68,82 @@ class ForkedTests:
 
     Args:
         prepare: fills the folder for an item, and returns the tests to run there.
-        environment: returns variables to set for an item.
+        package: what is tested; a process that imported another one than that of its folder ends with an error.
     """
 
-    def __init__(self, prepare: Callable[[Any, Path], list[str]], environment: Callable[[Any], dict[str, str]]) -> None:
+    def __init__(self, prepare: Callable[[Any, Path], Selection], package: str) -> None:
         self._prepare = prepare
-        self._environment = environment
+        self._package = package
 
-    def run(self, items: Sequence[Any], jobs: int) -> dict[int, Outcome]:
-        """Return the outcome of each item, by its position; after a Ctrl-C only those that are known by then."""
-        import pytest  # noqa: F401  (for all children)
-        import torch
+    def run(self, items: Sequence[Any], jobs: int, limit_s: float = float("inf")) -> Iterator[tuple[int, Outcome]]:
+        """Yield the position of each item and its outcome, as they end; none starts later than `limit_s`.
 
-        torch.set_num_threads(1)
-        tqdm.monitor_interval = 0  # a fork next to its thread could inherit a lock that is taken
-        waiting, running, outcomes = list(range(len(items)))[::-1], dict[int, _Running](), dict[int, Outcome]()
+        After a Ctrl-C only those come that have ended by then.
+        """
+        _import_once()
+        waiting, running, begin = list(range(len(items)))[::-1], dict[int, _Running](), time.monotonic()
         with tqdm(total=len(items), desc="mutations", unit="mutation", disable=len(items) == 1) as bar:
             try:
-                while waiting or running:
-                    while waiting and len(running) < jobs:
-                        index = waiting.pop()
-                        process, folder = self._start(items[index])
-                        running[process] = _Running(index, folder, time.monotonic())
+                while running or (waiting and time.monotonic() - begin < limit_s):
+                    while waiting and len(running) < jobs and time.monotonic() - begin < limit_s:
+                        process, started = self._start(waiting.pop(), items)
+                        running[process] = started
                     for process in list(running):
                         outcome = _outcome(process, running[process])
                         if outcome is not None:
-                            outcomes[running.pop(process).index] = outcome
                             bar.update()
+                            yield running.pop(process).index, outcome
                     time.sleep(_POLL_S)
             except KeyboardInterrupt:
+                bar.write("stopped: what has not ended counts for nothing")
+            finally:
                 for process in running:
                     os.killpg(process, signal.SIGKILL)
-        return dict(sorted(outcomes.items()))
 
-    def _start(self, item: Any) -> tuple[int, tempfile.TemporaryDirectory[str]]:
+    def _start(self, index: int, items: Sequence[Any]) -> tuple[int, _Running]:
         folder = tempfile.TemporaryDirectory(prefix="mutation-")
         copy = Path(folder.name) / "copy"
-        tests = self._prepare(item, copy)
+        selection = self._prepare(items[index], copy)
         sys.stdout.flush()
         process = os.fork()
         if process == 0:
-            _run_pytest(copy, tests, self._environment(item))
-        return process, folder
+            _run_pytest(copy, self._package, selection)
+        with contextlib.suppress(PermissionError):
+            os.setpgid(process, process)  # so that it can be ended before it has come to that itself
+        return process, _Running(index, folder, time.monotonic(), START_S + SLOWER * selection.seconds)
 
 
-def _run_pytest(copy: Path, tests: list[str], environment: dict[str, str]) -> None:
+class _Only:
+    """A plugin of pytest: these tests only, in this order, and of the package in this folder."""
+
+    def __init__(self, tests: Sequence[str], package: Path) -> None:
+        self._order = {test: position for position, test in enumerate(tests)}
+        self._package = package
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self._order]
+        items.sort(key=lambda item: self._order[item.nodeid])
+
+    def pytest_sessionfinish(self) -> None:
+        module = sys.modules.get(self._package.name)
+        if module is None or Path(str(module.__file__)).parent != self._package:
+            print(f"\nanother {self._package.name} was tested: {module}", flush=True)
+            pytest.exit("", returncode=pytest.ExitCode.INTERNAL_ERROR)
+
+
+def _import_once() -> None:
+    """Import, for all children, what most tests need."""
+    import torch
+
+    for name in _IMPORTED_ONCE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # a fork next to its thread could inherit a lock that is taken
+
+
+def _run_pytest(copy: Path, package: str, selection: Selection) -> None:
     """Run the tests in this process, and end it."""
     status = 3
     try:
@@ -92,25 +154,32 @@ def _run_pytest(copy: Path, tests: list[str], environment: dict[str, str]) -> No
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         os.chdir(copy)
-        os.environ.update({**environment, "PYTHONPATH": str(copy)})  # before an editable install of the checkout
+        os.environ["PYTHONPATH"] = str(copy)  # before an editable install of the checkout
         os.environ.pop("PYTEST_ADDOPTS", None)
         sys.path.insert(0, str(copy))
-        for name in [name for name in sys.modules if name.split(".")[0] in ("offload_engine", "tests", "conftest")]:
+        for name in [name for name in sys.modules if name.split(".")[0] in (package, "tests", "conftest")]:
             del sys.modules[name]  # of the checkout, where this is itself run by a test
-        import pytest
-
-        plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
-        status = int(pytest.main(["-x", "-q", *plugins, *tests]))
+        for tests in filter(None, selection.stages):
+            status = _pytest(tests, copy / package, ["-x"] if selection.ends_at_first else [])
+            if status:
+                break
         sys.stdout.flush()
     finally:
         os._exit(status)
+
+
+def _pytest(tests: Iterable[str], package: Path, options: list[str]) -> int:
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+    options = [*options, f"--timeout={TEST_S}"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
+    return int(pytest.main(["-q", "--rootdir=.", *options, *plugins, *files], plugins=[_Only(list(tests), package)]))
 
 
 def _outcome(process: int, running: _Running) -> Outcome | None:
     """Return how the tests of a process ended; None: they run."""
     seconds = time.monotonic() - running.started
     ended, status = os.waitpid(process, os.WNOHANG)
-    if not ended and seconds < TIMEOUT_S:
+    if not ended and seconds < running.limit_s:
         return None
     if not ended:
         os.killpg(process, signal.SIGKILL)
@@ -118,13 +187,17 @@ def _outcome(process: int, running: _Running) -> Outcome | None:
     output = (Path(running.folder.name) / "output").read_text(errors="replace")
     running.folder.cleanup()
     if not ended:
-        return Outcome("caught", f"no end within {TIMEOUT_S} s", seconds)
+        return Outcome("caught", f"no end within {running.limit_s:.0f} s", seconds)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return Outcome("survived", "", seconds)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)", output, re.MULTILINE)
-    if code == 1 and failed is not None:
-        return Outcome("caught", failed.group(1).removeprefix("tests/cpu/"), seconds)
+    failed = tuple(re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE))
+    if code == 1 and failed:
+        return Outcome("caught", failed[0], seconds, failed)
     if code == 2 and re.search(r"KeyboardInterrupt", output):
         return Outcome("caught", "an interrupt ends the tests", seconds)
+    if code == 2 and "SyntaxError" not in output:
+        return Outcome("caught", "it cannot be imported", seconds)
+    if code < 0:
+        return Outcome("caught", f"the process ended by signal {-code}", seconds)
     return Outcome("error", output[-500:], seconds)

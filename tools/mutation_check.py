@@ -1,27 +1,35 @@
 #!/usr/bin/env python3
 """Changes the engine in one place at a time, and reports which test catches it.
 
-python tools/mutation_check.py [--list] [--all | --sample N --seed S | --only N ...] [-j JOBS]
+python tools/mutation_check.py [--list] [--all | --sample N | --only N ...] [--seed S] [-j JOBS] [--results FILE]
 
 Two kinds of places are found in the source, so a new one is checked from the day it is written: the waits and
 hand-overs of events that keep copies in order (`find_waits`), each removed, and the decisions of the store, the
 policies, the planner, the eligibility and the host pool (`mutations.find_decisions`): conditions negated, comparisons
-off by one, calls and assignments dropped. Without `--all` a sample is drawn from both.
+off by one, calls and assignments dropped. All waits come first, then the decisions in an order that the seed draws.
 
-What no test misses is either untested or not needed. The exit status is 0 if every mutation was caught, 1 if one
-survived, 2 if the tests fail without any mutation.
+For each mutation those tests run that run its line, as a first run of the tests has recorded (`tested_lines`; minutes,
+Python 3.12): what has caught another mutation of that file first, then the fastest. Each runs in a copy of the
+repository of its own. Before them unchanged copies run the same tests; one that fails there counts for nothing.
+
+What no test misses is either untested or not needed. With `--results` each outcome is a line of JSON there, and what
+the file says is caught is not run again; what survived is, last of all. The exit status is 0 if every mutation was
+caught, 1 if one survived, 2 if the tests fail without any mutation.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,17 +39,19 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
-from forked_tests import ForkedTests, Outcome  # noqa: E402
-from mutations import TESTS_OF, Mutation, find_decisions, mutation  # noqa: E402
+from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
+from mutations import Mutation, find_decisions, mutation  # noqa: E402
+from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
 FOLDERS = (".", "_chunk", "_host", "_policy", "_saved")  # where waits are; a test holds that no other folder has any
-# Targeted tests first: they are the fastest, and the name of the test that fails says the most.
-_TARGETS = ("copy_order", "held_elsewhere", "engine", "host_pool", "random_pipelines")
-TESTS = tuple(f"tests/cpu/test_{name}.py" for name in _TARGETS)
-NUM_BATCHES = 8  # of random pipelines
 SAMPLE = 120
+NUM_BATCHES = 8  # of random pipelines
+NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
+RECORD = ROOT / "out/tested-lines.json.gz"
+_Item = tuple[int, Mutation | tuple[str, ...]]  # a mutation and its number; or tests of an unchanged copy, numbered < 0
+_KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in files of results
 
 _WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
 _EVENT_ARGUMENTS = {"give_back": 1, "put": 3, "give_up_part": 0}  # method -> position of the events it hands over
@@ -59,29 +69,42 @@ _NOT_FOR_ORDER = "early wait"  # in a comment on a wait: it only comes sooner th
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 160)
+    os.environ.update({"RANDOM_PIPELINE_BATCHES": str(NUM_BATCHES), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
     with tempfile.TemporaryDirectory(prefix="mutation-check-") as folder:
         snapshot = _copy(ROOT, Path(folder) / "snapshot")  # the checkout may change while this runs
         chosen = _choose(find_mutations(snapshot), options)
         if options.list:
             console.print(_table(chosen, {}))
             return 0
-        baseline = run_tests(None, snapshot)
-        if baseline.verdict != "survived":
-            console.print(f"the tests fail without any mutation: {baseline.detail}", style="bold red")
-            return 2
-        outcomes = check_all(chosen, snapshot, options.jobs)
+        known = _read(options.results, chosen)
+        wanted = [item for item in chosen if item[0] not in known]
+        wanted += [item for item in chosen if item[0] in known and known[item[0]].verdict != "caught"]
+        check = Check(snapshot, bring_up_to_date(options.record, snapshot, PACKAGE))
+        _compile(snapshot)
+        failing = check.leave_out_failing(wanted, options.jobs)
+        outcomes = {**known, **check_all(check, wanted, options)}
     console.print(_table([item for item in chosen if item[0] in outcomes], outcomes))
-    survivors = [index for index, outcome in outcomes.items() if outcome.verdict != "caught"]
-    share = 100 * (1 - len(survivors) / max(1, len(outcomes)))
-    console.print(f"{len(outcomes) - len(survivors)} of {len(outcomes)} mutations caught ({share:.1f} %)")
-    if survivors:
-        console.print(f"not caught: --only {' '.join(map(str, survivors))}")
-    return 1 if survivors else 0
+    return _sum_up(console, len(chosen), outcomes, failing)
+
+
+def _sum_up(console: Console, num_chosen: int, judged: dict[int, Outcome], failing: set[str]) -> int:
+    missed = [index for index, outcome in judged.items() if outcome.verdict != "caught"]
+    share = 100 * (1 - len(missed) / max(1, len(judged)))
+    console.print(f"{len(judged) - len(missed)} of {len(judged)} mutations caught ({share:.1f} %)")
+    if len(judged) < num_chosen:
+        console.print(f"{num_chosen - len(judged)} of {num_chosen} were not run")
+    if missed:
+        console.print(f"not caught: --only {' '.join(map(str, missed))}")
+    if failing:
+        console.print(
+            escape(f"left out, because they fail without any mutation: {'; '.join(failing)}"), style="bold red"
+        )
+    return 2 if failing else 1 if missed else 0
 
 
 def find_mutations(root: Path) -> list[Mutation]:
     """Return the waits, then the decisions that are none of them."""
-    waits = find_waits(root)
+    waits = [wait._replace(is_wait=True) for wait in find_waits(root)]
     known = {wait[:5] for wait in waits}
     return [*waits, *(one for one in find_decisions(root, PACKAGE) if one[:5] not in known)]
 
@@ -97,47 +120,108 @@ def find_waits(root: Path) -> list[Mutation]:
     return mutations
 
 
-def run_tests(changed: Mutation | None, root: Path) -> Outcome:
-    """Run the tests on a copy of the repository `root` with `changed` applied; None: unchanged."""
-    return check_all([(0, changed)], root, 1)[0]
+class Check:
+    """Runs tests for mutations.
+
+    Args:
+        root: the repository that is mutated; it must not change.
+        lines: which tests run which of its lines.
+    """
+
+    def __init__(self, root: Path, lines: TestedLines) -> None:
+        self._root = root
+        self._lines = lines
+        self._num_caught: defaultdict[Path, Counter[str]] = defaultdict(Counter)  # by each test, in each file
+        self._failing: set[str] = set()
+
+    def run(self, chosen: Sequence[_Item], jobs: int, limit_s: float = float("inf")) -> Iterator[tuple[_Item, Outcome]]:
+        """Run the tests for each mutation, in processes of their own; yield the outcomes as they come."""
+        for position, outcome in ForkedTests(self._prepare, PACKAGE).run(chosen, jobs, limit_s):
+            item = chosen[position]
+            if isinstance(item[1], Mutation) and "::" in outcome.detail:
+                self._num_caught[item[1].path][outcome.detail] += 1
+            yield item, outcome
+
+    def leave_out_failing(self, chosen: Sequence[_Item], jobs: int) -> set[str]:
+        """Run all tests that `chosen` will run on unchanged copies; leave out those that fail, and return them."""
+        tests = sorted({test for _, one in chosen for test in self._tests_of(one)})
+        controls = [(-number, tuple(tests[number - 1 :: jobs])) for number in range(1, jobs + 1)]
+        for (_, part), outcome in self.run([control for control in controls if control[1]], jobs):
+            self._failing.update(outcome.failed or (part if outcome.verdict != "survived" else ()))
+        return self._failing
+
+    def _prepare(self, item: _Item, folder: Path) -> Selection:
+        copy, changed = _copy(self._root, folder), item[1]
+        if not isinstance(changed, Mutation):
+            return Selection((changed,), sum(map(self._lines.seconds.__getitem__, changed)), ends_at_first=False)
+        target = copy / changed.path
+        target.write_text(changed.apply(target.read_text()))
+        tests = self._tests_of(changed)
+        files = list(dict.fromkeys(map(_file_of, tests)))[:NUM_FILES_FIRST]
+        first = [test for test in tests if _file_of(test) in files]
+        rest = [test for test in tests if _file_of(test) not in files]
+        return Selection((first, rest), sum(map(self._lines.seconds.__getitem__, tests)))
+
+    def _tests_of(self, changed: Mutation) -> list[str]:
+        """Return the tests that run the changed lines: what has caught most in that file first, then the fastest."""
+        num_caught = self._num_caught[changed.path]
+        tests = self._lines.of(str(changed.path), changed.line, changed.last_line)
+        return sorted((test for test in tests if test not in self._failing), key=lambda test: -num_caught[test])
 
 
-def check_all(chosen: Sequence[tuple[int, Mutation | None]], root: Path, jobs: int) -> dict[int, Outcome]:
-    """Run the tests for each mutation, in processes of their own; return the outcomes by number."""
-
-    def prepare(item: tuple[int, Mutation | None], folder: Path) -> list[str]:
-        copy, changed = _copy(root, folder), item[1]
-        if changed is not None:
-            target = copy / changed.path
-            target.write_text(changed.apply(target.read_text()))
-        if changed is None:
-            names = dict.fromkeys(name for tests in TESTS_OF.values() for name in tests)
-            return [*TESTS, *(f"tests/cpu/test_{name}.py" for name in names if name not in _TARGETS)]
-        if not changed.tests:
-            return [name for name in TESTS if (copy / name).exists()]
-        return [f"tests/cpu/test_{name}.py" for name in (*changed.tests, "random_pipelines")]
-
-    def environment(item: tuple[int, Mutation | None]) -> dict[str, str]:
-        is_wait = item[1] is None or not item[1].tests
-        return {"RANDOM_PIPELINE_BATCHES": str(NUM_BATCHES if is_wait else 1), "OMP_NUM_THREADS": "1"}
-
-    outcomes = ForkedTests(prepare, environment).run(chosen, jobs)
-    return {chosen[position][0]: outcome for position, outcome in outcomes.items()}
+def check_all(check: Check, chosen: Sequence[_Item], options: argparse.Namespace) -> dict[int, Outcome]:
+    """Run the tests for each of `chosen`; return the outcomes by number."""
+    outcomes: dict[int, Outcome] = {}
+    for (index, changed), outcome in check.run(chosen, options.jobs, options.seconds):
+        outcomes[index] = outcome
+        if options.results is not None:
+            with options.results.open("a") as file:
+                file.write(json.dumps({**_key(changed), "code": changed.code, **outcome._asdict()}) + "\n")
+    return outcomes
 
 
-def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[tuple[int, Mutation]]:
+def _read(results: Path | None, chosen: Sequence[_Item]) -> dict[int, Outcome]:
+    """Return what a file of results knows of `chosen`, the last word on each."""
+    if results is None or not results.exists():
+        return {}
+    found = {}
+    for line in results.read_text().splitlines():
+        record = json.loads(line)
+        found[tuple(record[name] for name in _KEY)] = Outcome(record["verdict"], record["detail"], record["seconds"])
+    keys = {index: tuple(_key(one).values()) for index, one in chosen}
+    return {index: found[key] for index, key in keys.items() if key in found}
+
+
+def _key(one: Mutation) -> dict[str, str | int]:
+    return dict(zip(_KEY, (str(one.path), one.line, one.start, one.title, one.replacement), strict=True))
+
+
+def _file_of(test: str) -> str:
+    return test.split("::")[0]
+
+
+def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[_Item]:
+    """Return the waits, then decisions as the seed shuffles them, with their numbers in the source's order."""
     numbered = list(enumerate(mutations))
     if options.only:
         return [numbered[index] for index in options.only]
-    if options.all or options.sample >= len(numbered):
-        return numbered
-    return sorted(random.Random(options.seed).sample(numbered, options.sample))
+    waits = [item for item in numbered if item[1].is_wait]
+    decisions = [item for item in numbered if not item[1].is_wait]
+    random.Random(options.seed).shuffle(decisions)
+    return [*waits, *decisions][: None if options.all else options.sample]
+
+
+def _compile(snapshot: Path) -> None:
+    """Have Python and pytest write what they make of the source, which takes longer than most tests, for all copies."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "PYTHONPATH": str(snapshot)}
+    subprocess.run([*command, "tests/cpu"], cwd=snapshot, env=environment, stdout=subprocess.DEVNULL)
 
 
 def _copy(root: Path, target: Path) -> Path:
     """Copy the parts of the repository that the tests need."""
-    for name in (PACKAGE, "tests"):
-        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for name in (PACKAGE, "megatron_patches", "tests"):
+        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(root / "pyproject.toml", target)
     return target
 
@@ -199,10 +283,13 @@ def _table(chosen: list[tuple[int, Mutation]], outcomes: dict[int, Outcome]) -> 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="show the mutations and stop")
-    parser.add_argument("--all", action="store_true", help="check every mutation, which takes hours")
-    parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help="check as many, drawn by the seed")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="check every mutation")
+    parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help="check the first N")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the decisions")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="check these mutations, by their number")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start none later than this")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="read, and append each outcome, as lines of JSON")
+    parser.add_argument("--record", type=Path, default=RECORD, metavar="FILE", help="of which tests run which lines")
     parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="how many run at once")
     return parser.parse_args(arguments)
 

@@ -7,37 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Files -> the tests that run for them, fastest and most specific first.
-_SAVED = (
-    "versions",
-    "parts",
-    "saved_forms",
-    "copy_order",
-    "held_elsewhere",
-    "abandoned_graphs",
-    "engine",
-    "interrupts",
+FILES = (
+    "_saved/store.py",
+    "_saved/mover.py",
+    "_saved/eligibility.py",
+    "_policy/horizon.py",
+    "_policy/window.py",
+    "_policy/reactive.py",
+    "_policy/lowest_peak.py",
+    "_policy/resident.py",
+    "planning/planner.py",
+    "planning/budget.py",
+    "planning/copy_ins.py",
+    "_host/pool.py",
+    "_host/slabs.py",
+    "_host/extents.py",
+    "_host/leases.py",
 )
-_POLICY = ("horizon", "release", "waiting_copies", "prefetch_of_chunks", "combined_prefetch", "head", "plan_and_policy")
-_POOL = ("host_pool", "extents", "host_limit", "engine")
-_PLAN = ("planner", "planned_policy", "plan", "simulate")
-TESTS_OF = {
-    "_saved/store.py": (*_SAVED, "quantized"),
-    "_saved/mover.py": (*_SAVED, "observe_engine"),
-    "_saved/eligibility.py": ("saved_forms", "quantized", "engine", "layers", "observe_recorder"),
-    "_policy/horizon.py": _POLICY,
-    "_policy/window.py": (*_POLICY, "engine"),
-    "_policy/reactive.py": (*_POLICY, "engine"),
-    "_policy/lowest_peak.py": _POLICY,
-    "_policy/resident.py": ("resident_budget", *_POLICY, "layers"),
-    "planning/planner.py": _PLAN,
-    "planning/budget.py": _PLAN,
-    "planning/copy_ins.py": _PLAN,
-    "_host/pool.py": _POOL,
-    "_host/slabs.py": _POOL,
-    "_host/extents.py": _POOL,
-    "_host/leases.py": (*_POOL, "copy_order"),
-}
+"""Of the package: their decisions are changed."""
 _SWAPPED: dict[type[ast.AST], str] = {
     **{ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="},
     **{ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"},
@@ -56,7 +43,8 @@ class Mutation(NamedTuple):
     replacement: str
     title: str  # what is lost
     code: str  # the line as it was
-    tests: tuple[str, ...] = ()  # that run; empty: those for the order of copies
+    last_line: int
+    is_wait: bool = False  # or a hand-over of an event that is waited for; else a decision
 
     def apply(self, source: str) -> str:
         return source[: self.start] + self.replacement + source[self.end :]
@@ -68,21 +56,21 @@ def mutation(node: ast.expr | ast.stmt, replacement: str, title: str, source: st
     assert node.end_lineno is not None and node.end_col_offset is not None
     start = sum(map(len, lines[: node.lineno - 1])) + node.col_offset
     end = sum(map(len, lines[: node.end_lineno - 1])) + node.end_col_offset
-    return Mutation(path, node.lineno, start, end, replacement, title, lines[node.lineno - 1].strip())
+    return Mutation(path, node.lineno, start, end, replacement, title, lines[node.lineno - 1].strip(), node.end_lineno)
 
 
 def find_decisions(root: Path, package: str) -> list[Mutation]:
-    """Return the mutations of the decisions in `TESTS_OF`, in source order, each once."""
+    """Return the mutations of the decisions in `FILES`, in source order, each once."""
     found: dict[tuple[Path, int, int, str], Mutation] = {}
-    for name, tests in TESTS_OF.items():
+    for name in FILES:
         path = Path(package) / name
         source = (root / path).read_text()
         if not source.isascii():
             raise ValueError(f"{path} is not ASCII: offsets of the parser count bytes")
         for node in _code(ast.parse(source)):
             for one in _mutations_of(node, source, path):
-                found.setdefault((one.path, one.start, one.end, one.replacement), one._replace(tests=tests))
-    return sorted(found.values(), key=lambda one: (list(TESTS_OF).index(str(one.path.relative_to(package))), one.start))
+                found.setdefault((one.path, one.start, one.end, one.replacement), one)
+    return sorted(found.values(), key=lambda one: (FILES.index(str(one.path.relative_to(package))), one.start))
 
 
 def _code(node: ast.AST) -> Iterator[ast.AST]:

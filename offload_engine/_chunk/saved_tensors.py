@@ -9,6 +9,7 @@ import torch
 
 from offload_engine._chunk.group_stack import GroupStack
 from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import OwnHooks, take_off
 from offload_engine._observe.reasons import Reason
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
@@ -79,18 +80,18 @@ class SavedTensorHooks:
 
     # -- autograd's stack of hooks -----------------------------------------------------------------------------------
 
-    def in_group(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def in_group(self) -> OwnHooks:
         """Return a context manager for the forward of a group: tensors saved inside it belong to the group."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        return OwnHooks(self.pack, self.unpack)
 
-    def around_groups(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def around_groups(self) -> OwnHooks:
         """Return a context manager for the whole forward of the chunk, around its groups.
 
         A tensor saved outside the groups stays on the device, unless a group saves the same storage, before or after:
         then it moves with that group. Without these hooks the copy-out of such a storage would free nothing, because
         autograd would hold the tensor itself as well.
         """
-        return torch.autograd.graph.saved_tensors_hooks(self.pack_ungrouped, self.unpack)
+        return OwnHooks(self.pack_ungrouped, self.unpack)
 
     def push(self) -> None:
         """Enter the hooks of `in_group()`, at less cost; `pop` leaves them."""
@@ -159,3 +160,13 @@ class SavedTensorHooks:
         while (top := _innermost_hooks(True)) is not None and top[1] == self.unpack:
             self._popped.append(top[0])
             _pop_hooks()
+
+
+def take_off_hooks_of(store: ActivationStore) -> None:
+    """Pop the innermost hooks of this thread while they are those of chunks that save into `store`."""
+
+    def is_own(unpack: Any) -> bool:
+        owner = getattr(unpack, "__self__", None)
+        return isinstance(owner, SavedTensorHooks) and owner._store is store
+
+    take_off(is_own)

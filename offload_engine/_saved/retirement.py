@@ -95,7 +95,7 @@ class RetireQueue:
         if self._failures.is_torn:  # the interrupt was raised
             return
         self.drain()
-        with self.lock:
+        with self, self.lock:
             is_lost = any([saved.has_lost_handles() and saved not in self.dropped for saved in live])
         if is_lost:
             interrupt = KeyboardInterrupt("it came while a saved tensor was freed, where Python drops it")

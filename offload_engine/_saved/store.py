@@ -185,7 +185,7 @@ class ActivationStore:
         found = self.eligibility.read_movable(tensor)
         if found is None:
             return False
-        with self._lock:
+        with self._retired, self._lock:
             saved = self._by_key.get(found[1])
             return saved is None or saved.group.is_ungrouped or _is_another_save(saved, found)
 

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from offload_engine._compat.own_hooks import OwnHooks
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
 from offload_engine.errors import OffloadError
@@ -81,7 +82,7 @@ class ManagedActivations(RecordsSteps):
 
     def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
         self._start = start
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._hooks: OwnHooks | None = None
         self._token: Token[Checkpoint | None]
 
     @cached_property
@@ -112,8 +113,8 @@ class ManagedActivations(RecordsSteps):
             )
         hooks = self._groups.hooks()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
-        self._hooks = hooks
         self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
+        self._hooks = hooks  # last of all: until then an interrupt leaves this not entered
         return self
 
     def __exit__(
@@ -131,6 +132,8 @@ class ManagedActivations(RecordsSteps):
 
     def close(self) -> None:
         """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
+        if self._hooks is None:
+            self._groups.take_off_left()
         self._groups.session.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from offload_engine._compat.own_hooks import OwnHooks, take_off
 from offload_engine._compat.torch_private import tree_leaves
 from offload_engine._saved.handles import PackedTensor, StayingTensor
 from offload_engine._saved.storage import TensorGroup
@@ -105,7 +106,7 @@ class CheckpointOffload(RecordsSteps):
             engine = OffloadEngine((config or OffloadConfig()).with_default(GroupWindow(2)))
         self._session = Session(engine, weights)
         self._tokens: list[Token[Checkpoint | None]] = []
-        self._is_inside = False  # a checkpointed function is running
+        self._running: ChunkOffloadHandler | None = None  # the forward in which a checkpointed function is running
         self._has_warned = False
 
     @property
@@ -137,22 +138,23 @@ class CheckpointOffload(RecordsSteps):
         if is_in_backward():
             return original(function, *args, **options)
         function, args, options = _keywords_as_inputs(function, args, options)
+        self._take_off_left()
         chunk = self._session.chunk or self._session.start_forward()
         assert chunk is not None
         token = checkpoint_in_force.set(self.checkpoint)
-        self._is_inside = True
+        self._running = chunk
         try:
             # Now, and not when autograd saves the inputs, possibly after the function: so the copy-out overlaps it.
             group = chunk.open_group("checkpoint", GroupTraits(read_once=True))
             inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
-            with torch.autograd.graph.saved_tensors_hooks(partial(_pack, chunk, group), self._unpack):
+            with OwnHooks(partial(_pack, chunk, group), self._unpack):
                 outputs = original(function, *args, **options)
         except BaseException:
             self._session.abandon_forward()
             raise
         finally:
-            self._is_inside = False
+            self._running = None
             checkpoint_in_force.reset(token)
         self._check_saved(inputs, outputs)
         return outputs
@@ -165,6 +167,7 @@ class CheckpointOffload(RecordsSteps):
 
     def close(self) -> None:
         """Return host memory to the system. A graph that is left can no longer run its backward. Idempotent."""
+        self._take_off_left()
         self._session.close()
 
     def __enter__(self) -> CheckpointOffload:
@@ -174,6 +177,15 @@ class CheckpointOffload(RecordsSteps):
     def __exit__(self, *exc_info: object) -> None:
         checkpoint_in_force.reset(self._tokens.pop())
         self.end_forward()
+
+    @property
+    def _is_inside(self) -> bool:
+        """Return whether a checkpointed function is running; none of a forward that an interrupt has ended is."""
+        return self._running is not None and self._running is self._session.chunk
+
+    def _take_off_left(self) -> None:
+        """Take hooks off the stack that an interrupt has left there, while no checkpointed function is running."""
+        take_off(lambda unpack: unpack == self._unpack)
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
         if is_in_backward():

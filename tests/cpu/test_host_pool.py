@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine._devices.base import CopyError
+from offload_engine._host.leases import lend
 from offload_engine._host.pool import MIB, HostLease, HostPool
 
 ALIGNMENT = 4
@@ -210,6 +211,17 @@ def test_a_lease_waits_for_the_copies_of_its_bytes_and_no_others():
     assert pool.lend(16).ready_after == (reading_first,)
     reading_first.done = True
     assert pool.lend(16).ready_after == ()
+
+
+def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once():
+    pool, _ = make_pool()
+    lent = lend(pool, [8, 8, 8, 8])
+    assert lent is not None
+    lease, event = lent[0], FakeEvent()
+    for last_copy in (None, event, event, None):
+        lease.give_up_part(last_copy)
+    again = lend(pool, [32])
+    assert again is not None and again[0].ready_after == (event,)
 
 
 def test_returned_twice():

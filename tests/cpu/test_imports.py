@@ -25,6 +25,7 @@ LAYERS = {
         ("_compat.tensor_reads",),
         ("_compat._tensor_reads",),
         ("_compat.reads",),
+        ("_compat.own_hooks",),
         ("config",),
         ("planning.shapes", "planning.clocks"),
         ("planning.hardware",),
@@ -347,4 +348,4 @@ def test_the_reader_itself() -> None:
     }
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]
-    assert _layer("offload_engine", "config") == 6 and _layer("offload_engine", "nonsense") is None
+    assert _layer("offload_engine", "config") == 7 and _layer("offload_engine", "nonsense") is None

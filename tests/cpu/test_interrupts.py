@@ -24,11 +24,15 @@ from offload_engine import (
     group_start,
     manage_activations,
 )
+from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import OwnHooks
 from offload_engine._devices.copy_worker import CopyThread
 from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
+from offload_engine.frontends._common.session import Session
 from tests.engine_state import is_free
+from tests.interrupts.jobs import DEVICES, JOBS
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 
@@ -299,3 +303,107 @@ def test_a_retained_graph_is_no_interrupt(engine: OffloadEngine) -> None:
         assert engine.has_saved
     y.sum().backward()
     assert not engine.has_saved
+
+
+@pytest.fixture
+def no_hooks() -> Iterator[None]:
+    """Leave no hooks to later tests."""
+    yield
+    while torch_private.innermost_hooks(True) is not None:
+        torch_private.pop_hooks()
+
+
+class InterruptedHooks:
+    """Lets an interrupt come right behind the push of hooks, in front of the `with` that would pop them.
+
+    Args:
+        monkeypatch: of the test.
+        number: of the push; 1 is the first.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+        self.num_left = number
+        enter = OwnHooks.__enter__
+
+        def interrupted(hooks: OwnHooks) -> None:
+            enter(hooks)
+            self.num_left -= 1
+            if self.num_left == 0:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(OwnHooks, "__enter__", interrupted)
+
+
+@pytest.mark.usefixtures("no_hooks")
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("name", JOBS)
+def test_hooks_that_an_interrupt_leaves_are_taken_off(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = JOBS[name](None).step()
+    job = JOBS[name](DEVICES["cpu"]())
+    job.step()
+    hooks = InterruptedHooks(monkeypatch, number)
+    with pytest.raises(KeyboardInterrupt):
+        while hooks.num_left > 0:
+            job.step()
+    job.recover()
+    assert all(map(torch.equal, job.step(), expected))
+    assert torch_private.innermost_hooks(True) is None
+    assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
+    job.close()
+
+
+@pytest.mark.usefixtures("no_hooks")
+def test_hooks_that_are_not_the_engines_stay(engine: OffloadEngine) -> None:
+    engine.begin_iteration()
+    chunk = engine.start_chunk()
+    with chunk.saved_tensors_hooks(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        top = torch_private.innermost_hooks(True)
+        engine.reset_iteration()
+        assert torch_private.innermost_hooks(True) == top
+    assert torch_private.innermost_hooks(True) is None
+
+
+@pytest.mark.usefixtures("no_hooks")
+def test_a_with_whose_hooks_a_reset_has_taken_off_leaves_others_alone(engine: OffloadEngine) -> None:
+    engine.begin_iteration()
+    chunk = engine.start_chunk()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        top = torch_private.innermost_hooks(True)
+        with chunk.saved_tensors_hooks():
+            engine.reset_iteration()
+            assert torch_private.innermost_hooks(True) == top
+        assert torch_private.innermost_hooks(True) == top
+    assert torch_private.innermost_hooks(True) is None
+
+
+@pytest.mark.usefixtures("no_hooks")
+def test_hooks_of_a_managed_forward_that_an_interrupt_leaves_are_taken_off_by_close(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    activations = manage_activations(engine=OffloadEngine(CONFIG))
+    InterruptedHooks(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt), activations:
+        pass
+    assert torch_private.innermost_hooks(True) is not None
+    activations.close()
+    assert torch_private.innermost_hooks(True) is None
+
+
+@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+@pytest.mark.parametrize("name", ["enable_activation_offloading", "enable_ckpt"])
+def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JOBS[name](DEVICES["cpu"]())
+    expected = job.step()
+    start_forward = Session.start_forward
+
+    def interrupted(session: Session) -> None:
+        start_forward(session)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Session, "start_forward", interrupted)
+        job.step()
+    job.recover()
+    assert all(map(torch.equal, job.step(), expected))
+    assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
+    job.close()

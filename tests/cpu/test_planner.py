@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
+from offload_engine.planning.budget import _Walk
+from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT, GroupKey
 from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
 from offload_engine.planning.planner import PASSES, Planner, plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
-from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
+from offload_engine.schedule import ChunkKey, interleaved, no_pipelining, one_forward_one_backward, parse_actions
 from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
 from tests.dense_jobs import MIB, chunk_shape
 
@@ -150,6 +152,16 @@ ALL_BUT_LEAVING = tuple(each.__name__ for each in PASSES[1:])
 def only(*names: str) -> tuple[str, ...]:
     """List the passes to skip so that besides `everything_leaves` only these run."""
     return tuple(name for name in ALL_BUT_LEAVING if name not in names)
+
+
+@pytest.mark.parametrize(("nbytes", "has_room"), [(15, True), (16, False)])
+def test_copy_ins_ahead_take_a_quarter_of_the_budget_during_a_forward(nbytes: int, has_room: bool) -> None:
+    walk = _Walk((), SimpleNamespace(actions=(), shapes=()), limit_bytes=100)  # type: ignore[arg-type]
+    one, other = GroupKey(ChunkKey(0, 0), 0), GroupKey(ChunkKey(0, 0), 1)
+    assert walk.has_room(one, 90, is_in_forward=True), "the first one always has"
+    walk.note_issued(one, 10)
+    assert walk.has_room(other, nbytes, is_in_forward=True) == has_room
+    assert walk.has_room(other, nbytes, is_in_forward=False)
 
 
 def test_everything_leaves_at_its_commit_and_comes_back_at_its_backward() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import inspect
 import random
 import sys
 import time
@@ -16,6 +17,8 @@ import torch
 from offload_engine import OffloadEngine
 from offload_engine._compat import torch_private
 from offload_engine._host.try_lock import run_if_free
+from offload_engine._saved.handles import PackedTensor
+from offload_engine._saved.storage import RETIRED
 from tests.adversarial import AdversarialDevice
 from tests.interrupts.inject import AtByteCode, Injector, Timer
 from tests.interrupts.jobs import DEVICES, JOBS, Job
@@ -26,14 +29,21 @@ REPEATABLE = ("byte code", "byte code", "destructor", "close at byte code")
 PLACES = ("timer", "timer", "timer", "byte code", "byte code", "destructor", "close by timer", "close at byte code")
 
 
-EXPECTED = ("raised", "raised by the next step", "came too late", "dropped")
-HOOKS_LEFT = "hooks are left"
-"""On autograd's stack: the interrupt came between the push of hooks and the `with` that would pop them, as it may with
-torch's own context manager. Nothing else was left, and the next step was right."""
+HOOKS_LEFT = "torch's hooks are left"
+"""On autograd's stack: the interrupt came between the push of hooks by torch's checkpoint and the `with` that would pop
+them. Nothing else was left, and the next step was right."""
+EXPECTED = ("raised", "raised by the next step", "came too late", "dropped", HOOKS_LEFT)
 
 
 class _HooksLeft(Exception):
-    """Nothing but hooks is left behind an interrupt."""
+    """Nothing but hooks of torch is left behind an interrupt."""
+
+
+class _Swallowed(NamedTuple):
+    """What a destructor has raised."""
+
+    text: str
+    is_of_step: bool  # of an object of the engine that belongs to a step which has not been abandoned
 
 
 class Trial(NamedTuple):
@@ -58,7 +68,7 @@ class Trials:
         self._jobs: dict[tuple[str, str], Job] = {}
         self._expected: dict[str, list[torch.Tensor]] = {}
         self._sizes: dict[tuple[str, str, str], float] = {}
-        self.swallowed: list[str] = []
+        self.swallowed: list[_Swallowed] = []
 
     def run(self, seed: int) -> Trial:
         """Run the trial of this seed; a hang ends the process with the tracebacks of all threads."""
@@ -112,6 +122,15 @@ class Trials:
             _check_nothing_left(job)
         return has_come
 
+    def interrupt(self, front_end: str, number: int, function: str) -> bool:
+        """Interrupt a step at a byte code of `function`, check the next one; return whether there are as many."""
+        job = self._jobs.get((front_end, "cpu")) or self._new_job(front_end, "cpu")
+        injector = AtByteCode(number, function)
+        has_come = injector.deliver_in(job.step)
+        job.recover()
+        self._steps_are_right(job, front_end, expects_interrupt=injector.has_fired and not has_come)
+        return injector.has_fired
+
     def _new_job(self, front_end: str, device: str) -> Job:
         if front_end not in self._expected:
             self._expected[front_end] = JOBS[front_end](None).step()
@@ -143,14 +162,14 @@ class Trials:
         return self._sizes[key]
 
 
-def _outcome(has_come: bool, injector: Injector, swallowed: list[str]) -> str:
+def _outcome(has_come: bool, injector: Injector, swallowed: list[_Swallowed]) -> str:
     if has_come:
         return "raised"
     if not injector.has_fired:
         return "came too late"
-    if isinstance(injector, AtByteCode) and swallowed:
-        return "dropped"  # by Python, at the end of a destructor, where a signal is never delivered
-    return f"lost: {', '.join(swallowed) or 'without a trace'}"
+    if swallowed and (isinstance(injector, AtByteCode) or not any(one.is_of_step for one in swallowed)):
+        return "dropped"  # by Python: at the end of a destructor, where a signal never comes, or in one of no step
+    return f"lost: {', '.join(one.text for one in swallowed) or 'without a trace'}"
 
 
 def _check_nothing_left(job: Job) -> None:
@@ -164,10 +183,17 @@ def _check_nothing_left(job: Job) -> None:
     _check_locks(engine)
     if isinstance(engine.device, AdversarialDevice):
         assert not engine.device.hazards, engine.device.hazards[:3]
-    if torch_private.innermost_hooks(True) is not None:
-        while torch_private.innermost_hooks(True) is not None:  # or they would be those of the next trial as well
-            torch_private.pop_hooks()
-        raise _HooksLeft
+    _check_hooks()
+
+
+def _check_hooks() -> None:
+    left = []
+    while (top := torch_private.innermost_hooks(True)) is not None:
+        left.append(inspect.unwrap(top[1]).__module__)
+        torch_private.pop_hooks()  # or they would be those of the next trial as well
+    if left:
+        assert not left[0].startswith("offload_engine"), "hooks are left"
+        raise _HooksLeft  # and, below torch's, perhaps the engine's, which takes nothing off that is not its own
 
 
 def _check_closed(job: Job) -> None:
@@ -186,6 +212,17 @@ def _check_locks(engine: OffloadEngine) -> None:
         assert not lock._is_owned() and run_if_free(lock, lambda: None), "a lock stays taken"
 
 
+def _is_of_step(args: Any) -> bool:
+    """Return whether the engine has to notice what Python drops there."""
+    traceback = args.exc_traceback
+    while traceback is not None:
+        handle = traceback.tb_frame.f_locals.get("self")
+        if isinstance(handle, PackedTensor):  # a graph of an earlier interrupt may be freed in any later step
+            return handle.storage.residency is not RETIRED
+        traceback = traceback.tb_next
+    return str(getattr(args.object, "__module__", "")).startswith("offload_engine")
+
+
 def _seconds(action: Callable[[], object]) -> float:
     begin = time.perf_counter()
     action()
@@ -193,7 +230,7 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 @contextlib.contextmanager
-def _noting_what_destructors_raise(found: list[str]) -> Iterator[None]:
+def _noting_what_destructors_raise(found: list[_Swallowed]) -> Iterator[None]:
     before = sys.unraisablehook
 
     def note(args: Any) -> None:
@@ -201,7 +238,8 @@ def _noting_what_destructors_raise(found: list[str]) -> Iterator[None]:
         while traceback is not None and traceback.tb_next is not None:
             traceback = traceback.tb_next
         name = getattr(args.object, "__qualname__", repr(args.object))
-        found.append(f"{args.exc_type.__name__} in {name}" + (f":{traceback.tb_lineno}" if traceback else ""))
+        text = f"{args.exc_type.__name__} in {name}" + (f":{traceback.tb_lineno}" if traceback else "")
+        found.append(_Swallowed(text, _is_of_step(args)))
 
     sys.unraisablehook = note
     try:

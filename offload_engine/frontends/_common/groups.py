@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import NamedTuple
 
 import torch
 
+from offload_engine._compat.own_hooks import OwnHooks, take_off
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
@@ -69,9 +71,17 @@ class AutomaticGroups:
         self.group_bytes: int | None = group_bytes
         self._chunk: ChunkOffloadHandler | None = None  # of the last tensor packed
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context manager: tensors that autograd saves inside it go into groups."""
-        return torch.autograd.graph.saved_tensors_hooks(untraced(self.pack), untraced(self.unpack))
+    def hooks(self) -> OwnHooks:
+        """Return a context manager: tensors that autograd saves inside it go into groups.
+
+        Call it outside the last one: what an interrupt has left of that is taken off the stack.
+        """
+        self.take_off_left()
+        return OwnHooks(untraced(self.pack), untraced(self.unpack))
+
+    def take_off_left(self) -> None:
+        """Take the hooks off the stack that an interrupt has left there, where none are entered."""
+        take_off(lambda unpack: inspect.unwrap(unpack) == self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
         """Pack a saved tensor; return what autograd keeps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import OwnHooks, are_innermost, take_off
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
@@ -99,8 +100,7 @@ class LayerGroups:
         self._is_in_context = False
         self._body_name = type(body).__name__
         self._has_warned = False
-        self._pack_hook: Callable[[torch.Tensor], _Saved | StayingTensor] = self._pack
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, self._unpack)
+        self._hooks = OwnHooks(self._pack, self._unpack)
         self._module_hooks = GroupHooks()
         self._module_hooks.enclose_body(body, self._before_body, self._after_body)
         for layer in layers:
@@ -149,13 +149,13 @@ class LayerGroups:
         """Remove every hook, also those of an interrupted forward. Idempotent."""
         if self._own_forward is not None and self._is_on_top():
             self._abandon()
+        self._take_off_left()
         self._module_hooks.remove()
 
     def _untrace(self) -> None:
         """Exclude all hooks from torch.compile, in case layers have been compiled since. Idempotent."""
         if self._module_hooks.untrace():
-            self._pack_hook = untraced(self._pack)
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_hook, untraced(self._unpack))
+            self._hooks = OwnHooks(untraced(self._pack), untraced(self._unpack))
 
     # -- hooks on modules --------------------------------------------------------------------------------------------
 
@@ -181,18 +181,27 @@ class LayerGroups:
                 self._forward.num_inside += 1  # the model calls itself, on its own output for instance
                 return
             self._abandon()  # after a KeyboardInterrupt and the like torch runs no forward hook
-        chunk = self.session.start_forward()
-        if chunk is not None:
-            last, self._last_chunk = self._last_chunk, None
-            try:
-                if last is not None:
-                    last.offload_kept_groups()
-                self._untrace()
-                self._hooks.__enter__()
-            except BaseException:
-                self.session.abandon_forward()
-                raise
-            self._forward = _Forward(chunk)
+        self._take_off_left()
+        try:
+            chunk = self.session.start_forward()
+            if chunk is not None:
+                self._enter_forward(chunk)
+        except BaseException:
+            self.session.abandon_forward()
+            raise
+
+    def _enter_forward(self, chunk: ChunkOffloadHandler) -> None:
+        last, self._last_chunk = self._last_chunk, None
+        if last is not None:
+            last.offload_kept_groups()
+        self._untrace()
+        self._hooks.__enter__()
+        self._forward = _Forward(chunk)
+
+    def _take_off_left(self) -> None:
+        """Take off hooks that an interrupt has left on the stack, in front of a forward or behind one."""
+        if self._forward is None:
+            take_off(lambda unpack: inspect.unwrap(unpack) == self._unpack)
 
     def _leave_body(self, has_raised: bool = False) -> None:
         if self._is_in_context or self._own_forward is None or is_in_backward():
@@ -270,8 +279,7 @@ class LayerGroups:
     # -- hooks on saved tensors --------------------------------------------------------------------------------------
 
     def _is_on_top(self) -> bool:
-        top = torch_private.innermost_hooks(True)
-        return top is not None and top[0] == self._pack_hook
+        return are_innermost(self._hooks.unpack_hook)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved | StayingTensor:
         forward = self._forward

@@ -1,0 +1,101 @@
+"""Processes that are ended from outside: by SIGTERM, as a job manager does, or because a peer was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+TIMEOUT_S = 60  # a loaded machine starts Python in 10
+TRAIN = """
+import sys
+from datetime import timedelta
+import torch
+from torch import nn
+from offload_engine import OffloadConfig, enable_activation_offloading
+
+rank, num_ranks, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(4)))
+layers, strategy = list(model), "none"
+if num_ranks > 1:
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://localhost:{port}", timedelta(seconds=30), rank=rank, world_size=num_ranks
+    )
+    model, strategy = nn.parallel.DistributedDataParallel(model), "ddp"
+config = OffloadConfig(min_tensor_bytes=0, directory=directory)
+enable_activation_offloading(model, strategy, layers=layers, config=config)
+for step in range(1_000_000):
+    model(torch.randn(512, 256)).sum().backward()
+    if step == 2:
+        print("trains", flush=True)
+"""
+
+
+class Ranks:
+    """Training processes on a machine, which move activations to files in a directory."""
+
+    def __init__(self, directory: Path, num: int) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", TRAIN, str(rank), str(num), port, str(directory)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(num)
+        ]
+
+    def wait_until_they_train(self) -> None:
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "trains\n", process.communicate(timeout=TIMEOUT_S)[1]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sigterm_ends_training_at_once_and_leaves_no_file(tmp_path: Path, num_ranks: int) -> None:
+    ranks = Ranks(tmp_path, num_ranks)
+    try:
+        ranks.wait_until_they_train()
+        begin = time.monotonic()
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        for process in ranks.processes:
+            process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode in (-signal.SIGTERM, 1)  # or gloo's error, where the peer ended first
+        assert time.monotonic() - begin < TIMEOUT_S / 2
+        assert not list(tmp_path.iterdir())
+    finally:
+        ranks.end()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
+def test_a_killed_peer_ends_training_with_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, 2)
+    try:
+        ranks.wait_until_they_train()
+        survivor, killed = ranks.processes
+        begin = time.monotonic()
+        killed.kill()
+        _, errors = survivor.communicate(timeout=TIMEOUT_S)
+        assert time.monotonic() - begin < TIMEOUT_S
+        assert survivor.returncode == 1
+        assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
+        assert not list(tmp_path.iterdir())
+    finally:
+        ranks.end()
