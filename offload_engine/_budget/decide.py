@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from offload_engine._budget.agreement import Agree, agreed_job, agreed_link, agreed_model
@@ -20,7 +20,7 @@ from offload_engine.planning.choose import Chosen, choose
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.predict import Costs
-from offload_engine.planning.recompute import RecomputeOption, chosen_of, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model
 from offload_engine.planning.shapes import Shapes, largest_bytes
 from offload_engine.schedule import Action
@@ -45,8 +45,7 @@ class Decider:
         agree: returns the largest of each number over the ranks that must decide alike; every rank calls it at the same
             time, with as many numbers. The default is one rank.
         start_together: called before the link is measured; see `measure_link`.
-        options: what the model can recompute.
-        offer: called with the bytes and times of each measured step; returns what else it can recompute.
+        find_options: returns what the model can recompute, given the shapes of its chunks.
         apply: called with each decision between two steps, to have the model recompute what was chosen.
         chosen: the decision in force, and what else could have been; None before the first.
     """
@@ -57,8 +56,7 @@ class Decider:
         self.budget_bytes: int = budget_bytes
         self.agree: Agree = tuple
         self.start_together: Callable[[], None] = lambda: None
-        self.options: tuple[RecomputeOption, ...] = ()
-        self.offer: Callable[[Shapes], Iterable[RecomputeOption]] = lambda shapes: ()
+        self.find_options: Callable[[Shapes], tuple[RecomputeOption, ...]] = lambda shapes: ()
         self.apply: Callable[[Choices], None] = lambda choices: None
         self.chosen: Chosen | None = None
         self._context = context
@@ -151,7 +149,7 @@ class Decider:
         return True
 
     def _offered(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
-        options = (*self.options, *self.offer(shapes))
+        options = self.find_options(shapes)
         if self._is_early_certain:
             return options
         return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
@@ -189,7 +187,7 @@ class Decider:
         shapes = () if self._job is None else self._job.shapes
         if self.chosen is not None:
             choices = self.chosen.best.decision.choices
-            shapes = with_recomputation(shapes, chosen_of(self._costs.options, choices))
+            shapes = with_recomputation(shapes, options_of(self._costs.options, choices.recomputed))
         return sum(group.nbytes for shape in shapes for group in shape.groups)
 
     def num_stages(self) -> int:

@@ -11,7 +11,7 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.moves import OUT, GroupKey
 from offload_engine.planning.planner import plan_step
-from offload_engine.planning.recompute import RecomputeOption, chosen_of, with_recomputation
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
@@ -108,7 +108,11 @@ class Predictor:
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(residents.before, self.model.early_share(job, choices)),
+            self.model.held_with(
+                residents.before,
+                self.model.early_share(job, choices),
+                self.model.correction_share(residents),
+            ),
             residents.most,
             max(0.0, outcome.milliseconds + self._rest_ms - (1.0 - self._stall_share) * outcome.stalled_ms),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
@@ -131,7 +135,7 @@ class Predictor:
         self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
 
     def _job_with(self, decision: Decision) -> Job:
-        shapes = with_recomputation(self.job.shapes, chosen_of(self.costs.options, decision.choices))
+        shapes = with_recomputation(self.job.shapes, options_of(self.costs.options, decision.choices.recomputed))
         return replace(self.job, shapes=shapes).within(decision.resident_bytes)
 
     def _bytes_of(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from offload_engine.planning.choices import Choices, Slot, slots_of
+from offload_engine.planning.choices import Slot, slots_of
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 
 
@@ -40,9 +40,14 @@ class RecomputeOption:
         return self.milliseconds / self.freed_bytes if self.freed_bytes else float("inf")
 
 
-def chosen_of(options: Iterable[RecomputeOption], choices: Choices) -> list[RecomputeOption]:
-    """Return the options that were chosen."""
-    return [option for option in options if option.replaces <= choices.recomputed]
+def options_of(options: Iterable[RecomputeOption], recomputed: Collection[Slot]) -> list[RecomputeOption]:
+    """Return the options that a choice stands for: of those that overlap the largest, then the first."""
+    left, found = set(recomputed), []
+    for option in sorted(options, key=lambda option: -len(option.replaces)):
+        if option.replaces <= left:
+            left -= option.replaces
+            found.append(option)
+    return found
 
 
 def evenly(options: Collection[RecomputeOption], share: float) -> list[RecomputeOption]:

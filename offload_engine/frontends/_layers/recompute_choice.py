@@ -34,15 +34,15 @@ class LayerRecompute:
         self._decider: Decider = budget.decider
         self._watch = LayerWatch(layers, groups, lambda: budget.state in (State.FLOOR, State.MEASURE))
         self._switches = [CheckpointedLayer(layer, groups) for layer in layers]
-        self._decider.offer, self._decider.apply = self._offer, self._apply
+        self._decider.find_options, self._decider.apply = self._find_options, self._apply
         self._has_logged = False
 
     def remove(self) -> None:
         """Restore the forward of each layer. Idempotent."""
-        self._decider.offer, self._decider.apply = lambda shapes: (), lambda choices: None
+        self._decider.find_options, self._decider.apply = lambda shapes: (), lambda choices: None
         self._apply(Choices())
 
-    def _offer(self, shapes: Shapes) -> list[RecomputeOption]:
+    def _find_options(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
         options = self._watch.offer(shapes)
         if not self._has_logged:
             self._has_logged = True
