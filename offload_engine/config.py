@@ -58,9 +58,10 @@ class OffloadConfig:
     """So many bytes of groups stay on the device: of the last groups of each chunk, in all chunks that wait for their
     backward together. From the second step on, as `fraction`."""
 
-    gpu_budget: int | None = None
+    gpu_budget: int | Literal["auto"] | None = None
     """Bytes that this process may hold on its GPU, CUDA context included (on the CPU device: bytes of saved tensors in
-    groups). The engine measures a few steps and decides what stays, see docs/budget.md. None: `policy` decides."""
+    groups). The engine measures a few steps and decides what stays, see docs/budget.md. "auto": all that the GPU has,
+    less twice what it was seen to vary by. None: `policy` decides."""
 
     recompute: Literal["auto", "off"] = "auto"
     """Whether a budget may have layers computed again in backward instead of saved, where that takes less time than
@@ -105,12 +106,12 @@ class OffloadConfig:
     def _check_budget(self) -> None:
         if self.policy not in (None, LowestPeak(), Planned()):
             raise ValueError(
-                f"gpu_budget={self.gpu_budget:,} and policy={self.policy!r} both decide what stays on the device: set "
+                f"gpu_budget={self.budget_text} and policy={self.policy!r} both decide what stays on the device: set "
                 "one of them"
             )
         if self.dry_run:
             raise ValueError(
-                f"gpu_budget={self.gpu_budget:,} measures what moves, and dry_run moves nothing: leave one out"
+                f"gpu_budget={self.budget_text} measures what moves, and dry_run moves nothing: leave one out"
             )
 
     @property
@@ -135,6 +136,8 @@ class OffloadConfig:
 
     def _check_size(self, field: str) -> None:
         value = getattr(self, field)
+        if field == "gpu_budget" and value == "auto":
+            return
         optional = type(self).__dataclass_fields__[field].default is None
         if value is None and optional:
             return
@@ -142,6 +145,11 @@ class OffloadConfig:
             raise TypeError(f"{field} must be an integer number of bytes, got {value!r}")
         if value < 0:
             raise ValueError(f"{field} must not be negative, got {value:,}")
+
+    @property
+    def budget_text(self) -> str:
+        """Return `gpu_budget` for a message."""
+        return repr(self.gpu_budget) if not isinstance(self.gpu_budget, int) else f"{self.gpu_budget:,}"
 
     @classmethod
     def from_flags(cls, **settings: Any) -> OffloadConfig:

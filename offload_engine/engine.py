@@ -81,7 +81,9 @@ class OffloadEngine(EngineView):
         self._num_chunks, self._is_device_closed = 0, False
         if self.config.gpu_budget is not None:
             gauge = self.device.memory or ResidentGauge(self._counters)
-            self.budget = BudgetController(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
+            self.budget = BudgetController(
+                _budget_bytes(self.config.gpu_budget), self._context, self._policy, self._keeping, gauge
+            )
 
     def begin_iteration(
         self,
@@ -292,3 +294,8 @@ class OffloadEngine(EngineView):
     def _new_books(self) -> tuple[ActivationStore, Executor]:
         store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
         return store, Executor(store, self.device, self._policy, self._leaving, self._keeping, self.config.dry_run)
+
+
+def _budget_bytes(gpu_budget: int | str) -> int | None:
+    """Return a budget in bytes; None: it is to be measured."""
+    return gpu_budget if isinstance(gpu_budget, int) else None

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Compares a run without offload and a run with it: a table on the terminal, and a plot of where the bytes are.
+"""Compares runs without offload, with it, and with a budget: a table, and a plot of where the bytes are.
 
 python tools/quickstart.py DIRECTORY
 
-DIRECTORY holds plain.jsonl, offload.jsonl (the trainer's --metrics-json) and plain.timeline.json,
+DIRECTORY holds plain.jsonl, offload.jsonl, budget.jsonl (the trainer's --metrics-json) and plain.timeline.json,
 offload.timeline.json (its --timeline-json). The plot is written to DIRECTORY/residency.png.
 """
 
@@ -121,16 +121,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args(arguments).directory
     try:
-        plain, offload = Run.load(directory / "plain.jsonl"), Run.load(directory / "offload.jsonl")
+        plain, offload, budget = (Run.load(directory / f"{name}.jsonl") for name in ("plain", "offload", "budget"))
         timelines = [Timeline.load_all(directory / f"{name}.timeline.json") for name in ("plain", "offload")]
     except (OSError, ValueError, KeyError) as error:
         print(f"quickstart.py: error: cannot read the runs in {directory}: {error!r}", file=sys.stderr)
         return 1
     plot = directory / "residency.png"
     draw(timelines[0], timelines[1], plot)
-    same = plain.losses == offload.losses
     Console().print(comparison(plain, offload, plot))
-    return 0 if same else 1
+    Console().print(budget_table(plain, budget))
+    return 0 if plain.losses == offload.losses and has_same_losses(plain, budget) else 1
 
 
 def comparison(plain: Run, offload: Run, plot: Path) -> Table:
@@ -153,6 +153,33 @@ def comparison(plain: Run, offload: Run, plot: Path) -> Table:
     table.caption = f"plot: {plot}"
     table.caption_justify = "left"
     return table
+
+
+def budget_table(plain: Run, budget: Run) -> Table:
+    """Make the table of the run that was given nothing but a budget: what it predicted, and what was measured."""
+    plans = [rank["offload"]["plan"] for rank in budget.steps[-1]["ranks"]]
+    decided = [plan for plan in plans if plan is not None]
+    title = f"with a budget of {_mib(decided[0]['budget_bytes'])} a rank, and no other setting" if decided else "budget"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for column in ("no offload", "predicted", "measured"):
+        table.add_column(column, justify="right")
+    verdict = "[green]equal[/]" if has_same_losses(plain, budget) else "[bold red]NOT EQUAL[/]"
+    table.add_row("losses to the last bit", f"{plain.losses[-1]:.6f}", "", verdict)
+    predicted_ms = max((plan["predicted_step_ms"] for plan in decided), default=0.0)
+    measured_ms = budget.steps[-1]["step_ms"]
+    table.add_row("step time", f"{plain.step_ms:,.0f} ms", f"{predicted_ms:,.0f} ms", f"{measured_ms:,.0f} ms")
+    for rank, plan in enumerate(plans):
+        peak = _peak_resident(budget.steps[-1]["ranks"][rank])
+        predicted = "no plan" if plan is None else _mib(plan["predicted_peak_bytes"])
+        before = _mib(plain.peak(rank, _peak_resident))
+        table.add_row(f"resident saved bytes, peak, rank {rank}", before, predicted, _mib(peak))
+    return table
+
+
+def has_same_losses(one: Run, other: Run) -> bool:
+    """Return whether the steps that both runs have took the same losses, to the last bit."""
+    return all(mine == theirs for mine, theirs in zip(one.losses, other.losses, strict=False))
 
 
 def _peak_resident(rank: dict[str, Any]) -> int:

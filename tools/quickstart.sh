@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Pretrains a small MoE GPT on real text in a pipeline of two processes with two virtual stages each, without and with
-# activation offload, on this machine's CPU, and compares the two runs. Needs Python >= 3.11 and nothing else.
+# Pretrains a small MoE GPT on real text in a pipeline of two processes with two virtual stages each, without activation
+# offload, with it, and with nothing but a budget, on this machine's CPU, and compares the three runs. Needs
+# Python >= 3.11 and nothing else.
 #
 #   tools/quickstart.sh [DIRECTORY]    where the text, the metrics and the plot go; default out/quickstart
 #
-# STEPS (default 5) sets the length of each run; PYTHON and VENV choose the environment, see tools/setup_env.sh.
+# STEPS (default 4) sets the length of the first two runs; a budget needs six steps. PYTHON and VENV choose the environment, see tools/setup_env.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out/quickstart}
-steps=${STEPS:-5}
+steps=${STEPS:-4}
+budget=${BUDGET:-400MiB} # of saved tensors, as there is no GPU
+budget_steps=$((steps > 6 ? steps : 6)) # of which four measure and one verifies
 python=${VENV:-.venv}/bin/python
 
 tools/setup_env.sh megatron,plots,test
@@ -24,16 +27,16 @@ export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1
 
 "$python" -W ignore::UserWarning examples/prepare_text.py --output-prefix "$out/text"
 
-pretrain() { # NAME [FLAGS]: one run; its metrics and the timeline of its last step land in $out/NAME.*
-    local name=$1
-    shift
+pretrain() { # NAME STEPS [FLAGS]: one run; its metrics and the timeline of its last step land in $out/NAME.*
+    local name=$1 steps=$2
+    shift 2
     "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$(free_port)" \
         examples/pretrain_gpt.py \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
         --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 16 --seq-length 256 \
         --num-experts 4 --moe-router-topk 2 --moe-layer-freq 2 --disable-bias-linear \
         --micro-batch-size 4 --global-batch-size 16 --train-iters "$steps" --seed 1234 \
-        --data-path "$out/text" --metrics-json "$out/$name.jsonl" \
+        --lr-decay-iters "$budget_steps" --data-path "$out/text" --metrics-json "$out/$name.jsonl" \
         --timeline-json "$out/$name.timeline.json" --timeline-step "$steps" "$@"
 }
 
@@ -41,9 +44,11 @@ free_port() {
     "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
-echo "1/2 without offload"
-pretrain plain
-echo "2/2 with --offload-activation --offload-modules core_attn router_fc1 qkv_linear"
-pretrain offload --offload-activation --offload-modules core_attn router_fc1 qkv_linear
+echo "1/3 without offload"
+pretrain plain "$steps"
+echo "2/3 with --offload-activation --offload-modules core_attn router_fc1 qkv_linear"
+pretrain offload "$steps" --offload-activation --offload-modules core_attn router_fc1 qkv_linear
+echo "3/3 with --offload-gpu-budget $budget"
+pretrain budget "$budget_steps" --offload-gpu-budget "$budget"
 
 exec "$python" tools/quickstart.py "$out"

@@ -13,6 +13,7 @@ from offload_engine import Action, OffloadConfig
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.memory import Job
+from offload_engine.planning.predict import Costs
 from offload_engine.planning.shapes import Bounds, Shapes
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.engine import NotedBoundary
@@ -97,7 +98,7 @@ def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankFo
     rank = rehearsed.forecast
     short = Job(rehearsed.actions, rank.shapes, rank.bounds, rank.is_combined)
     whole = replace(short, actions=rank.actions)
-    return rank._replace(chosen=choose_within(budget_bytes, short, whole, rehearsed.boundaries, link))
+    return rank._replace(chosen=choose_within(budget_bytes, short, whole, rehearsed.boundaries, Costs(link)))
 
 
 def _name_of_offload(job: TrainingJob) -> str:

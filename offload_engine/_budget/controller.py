@@ -9,6 +9,7 @@ from typing import Final
 from offload_engine._budget.decide import Decider, has_outgrown
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.last_step import LastStep
+from offload_engine._budget.margin import margin_of
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
@@ -45,7 +46,7 @@ class BudgetController(BudgetView):
     """Decides for one engine, between its iterations. While a decision holds it costs some 50 microseconds a step.
 
     Args:
-        budget_bytes: what the process may hold on its device.
+        budget_bytes: what the process may hold on its device; None: all that is there, less a margin.
         context: of the engine: its device and copy streams.
         policy: of the engine, made by `Planned`.
         keeping: told what to keep.
@@ -56,13 +57,15 @@ class BudgetController(BudgetView):
     """
 
     def __init__(
-        self, budget_bytes: int, context: TransferContext, policy: Policy, keeping: Keeping, gauge: MemoryGauge
+        self, budget_bytes: int | None, context: TransferContext, policy: Policy, keeping: Keeping, gauge: MemoryGauge
     ) -> None:
         assert isinstance(policy, PlannedPolicy)
         self.state: State = State.FLOOR
         # Where copies are threads it is left to chance when they complete.
         is_early_certain = not isinstance(gauge, ResidentGauge)
-        super().__init__(Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
+        self._margin = margin_of(gauge) if budget_bytes is None else None
+        nbytes = budget_bytes or (0 if self._margin is None else self._margin.budget_bytes())
+        super().__init__(Decider(nbytes, context, policy, is_early_certain=is_early_certain))
         self._device: Device = context.device
         self._keeping = keeping
         self._gauge: MemoryGauge = gauge
@@ -124,6 +127,8 @@ class BudgetController(BudgetView):
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""
         self._step.end(stats, num_chunks)
+        if self._margin is not None and self.state in (State.FLOOR, State.MEASURE):
+            self._margin.note(self._step.held_bytes, self._step.peak_bytes)
 
     def abandon(self) -> None:
         """Forget the running iteration, which has raised. Idempotent."""
@@ -181,6 +186,8 @@ class BudgetController(BudgetView):
 
     def _decide_first(self) -> None:
         """Decide by what was measured; what lies in the allocator from before the training must not count."""
+        if self._margin is not None:
+            self.decider.budget_bytes = self._margin.budget_bytes()
         try:
             allowance = self.decider.decide_first()
         except BudgetError:

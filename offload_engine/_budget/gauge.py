@@ -37,5 +37,9 @@ class ResidentGauge:
         """See `MemoryGauge`."""
         return self.peak_bytes()
 
+    def total_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        return 0
+
     def trim(self) -> None:
         """See `MemoryGauge`."""

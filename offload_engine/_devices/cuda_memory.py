@@ -32,6 +32,10 @@ class CudaMemory:
         outside = total - free - self._stat("reserved_bytes", "current")
         return outside + self._stat("reserved_bytes", "peak")
 
+    def total_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
     def trim(self) -> None:
         """See `MemoryGauge`."""
         torch.cuda.empty_cache()

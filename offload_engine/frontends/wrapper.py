@@ -208,7 +208,7 @@ def _with_horizon(config: OffloadConfig, horizon: int | None) -> OffloadConfig:
         raise ValueError(f"activation_loading_horizon must be a positive integer, got {horizon!r}")
     if horizon is not None and config.gpu_budget is not None:
         raise ValueError(
-            f"activation_loading_horizon={horizon} and gpu_budget={config.gpu_budget:,} of the config both decide what "
+            f"activation_loading_horizon={horizon} and gpu_budget={config.budget_text} of the config both decide what "
             "stays on the device: set one of them"
         )
     if horizon is not None and config.policy not in (None, GroupWindow(horizon)):

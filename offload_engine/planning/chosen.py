@@ -7,27 +7,22 @@ from collections.abc import Sequence
 from offload_engine.planning.choices import Choice, slots_of
 from offload_engine.planning.copy_ins import Step
 from offload_engine.planning.plan import Line
-from offload_engine.planning.shapes import GroupShape
 
 
 def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
     """Move nothing of what is chosen to be kept, in any microbatch.
 
-    Nor of what is recomputed, if nothing of it is saved; what is, such as an input, leaves as others do. This comes
-    before copy-ins and releases are placed, so that these are for what does move.
+    What is recomputed has no bytes, or those of its input, which leave as others do. This comes before copy-ins and
+    releases are placed, so that these are for what does move.
     """
     staying = {
         (stage, index)
         for stage, shape in enumerate(step.shapes if step.choices else ())
-        for index, (slot, group) in enumerate(zip(slots_of(stage, shape.groups), shape.groups, strict=True))
-        if _stays(step.choices.of(slot), group)
+        for index, slot in enumerate(slots_of(stage, shape.groups))
+        if step.choices.of(slot) is Choice.KEEP
     }
     if not staying:
         return list(lines)
     return [
         Line(b, tuple(m for m in moves if (m.group.chunk.stage, m.group.index) not in staying)) for b, moves in lines
     ]
-
-
-def _stays(choice: Choice, group: GroupShape) -> bool:
-    return choice is Choice.KEEP or (choice is Choice.RECOMPUTE and not group.nbytes)

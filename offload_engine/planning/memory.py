@@ -73,6 +73,8 @@ class MemoryModel:
     leaves. Empty where that is left to chance."""
     floor_bytes: int
     """Of groups that leave at all when everything is offloaded."""
+    floor_moved_bytes: int = 0
+    """Copied out in a step in which everything is offloaded."""
     between_bytes: int = 0
     overhead_bytes: int = 0
     correction_bytes: int = 0
@@ -80,7 +82,8 @@ class MemoryModel:
 
     def held_bytes(self, job: Job, choices: Choices) -> int:
         """Return how many bytes the process holds at the most, with some choices."""
-        return self.held_with(job.residents(choices).before, self.early_share(job, choices))
+        residents = job.residents(choices)
+        return self.held_with(residents.before, self.early_share(job, choices), self.correction_share(residents))
 
     def early_share(self, job: Job, choices: Choices) -> float:
         """Return how much of what was gone early will be: under a budget of resident bytes nothing needs to be."""
@@ -88,20 +91,27 @@ class MemoryModel:
             return 0.0
         return leaving_bytes(job.shapes, choices) / self.floor_bytes
 
+    def correction_share(self, residents: Residents) -> float:
+        """Return how much of the correction counts: one downwards was for what leaves, earlier than it had to."""
+        if self.correction_bytes >= 0 or not self.floor_moved_bytes:
+            return 1.0
+        return min(1.0, residents.moved_bytes / self.floor_moved_bytes)
+
     def room_bytes(self, budget_bytes: int) -> int:
         """Return how many bytes groups may have at any boundary within a budget of what the process holds."""
         most = max(self.other_bytes.values(), default=0)
         return max(0, budget_bytes - most - self.overhead_bytes - self.correction_bytes)
 
-    def held_with(self, residents: Mapping[Boundary, int], share: float) -> int:
+    def held_with(self, residents: Mapping[Boundary, int], share: float, leaving: float = 1.0) -> int:
         """Return how many bytes the process holds at the most.
 
         Args:
             residents: of groups, when each boundary comes.
             share: see `early_share`.
+            leaving: see `correction_share`.
         """
         peak = max((self._peak_at(b, nbytes, share) for b, nbytes in residents.items()), default=0)
-        return max(peak, self.between_bytes) + self.overhead_bytes + self.correction_bytes
+        return max(peak, self.between_bytes) + self.overhead_bytes + round(leaving * self.correction_bytes)
 
     def peak_boundary(self, residents: Mapping[Boundary, int]) -> Boundary | None:
         """Return the boundary before which the peak is; None: nothing was measured."""
@@ -131,7 +141,8 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
         measured: of the step.
         is_early_certain: a copy-out that was complete when a boundary came will be complete there again.
     """
-    residents = job.residents(Choices()).before
+    every = job.residents(Choices())
+    residents = every.before
     others: dict[Boundary | Moment, int] = {}
     early: dict[Boundary | Moment, int] = {}
     for boundary, other, resident in _merged(measured.boundaries, residents):
@@ -141,7 +152,7 @@ def make_memory_model(job: Job, measured: MeasuredMemory, *, is_early_certain: b
             if is_early_certain:
                 early[at] = min(early.get(at, spare), spare)
     floor = leaving_bytes(job.shapes, Choices())
-    return MemoryModel(others, early, floor, measured.between_bytes, measured.overhead_bytes)
+    return MemoryModel(others, early, floor, every.moved_bytes, measured.between_bytes, measured.overhead_bytes)
 
 
 def leaving_bytes(shapes: Shapes, choices: Choices) -> int:

@@ -115,7 +115,11 @@ class Predictor:
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(residents.before, self.model.early_share(job, choices)),
+            self.model.held_with(
+                residents.before,
+                self.model.early_share(job, choices),
+                self.model.correction_share(residents),
+            ),
             residents.most,
             max(0.0, self._fitted_ms(outcome)) * _slower(self.costs.busy_ratio, busy),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),

@@ -23,6 +23,8 @@ class Residents(NamedTuple):
     """When each boundary comes, before its moves; with what is recomputed there."""
     most: int
     """At any time; without what is recomputed, which moves nowhere."""
+    moved_bytes: int
+    """Copied out."""
 
 
 def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan) -> Residents:
@@ -42,7 +44,8 @@ def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan
         walk.come_to(boundary)
         found[boundary] = walk.resident_bytes + walk.recomputed_bytes
         walk.move(boundary, plan)
-    return Residents(found, walk.most_bytes)
+    moved = [move.group for _, move in plan.moves() if move.op is OUT]
+    return Residents(found, walk.most_bytes, sum(map(walk.size, moved)))
 
 
 def groups_before(
@@ -87,7 +90,7 @@ class _Walk:
         elif boundary.kind is BACKWARD_END:
             self._is_leaving.discard(boundary.group)
             self._alive.discard(boundary.group)
-            self.resident_bytes -= self._size(boundary.group)
+            self.resident_bytes -= self.size(boundary.group)
             if boundary.group in self._recomputed:
                 self._recomputed.discard(boundary.group)
                 self.recomputed_bytes -= self._shape(boundary.group).recomputed_bytes
@@ -109,14 +112,14 @@ class _Walk:
     def _leave(self, group: GroupKey) -> None:
         self._leaving.append(group)
         self._is_leaving.add(group)
-        self._leaving_bytes += self._size(group)
+        self._leaving_bytes += self.size(group)
         self._make_room()
 
     def _make_room(self) -> None:
         """Release the oldest that leave, as the executor does whatever the plan says."""
         while self._leaving and self._is_over():
             oldest = self._leaving.popleft()
-            self._leaving_bytes -= self._size(oldest)
+            self._leaving_bytes -= self.size(oldest)
             self._release(oldest)
 
     def _is_over(self) -> bool:
@@ -128,7 +131,7 @@ class _Walk:
         if group in self._is_leaving:
             self._is_leaving.discard(group)
             self._away.add(group)
-            self.resident_bytes -= self._size(group)
+            self.resident_bytes -= self.size(group)
 
     def _bring_back(self, group: GroupKey) -> None:
         self._is_leaving.discard(group)
@@ -137,7 +140,7 @@ class _Walk:
             self._hold(group)
 
     def _hold(self, group: GroupKey) -> None:
-        self.resident_bytes += self._size(group)
+        self.resident_bytes += self.size(group)
         self.most_bytes = max(self.most_bytes, self.resident_bytes)
 
     def _recompute(self, last: GroupKey) -> None:
@@ -152,7 +155,8 @@ class _Walk:
                 self._recomputed.add(group)
                 self.recomputed_bytes += shape.recomputed_bytes
 
-    def _size(self, group: GroupKey) -> int:
+    def size(self, group: GroupKey) -> int:
+        """Return the bytes of a group."""
         return self._shape(group).nbytes
 
     def _shape(self, group: GroupKey) -> GroupShape:

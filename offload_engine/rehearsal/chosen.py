@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload_engine.errors import BudgetError
+from offload_engine.planning.choices import slots_of
 from offload_engine.planning.choose import choose
-from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, make_memory_model
 from offload_engine.planning.moves import Boundary
-from offload_engine.planning.predict import Costs, Prediction
+from offload_engine.planning.predict import Costs, Prediction, summed
+from offload_engine.planning.recompute import RecomputeOption
+from offload_engine.planning.shapes import Shapes
 from offload_engine.rehearsal.engine import NotedBoundary
 from offload_engine.rehearsal.forecast import CONTEXT_BYTES, RESERVED_SHARE
 
 
 def choose_within(
-    budget_bytes: int, rehearsed: Job, whole: Job, boundaries: Sequence[NotedBoundary], link: Link
+    budget_bytes: int, rehearsed: Job, whole: Job, boundaries: Sequence[NotedBoundary], costs: Costs
 ) -> Prediction | None:
     """Choose for one rank; None: it does not fit.
 
@@ -24,7 +26,7 @@ def choose_within(
         rehearsed: the step that was rehearsed, with everything offloaded.
         whole: the step to choose for, with all its microbatches.
         boundaries: of the rehearsal.
-        link: of the GPU.
+        costs: of moves, and of what can be recomputed.
     """
     peak_bytes = max((noted.peak_bytes for noted in boundaries), default=0)
     measured = MeasuredMemory(
@@ -34,9 +36,29 @@ def choose_within(
     )
     model = make_memory_model(rehearsed, measured, is_early_certain=False)
     try:
-        return choose(whole, model, budget_bytes, Costs(link)).best
+        return choose(whole, model, budget_bytes, costs).best
     except BudgetError:
         return None
+
+
+def layer_options(saved: Shapes, checkpointed: Shapes) -> tuple[RecomputeOption, ...]:
+    """Return what checkpointing each layer would free and cost.
+
+    Args:
+        saved: of a step in which each layer has groups of its name.
+        checkpointed: of a step in which these hold inputs only.
+    """
+    inputs = summed((group.name, group.nbytes) for shape in checkpointed for group in shape.groups)
+    found = []
+    for stage, shape in enumerate(saved):
+        slots = list(zip(slots_of(stage, shape.groups), shape.groups, strict=True))
+        for name in dict.fromkeys(group.name for group in shape.groups):
+            own = [(slot, group) for slot, group in slots if group.name == name]
+            freed = sum(group.nbytes for _, group in own) - inputs.get(name, 0)
+            if freed > 0:
+                replaces = frozenset(slot for slot, _ in own)
+                found.append(RecomputeOption("layer", replaces, freed, sum(group.forward_ms for _, group in own)))
+    return tuple(found)
 
 
 def _boundary(noted: NotedBoundary) -> Boundary:

@@ -22,6 +22,9 @@ RESERVED_SHARE: Final = 1.08
 """What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/benchmarks.md, up to 1.4 at 65,536 tokens."""
 
 
+CHOSEN: Final = "chosen within the budget"
+
+
 class WayForecast(NamedTuple):
     """A rank that goes one way: no offload, say."""
 
@@ -159,14 +162,18 @@ def _chosen_ways(ranks: Sequence[RankForecast], link: Link) -> tuple[float, list
     simulation = _simulated(ranks, link, plans, bounds)
     ways = [
         WayForecast(
-            "chosen within the budget",
-            int((prediction.held_bytes - CONTEXT_BYTES) / RESERVED_SHARE),
+            CHOSEN,
+            _allocated(prediction.held_bytes),
             outcome.milliseconds,
             outcome.counters.peak_host_bytes,
         )
         for prediction, outcome in zip(chosen, simulation.ranks, strict=True)
     ]
     return simulation.milliseconds, ways
+
+
+def _allocated(held_bytes: int) -> int:
+    return int((held_bytes - CONTEXT_BYTES) / RESERVED_SHARE)
 
 
 def forecast_alone(
@@ -184,6 +191,11 @@ def forecast_alone(
     steps = tuple(
         _step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit) for way in rank.ways
     )
+    if rank.chosen is not None:
+        best = rank.chosen
+        moved = sum(best.moved_bytes.values())
+        way = WayForecast(CHOSEN, _allocated(best.held_bytes), best.step_ms, moved, moved)
+        steps += (_step([way], way.milliseconds + optimizer_ms, per_node, budget_bytes, host_limit),)
     ms_per_byte = (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
     groups = [group for shape in rank.shapes for group in shape.groups]
     modules = []

@@ -12,20 +12,26 @@ from offload_engine.frontends._layers.find_layers import find_layers
 from offload_engine.frontends.layers import LayerOffload
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
+from offload_engine.planning.memory import Job
+from offload_engine.planning.predict import Costs, Prediction
 from offload_engine.planning.shapes import Shapes
-from offload_engine.policies import ResidentLayers
+from offload_engine.policies import LowestPeak, PolicySettings, ResidentLayers
 from offload_engine.rehearsal.attention import fused_attention
+from offload_engine.rehearsal.chosen import choose_within, layer_options
 from offload_engine.rehearsal.costs import KernelCosts
 from offload_engine.rehearsal.device import RehearsalDevice, StepClocks
-from offload_engine.rehearsal.engine import RehearsalEngine
+from offload_engine.rehearsal.engine import NotedBoundary, RehearsalEngine
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, forecast_alone
 from offload_engine.rehearsal.shapes import shapes_of
 from offload_engine.rehearsal.tensors import HollowTensors
+from offload_engine.schedule import no_pipelining
 
-NUM_WAYS: Final = 3
-"""Rehearsals of a model."""
+NUM_WAYS: Final = 4
+"""Rehearsals of a model, the last of which is only needed where the first does not fit."""
 _WORKSPACE_BYTES: Final = 64 << 20
 """Of cuBLAS, on Hopper."""
+_PIECE_BYTES: Final = 1 << 30
+"""A system refuses to promise more at once than it has, though no page of it is ever touched."""
 _NUM_STEPS: Final = 2
 """The policy learns sizes from the first."""
 
@@ -63,6 +69,7 @@ class ModelRehearsal:
         self._link: Link = hardware.link(min(num_gpus, hardware.num_gpus), is_both_ways=False)
         self._state_bytes = self._num_parameters = 0
         self._shapes: Shapes = ()
+        self._boundaries: tuple[NotedBoundary, ...] = ()
         self._managed_bytes = 0
 
     @property
@@ -81,6 +88,8 @@ class ModelRehearsal:
         Args:
             num_tokens: of one replica's step.
             on_progress: called `NUM_WAYS` times.
+
+        Where no offload does not fit the budget, what each layer does is chosen: kept, offloaded, or recomputed.
         """
         ways: list[WayForecast] = []
         shapes: Shapes = ()
@@ -89,21 +98,43 @@ class ModelRehearsal:
             on_progress()
             shapes = shapes or self._shapes
         optimizer_ms = 2 * self._state_bytes / self._hardware.memory_gbps / 1e6 if self._optimizer_bytes else 0.0
-        rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways))
+        chosen = None if ways[0].gpu_bytes <= self._budget_bytes else self._choose(shapes, self._shapes)
+        on_progress()
+        rank = RankForecast(self._num_parameters, self._state_bytes, (), shapes, tuple(ways), chosen=chosen)
         tokens = num_tokens * self._num_gpus
         return forecast_alone(
             self._hardware, self._link, self._num_gpus, tokens, optimizer_ms, rank, self._budget_bytes
         )
 
-    def run(self, name: str, *, dry_run: bool = False, checkpoints: bool = False) -> WayForecast:
-        """Rehearse a step; see `OffloadConfig.dry_run` and `enable_ckpt` of `enable_activation_offloading`."""
+    def _choose(self, saved: Shapes, checkpointed: Shapes) -> Prediction | None:
+        """Choose by a step in which everything is offloaded.
+
+        Args:
+            saved: of a step without offload, whose times have no waits.
+            checkpointed: of a step with all layers checkpointed.
+        """
+        floor = self.run("everything offloaded", policy=LowestPeak())
+        job = Job(tuple(no_pipelining(1)), saved)
+        options = layer_options(saved, checkpointed)
+        costs = Costs(self._link, options=options, floor_ms=floor.milliseconds)
+        return choose_within(self._budget_bytes, job, job, self._boundaries, costs)
+
+    def run(
+        self,
+        name: str,
+        *,
+        dry_run: bool = False,
+        checkpoints: bool = False,
+        policy: PolicySettings = ResidentLayers(),  # noqa: B008  # immutable
+    ) -> WayForecast:
+        """Rehearse a step; see `OffloadConfig`, and `enable_ckpt` of `enable_activation_offloading`."""
         hollow = HollowTensors(KernelCosts(self._hardware), self._hardware.peer_gbps)
         device = RehearsalDevice(StepClocks(self._link), hollow.allocated)
         hollow.run = device.clocks.run
         with hollow, fused_attention():
             model = self._make_model()
             state = self._hold_state(model)
-            config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=ResidentLayers())
+            config = OffloadConfig(min_tensor_bytes=self._min_tensor_bytes, dry_run=dry_run, policy=policy)
             engine = RehearsalEngine(config, device)
             handle = LayerOffload(model, find_layers(model, None), engine, checkpoints)
             for _ in range(_NUM_STEPS):
@@ -114,7 +145,7 @@ class ModelRehearsal:
                 peak = max(engine.peak_bytes, hollow.allocated.peak_bytes)
             stats = engine.stats
             self._managed_bytes = stats.managed_bytes
-            self._shapes = shapes_of(engine.boundaries)
+            self._shapes, self._boundaries = shapes_of(engine.boundaries), tuple(engine.boundaries)
             way = WayForecast(name, peak, milliseconds, stats.host_bytes, stats.copied_out_bytes)
             handle.remove()
             del state
@@ -129,10 +160,11 @@ class ModelRehearsal:
         held = self._optimizer_bytes * self._num_parameters
         weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
         self._state_bytes = 2 * weights + held
-        return [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (held, _WORKSPACE_BYTES)]
+        pieces = [_PIECE_BYTES] * (held // _PIECE_BYTES) + [held % _PIECE_BYTES, _WORKSPACE_BYTES]
+        return [torch.empty(nbytes, dtype=torch.uint8) for nbytes in pieces]
 
 
-_WAYS: Final[dict[str, dict[str, bool]]] = {
+_WAYS: Final[dict[str, dict[str, Any]]] = {
     "no offload": {"dry_run": True},
     "layers offloaded": {},
     "layers checkpointed, inputs offloaded": {"checkpoints": True},

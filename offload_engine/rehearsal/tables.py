@@ -21,6 +21,7 @@ def forecast_text(forecast: Forecast, notes: Sequence[str] = ()) -> str:
         _module_table(forecast),
         _rank_table(forecast),
         _step_table(forecast),
+        *_choice_tables(forecast),
         _verdict(forecast),
         *notes,
     ]
@@ -106,6 +107,20 @@ def _step_table(forecast: Forecast) -> Table:
             "yes" if step.fits else "no",
         )
     return table
+
+
+def _choice_tables(forecast: Forecast) -> list[Table]:
+    """Return what becomes of the groups of each name, where that was chosen."""
+    if any(rank.chosen is None for rank in forecast.ranks):
+        return []
+    table = _table("chosen within the budget, GiB a step", ("stage", "group", "kept", "offloaded", "recomputed"), 2)
+    for number, rank in enumerate(forecast.ranks):
+        best = rank.chosen
+        assert best is not None
+        for name in dict.fromkeys(group.name for shape in rank.shapes for group in shape.groups):
+            sizes = (each.get(name, 0) for each in (best.kept_bytes, best.moved_bytes, best.recomputed_bytes))
+            table.add_row(str(number), name, *map(_gib, sizes))
+    return [table]
 
 
 def _verdict(forecast: Forecast) -> str:

@@ -30,6 +30,7 @@ from offload_engine import (
     offload_wrapper,
 )
 from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.margin import Margin
 from offload_engine._budget.state import State
 from offload_engine._budget.summary import BudgetSummary
 from offload_engine.errors import BudgetError
@@ -427,6 +428,9 @@ class Allocator:
         self._note()
         return self._reserved
 
+    def total_bytes(self) -> int:
+        return 1 << 30
+
     def trim(self) -> None:
         self._reserved, self.num_trims = 0, self.num_trims + 1
 
@@ -571,3 +575,35 @@ def test_what_the_allocator_had_before_does_not_count() -> None:
     gauge._reserved = 10 * most + base
     job.steps(8)
     assert job.states[-1] is State.HOLD and gauge.num_trims == 2
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_leaves_twice_what_varied_from_step_to_step() -> None:
+    margin = Margin(1 << 40)
+    assert margin.budget_bytes() == (1 << 40) - (128 << 20)
+    for extra in (9 << 30, 300 << 20, 500 << 20, 400 << 20):  # in the first step libraries are loaded
+        margin.note((10 << 30) + extra, 10 << 30)
+    assert margin.budget_bytes() == (1 << 40) - (400 << 20)
+
+
+def test_auto_decides_by_the_measured_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU on which only a part of what is saved fits."""
+    most = max(all_kept(ByHand).peaks)
+    total = (128 << 20) + KIB + round(0.7 * most)
+    monkeypatch.setattr(ResidentGauge, "total_bytes", lambda self: total)
+    job = ByHand(config(gpu_budget="auto")).steps(8)
+    summary = summary_of(job.engine)
+    assert summary is not None and summary.budget_bytes == total - (128 << 20)
+    assert job.states[-1] is State.HOLD and max(job.peaks[5:]) <= summary.budget_bytes
+    assert 0 < job.engine.stats.copied_out_bytes
+
+
+def test_auto_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="gpu_budget='auto' depends on the memory of a GPU, and there is none here"):
+        OffloadEngine(config(gpu_budget="auto"))
+    with pytest.raises(TypeError, match="gpu_budget must be an integer number of bytes, got 'all'"):
+        config(gpu_budget="all")
+    with pytest.raises(ValueError, match="gpu_budget='auto' and policy=ResidentBudget"):
+        config(gpu_budget="auto", policy=ResidentBudget(5))

@@ -310,6 +310,19 @@ def test_bytes_leave_the_peak_one_for_one() -> None:
     assert model.corrected(5).corrected(-2).held_bytes(job, everything) == model.held_bytes(job, everything) + 3
 
 
+def test_a_correction_downwards_says_nothing_of_what_does_not_leave() -> None:
+    """It is found where copies complete early: a step in which nothing moves holds all that it saves."""
+    job = job_of(ONE_RANK.ranks[0])
+    model = flat_model(job)
+    everything = Choices(frozenset(slots_of(0, job.shapes[0].groups)))
+    assert model.corrected(-GIB).held_bytes(job, everything) == model.held_bytes(job, everything)
+    assert model.corrected(-GIB).held_bytes(job, Choices()) == model.held_bytes(job, Choices()) - GIB
+    predictor = Predictor(job, model.corrected(-GIB), COSTS)
+    with_room = Decision(resident_bytes=job.residents(everything).most * 2)
+    for decision in (Decision(everything), with_room):
+        assert predictor.predict(decision).held_bytes == model.held_bytes(job, everything)
+
+
 def test_what_lies_between_steps_counts_too() -> None:
     job = job_of(ONE_RANK.ranks[0])
     model = dataclasses.replace(flat_model(job), between_bytes=100 * GIB)

@@ -83,7 +83,7 @@ LAYERS = {
         ("_policy.keeping",),
         ("_policy.choose", "_policy.executor"),
         ("chunk", "_budget", "_budget.gauge", "_budget.link", "_budget.measure", "_budget.optimizers"),
-        ("_budget.last_step", "_budget.state"),
+        ("_budget.last_step", "_budget.margin", "_budget.state"),
         ("_budget.times", "_budget.agreement", "_budget.allowing", "_budget.summary"),
         ("_budget.given",),
         ("_budget.decide",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from functools import partial
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from offload_engine import OffloadConfig
-from offload_engine.planning.hardware import find_hardware
+from offload_engine.planning.hardware import Hardware, find_hardware
 
 pytest.importorskip("transformers")
 
 from offload_engine.plan import main, read_config  # noqa: E402
 from offload_engine.rehearsal.model import ModelRehearsal  # noqa: E402
+from offload_engine.rehearsal.tables import forecast_text  # noqa: E402
 
 TINY = {
     "hidden_size": 64,
@@ -113,3 +115,27 @@ def test_bytes_are_those_of_a_real_step() -> None:
     rehearsal.run("no offload", dry_run=True)
     assert real.managed_bytes > 0
     assert rehearsal.managed_bytes == real.managed_bytes
+
+
+def test_within_a_budget_each_layer_is_kept_offloaded_or_recomputed() -> None:
+    """What has room is kept; with a slow link layers are recomputed."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
+    slow = dataclasses.replace(H200, out_gbps=2.0, in_gbps=2.0)
+    for hardware, kind in ((H200, "kept_bytes"), (slow, "recomputed_bytes")):
+
+        def rehearsal(budget: int | None = None, machine: Hardware = hardware) -> ModelRehearsal:
+            return ModelRehearsal(
+                partial(_make_model, **sizes), partial(_loss, length=8192), machine, budget_bytes=budget
+            )
+
+        roomy = rehearsal().forecast(8192)
+        none, offloaded, _ = roomy.ranks[0].ways
+        budget = (none.gpu_bytes + offloaded.gpu_bytes) // 2
+        forecast = rehearsal(budget).forecast(8192)
+        best = forecast.ranks[0].chosen
+        assert best is not None and best.held_bytes <= budget
+        assert getattr(best, kind) and best.kept_bytes
+        assert forecast.steps[-1].name == "chosen within the budget" and forecast.steps[-1].fits
+        text = forecast_text(forecast)
+        assert "chosen within the budget, GiB a step" in text and "model.layers.5" in text
+        assert "chosen within" not in forecast_text(roomy)

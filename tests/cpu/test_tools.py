@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,3 +47,27 @@ def test_scripts_run_on_the_bash_of_macos(script: Path) -> None:
 
 def test_the_quickstart_keeps_off_the_gpus() -> None:
     assert re.search(r'^export CUDA_VISIBLE_DEVICES=""$', (TOOLS / "quickstart.sh").read_text(), re.MULTILINE)
+
+
+def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sys.path.insert(0, str(TOOLS))
+    try:
+        from quickstart import Run, budget_table, has_same_losses
+    finally:
+        sys.path.remove(str(TOOLS))
+
+    def step(loss: float, mib: int, plan: dict[str, Any] | None) -> dict[str, Any]:
+        rank = {"offload": {"peak_resident_saved_bytes": mib << 20, "plan": plan}}
+        return {"loss": loss, "step_ms": 7.0, "ranks": [rank, rank]}
+
+    plan = {"budget_bytes": 400 << 20, "predicted_peak_bytes": 390 << 20, "predicted_step_ms": 8.0}
+    plain = Run([step(3.0, 600, None), step(2.0, 600, None)])
+    budget = Run([step(3.0, 200, None), step(2.0, 200, None), step(1.0, 380, plan)])
+    assert has_same_losses(plain, budget)
+    table = budget_table(plain, budget)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1][2:] == ["600 MiB"] * 2 and cells[2][2:] == ["390 MiB"] * 2 and cells[3][2:] == ["380 MiB"] * 2
+    assert "400 MiB" in str(table.title) and "equal" in cells[3][0] and "NOT" not in cells[3][0]
+    other = Run([step(3.0, 200, None), step(2.5, 200, None)])
+    assert "NOT EQUAL" in list(budget_table(plain, other).columns[3].cells)[0]

@@ -45,10 +45,10 @@ class LayerWatch:
             before, after = self._hooks_of(watched)
             groups.add_hooks_inside(watched.layer, before, after)
 
-    def offer(self, shapes: Shapes) -> list[RecomputeOption]:
+    def offer(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
         """Return what could be recomputed, by the bytes and times of a measured step."""
         found = [watched.option(shapes) for watched in self._watched]
-        return [option for option in found if option is not None]
+        return tuple(option for option in found if option is not None)
 
     def refused(self) -> dict[str, str]:
         """Return why layers cannot be checkpointed, by their names; a layer that has not run yet may be."""

@@ -34,7 +34,7 @@ class LayerRecompute:
         self._decider: Decider = budget.decider
         self._watch = LayerWatch(layers, groups, lambda: budget.state in (State.FLOOR, State.MEASURE))
         self._switches = [CheckpointedLayer(layer, groups) for layer in layers]
-        self._decider.find_options, self._decider.apply = self._offer, self._apply
+        self._decider.find_options, self._decider.apply = self._find_options, self._apply
         self._has_logged = False
 
     def remove(self) -> None:
@@ -42,7 +42,7 @@ class LayerRecompute:
         self._decider.find_options, self._decider.apply = lambda shapes: (), lambda choices: None
         self._apply(Choices())
 
-    def _offer(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
+    def _find_options(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
         options = tuple(self._watch.offer(shapes))
         if not self._has_logged:
             self._has_logged = True

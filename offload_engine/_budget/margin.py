@@ -1,0 +1,49 @@
+"""`Margin`: how much of a GPU a budget of "auto" leaves, by how much of it varied from step to step."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from offload_engine._devices.base import MemoryGauge
+
+_LEAST_BYTES: Final = 128 << 20
+"""Communicators and libraries allocate later, too."""
+_TIMES: Final = 2
+"""What varied over a few steps may vary by more over many."""
+
+
+class Margin:
+    """Watches what a process holds besides its peak of allocated bytes: outside of the allocator, and kept by it.
+
+    Args:
+        total_bytes: of the GPU.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._extras: list[int] = []
+
+    def note(self, held_bytes: int, peak_bytes: int) -> None:
+        """Note a step that is over."""
+        self._extras.append(held_bytes - peak_bytes)
+
+    def budget_bytes(self) -> int:
+        """Return what the process may hold: all there is, less what the extra has varied by, twice."""
+        settled = self._extras[1:] or self._extras  # in the first step libraries are loaded
+        varied = max(settled, default=0) - min(settled, default=0)
+        return self._total_bytes - max(_LEAST_BYTES, _TIMES * varied)
+
+
+def margin_of(gauge: MemoryGauge) -> Margin:
+    """Return the margin of a GPU.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    total = gauge.total_bytes()
+    if not total:
+        raise ValueError(
+            "gpu_budget='auto' depends on the memory of a GPU, and there is none here: give a number of bytes, which "
+            "is then that of saved tensors"
+        )
+    return Margin(total)
