@@ -223,6 +223,7 @@ def _skip(name: str, at: int) -> str:
                     job.step(forward_step=fail)
             else:
                 job.step()
+            torch.distributed.barrier()  # as gradients are summed: a rank cannot be a step ahead
         assert job.view.state is State.HOLD
         return job.decision
 
