@@ -15,7 +15,7 @@ from offload_engine._budget.agreement import (
     agreed_ms,
     agreed_options,
     are_alike,
-    text_of_step,
+    text_of_shapes,
 )
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
@@ -180,7 +180,7 @@ class Decider:
         """
         actions, meet = tuple(recorder.actions()), self.meet
         shapes, measured = self._policy.shapes(actions), recorder.boundaries
-        is_unlike = not are_alike(self.agree, text_of_step(shapes, measured))
+        is_unlike = not are_alike(self.agree, text_of_shapes(shapes))
         [cannot] = meet((int(shapes is None or is_unlike),))
         if shapes is None or cannot:
             return False
@@ -191,7 +191,7 @@ class Decider:
         self._job = Job(actions, timed, self._policy.own_bounds, is_combined)
         memory = MeasuredMemory(measured, between, overhead)
         model = make_memory_model(self._job, memory, is_early_certain=self._is_early_certain)
-        self._model = agreed_model(self.agree, model)
+        self._model = agreed_model(self.agree, model, self._job.residents(Choices()).before)
         meet((0,))  # the link is measured while all ranks copy
         link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
         options = agreed_options(self.agree, self.find_options(timed))
