@@ -8,11 +8,12 @@ from typing import Final
 
 from offload_engine._budget.decide import TOLERANCE, Decider
 from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
 from offload_engine._budget.view import BudgetView
-from offload_engine._devices.base import Device, MemoryGauge, TimeMark
+from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
@@ -61,24 +62,19 @@ class BudgetController(BudgetView):
         self.state: State = State.FLOOR
         # Where copies are threads it is left to chance when they complete.
         is_early_certain = not isinstance(gauge, ResidentGauge)
-        super().__init__(Decider(budget_bytes, context, policy, is_early_certain=is_early_certain))
+        decider = Decider(budget_bytes, context, policy, is_early_certain=is_early_certain)
+        super().__init__(decider, LastStep(context.device, gauge))
         self._device: Device = context.device
         self._keeping = keeping
-        self._gauge: MemoryGauge = gauge
         self._optimizers = OptimizerWatch()
         self._has_state = False  # an optimizer had stepped when the last step began
         self._recorder: MeasuringRecorder | None = None
-        self._begin_mark: TimeMark = None
-        self._end_mark: TimeMark = None
         self._floor_ms = 0.0
         self._num_steps = self._num_tries = self._num_corrections = 0
         self._has_trimmed = False  # for the first decision
         self._wants_measure = False
         self._recomputed: frozenset[Slot] = frozenset()
         self._is_settled = True  # not in the first step with other groups, which no plan knows
-        self._has_ended = False  # the last step was not abandoned
-        self._step_peak_bytes = self._step_held_bytes = 0
-        self._chunk_bytes = 0.0  # saved by a chunk of the last step, on average
 
     # -- the engine calls --------------------------------------------------------------------------------------------
 
@@ -97,9 +93,9 @@ class BudgetController(BudgetView):
         if self.state is not State.HOLD:
             self._gauge.reset()
         self._num_steps += 1
-        self._has_ended, self._has_state = False, self._optimizers.has_stepped or self._num_steps > _MAX_WAIT_STEPS
+        self._has_state = self._optimizers.has_stepped or self._num_steps > _MAX_WAIT_STEPS
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._begin_mark = self._mark()
+        self._last.begin(self._is_timed())
         return self._recorder
 
     def start_with(self, saved: SavedPlan | None, source: str) -> None:
@@ -125,28 +121,24 @@ class BudgetController(BudgetView):
         """Note what the iteration took that is over."""
         if isinstance(self._gauge, ResidentGauge):
             self._gauge.restore()
-        self._step_peak_bytes, self._step_held_bytes = self._gauge.peak_bytes(), self._gauge.held_bytes()
-        self._chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
-        self._end_mark = self._mark()
-        self._has_ended = True
+        self._last.end(stats, num_chunks, self._is_timed())
 
     def abandon(self) -> None:
         """Forget the running iteration, which has raised. Idempotent."""
-        self._has_ended, self._recorder = False, None
+        self._last.has_ended, self._recorder = False, None
 
     def close(self) -> None:
         """Watch optimizers no more. Idempotent."""
         self._optimizers.close()
 
-    def _mark(self) -> TimeMark:
-        is_timed = self.state in (State.FLOOR, State.VERIFY)
-        return self._device.mark_time(self._device.current_stream()) if is_timed else None
+    def _is_timed(self) -> bool:
+        return self.state in (State.FLOOR, State.VERIFY)
 
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended, on each rank that now agrees with this one."""
         if not (self.state is not State.HOLD or self._is_window_over() or self.decider.is_unchecked):
-            return self._has_ended
-        [was_abandoned] = self.decider.meet((int(not self._has_ended),))
+            return self._last.has_ended
+        [was_abandoned] = self.decider.meet((int(not self._last.has_ended),))
         return not was_abandoned
 
     def _is_window_over(self) -> bool:
@@ -163,7 +155,7 @@ class BudgetController(BudgetView):
         self.decider.check_taken()
         if self.state is State.FLOOR:
             if self._num_steps >= _FIRST_TIMED_STEP and self._have_state():
-                self._floor_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+                self._floor_ms = self._last.milliseconds()
                 self._optimizers.close()
                 self._go(State.MEASURE)
         elif self.state is State.MEASURE:
@@ -212,8 +204,8 @@ class BudgetController(BudgetView):
             self._is_settled = True
             return
         best = self.decider.chosen.best
-        self.measured_bytes = self._held_bytes()
-        self.measured_ms = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+        self.measured_bytes = self._last.held_bytes()
+        self.measured_ms = self._last.milliseconds()
         error, has_outgrown = self.decider.agree((self.measured_bytes - best.held_bytes, int(self._has_outgrown())))
         if has_outgrown:
             return self._measure_again("activations have grown")
@@ -233,7 +225,7 @@ class BudgetController(BudgetView):
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
-        self.measured_bytes = self._held_bytes()
+        self.measured_bytes = self._last.held_bytes()
         self._wants_measure |= self._has_outgrown()
         is_window_over = self._is_window_over()
         if is_window_over or self.decider.is_alone:
@@ -248,11 +240,11 @@ class BudgetController(BudgetView):
         over = self.measured_bytes - self.decider.budget_bytes
         if over > 0:
             self._answer_excess(over)
-        elif is_window_over or self._gauge.peak_bytes() > self._step_peak_bytes:
+        elif is_window_over or self._gauge.peak_bytes() > self._last.peak_bytes:
             self._gauge.reset()  # a new window; or the peak was between the steps
 
     def _answer_excess(self, over: int) -> None:
-        is_of_step = self._step_peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
+        is_of_step = self._last.peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
         if is_of_step and self.decider.is_at_floor:
             return  # as has been said; nothing more can leave
         if is_of_step:
@@ -272,7 +264,7 @@ class BudgetController(BudgetView):
     def _use_what_is_left(self) -> None:
         if self.decider.level():
             self._allow(self.decider.decide())
-        [need] = self.decider.agree((self._step_peak_bytes + self.decider.extra_bytes,))
+        [need] = self.decider.agree((self._last.peak_bytes + self.decider.extra_bytes,))
         chosen = self.decider.chosen
         is_unused = self.decider.budget_bytes - need > _UNUSED * self.decider.budget_bytes
         if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
@@ -290,14 +282,10 @@ class BudgetController(BudgetView):
         self._is_settled &= allowance.choices.recomputed == self._recomputed
         self._recomputed = allowance.choices.recomputed
 
-    def _held_bytes(self) -> int:
-        """Return what the process held in the last step and behind it, where another engine may have reset the peak."""
-        return max(self._step_held_bytes, self._gauge.held_bytes())
-
     def _has_outgrown(self) -> bool:
         """Return whether chunks have become larger than what was measured, so that all else may have grown, too."""
         stages = self.decider.num_stages()
-        return bool(stages) and self._chunk_bytes > TOLERANCE * self.decider.saved_bytes() / stages
+        return bool(stages) and self._last.chunk_bytes > TOLERANCE * self.decider.saved_bytes() / stages
 
     def _measure_again(self, why: str) -> None:
         self._wants_measure = False

@@ -19,6 +19,8 @@ from offload_engine._budget.agreement import (
 )
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._budget.shortage import MemoryParts
+from offload_engine._budget.taken import TakenPlan, can_all_take
 from offload_engine._budget.times import with_times
 from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
@@ -30,7 +32,7 @@ from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.predict import Costs
 from offload_engine.planning.recompute import RecomputeOption
-from offload_engine.planning.saved_plan import SavedPlan, check_same_model
+from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
 from offload_engine.schedule import Action
 
@@ -75,7 +77,7 @@ class Decider:
         self._context = context
         self._policy = policy
         self._is_early_certain = is_early_certain
-        self._taken: tuple[SavedPlan, str] | None = None  # to begin with, and where it comes from
+        self._taken: TakenPlan | None = None  # to begin with
         self._is_checked = False
         self._job: Job | None = None
         self._model: MemoryModel | None = None
@@ -92,6 +94,16 @@ class Decider:
     def extra_bytes(self) -> int:
         """Return what the process holds besides its peak of allocated bytes, by what is known now."""
         return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
+
+    @property
+    def expected(self) -> MemoryParts | None:
+        """Return what the decision in force takes; None before there is one that was measured."""
+        if self.chosen is None:
+            return None
+        best = self.chosen.best
+        return MemoryParts(
+            best.resident_bytes, best.held_bytes - best.resident_bytes - self.extra_bytes, self.extra_bytes
+        )
 
     @property
     def is_alone(self) -> bool:
@@ -113,7 +125,7 @@ class Decider:
     def saved(self) -> SavedPlan | None:
         """Return the decision in force, or the one to begin with; None without one."""
         if self.chosen is None:
-            return None if self._taken is None else self._taken[0]
+            return None if self._taken is None else self._taken.saved
         return SavedPlan(self.allowance(self.chosen), self.chosen.best.held_bytes)
 
     def join(self, agree: Agree, agree_all: Agree) -> None:
@@ -132,14 +144,12 @@ class Decider:
         if saved is not None and saved.held_bytes > self.budget_bytes:
             logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
             saved = None
-        chosen = saved and [(slot, saved.allowance.choices.of(slot)) for slot in sorted(saved.allowance.slots)]
-        is_unlike = not are_alike(self.agree, str(chosen))
-        [cannot] = self.meet((int(saved is None or is_unlike),))
-        if saved is None or cannot:
-            if saved is not None:
-                logger.warning("%s is not used: other ranks have another plan, or none", source)
+        can_take = can_all_take(saved, self.agree, self.meet)
+        if saved is not None and not can_take:
+            logger.warning("%s is not used: other ranks have another plan, or none", source)
+        if saved is None or not can_take:
             return None
-        self._taken = saved, source
+        self._taken = TakenPlan(saved, source)
         return saved.allowance
 
     @property
@@ -153,18 +163,9 @@ class Decider:
         Raises:
             ValueError: if not; names where it comes from. On the other ranks, too.
         """
-        if self._taken is None or self._is_checked:
-            return
-        saved, source = self._taken
-        try:
-            check_same_model(saved, self._policy.slots(), source)
-        except ValueError:
-            self.meet((1,))
-            raise
-        [has_failed] = self.meet((0,))
-        if has_failed:
-            raise ValueError(f"{source} is not used: another rank refuses its plan, and says why")
-        self._is_checked = True
+        if self._taken is not None and self.is_unchecked:
+            self._taken.check(self._policy.slots(), self.meet)
+            self._is_checked = True
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.

@@ -78,9 +78,9 @@ class Job:
         found = fingerprint(self.chunks, run(self.chunks, 4, **more))
         self._optimizer.step()
         self.num_steps += 1
-        if not isinstance(self.view._gauge, Skewed):
-            self.view._gauge = Skewed(self.view._gauge, 0)
-        self.view._gauge.extra = extra if self.is_skewed else 0
+        if not isinstance(self.view._last.gauge, Skewed):
+            self.view._last.gauge = Skewed(self.view._last.gauge, 0)
+        self.view._last.gauge.extra = extra if self.is_skewed else 0
         return found
 
     @property
