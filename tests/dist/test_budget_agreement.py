@@ -61,6 +61,7 @@ class Job:
     def __init__(self, name: str, handle: Handle, budget: int, **settings: Any) -> None:
         self._handle = handle
         kind = SHAPES[name][0]
+        settings["tensor_model_parallel_size"] = ps.get_tensor_model_parallel_world_size()
         self.is_skewed = is_last_rank() is not (name == "pipeline")  # its first stage has more to move
         if kind == "mixed":
             settings["expert_model_parallel_size"] = 2
