@@ -253,8 +253,33 @@ def test_a_plan_of_another_model_on_one_rank_ends_all(tmp_path: Path) -> None:
     before = time.monotonic()
     errors = on_ranks(_error_of_plan, "pipeline", str(tmp_path / "plan.json"))
     assert time.monotonic() - before < BOUNDED_S
-    assert "is of another model or layout" in errors[1]
-    assert errors[0].endswith("plan_rank0.json is not used: another rank refuses its plan, and says why")
+    own, other = f"--offload-plan {tmp_path}/plan_rank0.json", f"--offload-plan {tmp_path}/plan_rank1.json"
+    assert errors[1].startswith(f"{other} is of another model or layout: it has no group 0 1 mlp_fc2 0 (stage, layer,")
+    assert errors[0] == f"{own} is not used: another rank refuses its plan, and says why"
+
+
+def test_a_plan_of_another_layout_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    errors = on_ranks(_error_of_layout, "pipeline", str(tmp_path / "plan.json"))
+    assert errors[0] == errors[1]
+    assert (
+        f"pipeline rank 1: --offload-plan {tmp_path}/plan_rank1.json is of another model or layout: it has" in errors[0]
+    )
+    assert (
+        "it has a group 0 7 mlp_fc2 0 (stage, layer, name, part), and this rank has 1 stage(s) with layer" in errors[0]
+    )
+
+
+def _error_of_layout(name: str, file: str) -> str:
+    with patched(plan=file) as handle:
+        job = Job(name, handle, 1 << 30)
+        for _ in range(6):
+            job.step()
+    if is_last_rank():
+        path = Path(file.replace(".json", "_rank1.json"))
+        path.write_text(path.read_text().replace('[0, 1, "mlp_fc2"', '[0, 7, "mlp_fc2"'))
+    with patched(plan=file) as handle, pytest.raises(ValueError) as caught:
+        Job(name, handle, 1 << 30).step()
+    return str(caught.value)
 
 
 def _error_of_plan(name: str, file: str) -> str:
@@ -264,7 +289,8 @@ def _error_of_plan(name: str, file: str) -> str:
             job.step()
     if is_last_rank():
         path = Path(file.replace(".json", "_rank1.json"))
-        path.write_text(path.read_text().replace('"mlp_act"', '"mlp_of_another"'))
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(line for line in lines if '[0, 1, "mlp_fc2"' not in line))
     with patched(plan=file) as handle, pytest.raises(ValueError) as caught:
         job = Job(name, handle, 1 << 30)
         for _ in range(3):
