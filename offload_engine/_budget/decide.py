@@ -58,7 +58,7 @@ class Decider:
             time, with as many numbers. The default is one rank.
         agree_all: the same over all ranks that wait for each other in a step, until all have decided for the first
             time; None: these are the ranks of `agree`.
-        start_together: called before the link is measured, when all ranks have come there; see `measure_link`.
+        start_together: called right before the link is measured, when all ranks have come there.
         find_options: returns what the model can recompute, given the shapes of its chunks.
         apply: called with each decision between two steps, to have the model recompute what was chosen.
         chosen: the decision in force, and what else could have been; None before the first.
@@ -193,16 +193,19 @@ class Decider:
         memory = MeasuredMemory(measured, between, overhead)
         model = make_memory_model(self._job, memory, is_early_certain=self._is_early_certain)
         self._model = agreed_model(self.agree, model, self._job.residents(Choices()).before)
-        meet((0,))  # the link is measured while all ranks copy
-        link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
+        link = agreed_link(self.agree, self._measure_link(self._context.device, timed, meet))
         options = agreed_options(self.agree, self.find_options(timed))
         self._costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
         self._decisions.clear()
         return True
 
-    def _measure_link(self, device: Device, shapes: Shapes) -> Link:
+    def _measure_link(self, device: Device, shapes: Shapes, meet: Agree) -> Link:
+        def start() -> None:
+            meet((0,))  # until all ranks are about to copy
+            self.start_together()
+
         streams = self._context.copy_out_stream, self._context.copy_in_stream
-        return measure_link(device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), self.start_together)
+        return measure_link(device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
 
     def correct(self, nbytes: int) -> None:
         """Take in that steps hold so many bytes more than predicted; what was decided before is void."""

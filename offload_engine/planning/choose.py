@@ -14,7 +14,7 @@ from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
 from offload_engine.planning.recompute import cheapest_first
-from offload_engine.planning.worth import order_to_keep
+from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
 _ROOM_TRIES: Final = 4
@@ -61,7 +61,7 @@ def choose(
     """
     predictor = Predictor(job, model, costs)
     chooser = _Chooser(predictor, recomputed or frozenset())
-    others = [] if recomputed is not None else [_Chooser(predictor, each) for each in _recomputable(costs)]
+    others = [] if recomputed is not None else [_Chooser(predictor, each) for each in _recomputable(predictor)]
     curve = chooser.curve()
     floor, top = curve[0], curve[-1]
     if floor.held_bytes > budget_bytes:  # few microbatches in flight may take less than their copies both ways
@@ -80,11 +80,13 @@ def choose(
     return Chosen(_best(tried, budget_bytes), floor, top, _improving(tried))
 
 
-def _recomputable(costs: Costs) -> list[frozenset[Slot]]:
-    """Return what could be recomputed: some of what costs least for its bytes, more, and all."""
-    options = cheapest_first(costs.options)
-    counts = sorted({max(1, round(share * len(options))) for share in _SHARES_RECOMPUTED}) if options else []
-    return [frozenset(slot for option in options[:n] for slot in option.replaces) for n in counts]
+def _recomputable(predictor: Predictor) -> list[frozenset[Slot]]:
+    """Return what could be recomputed: some of what takes less time than its copies, more of it, and all that can."""
+    options = cheapest_first(predictor.costs.options)
+    num_short = sum(option.ms_per_byte < ms_per_byte(predictor) for option in options)
+    counts = {max(1, round(share * num_short)) for share in _SHARES_RECOMPUTED if num_short} | {len(options)}
+    replaced = [[slot for option in options[:count] for slot in option.replaces] for count in sorted(counts)]
+    return [frozenset(slots) for slots in replaced if slots]
 
 
 def _waits(prediction: Prediction) -> bool:

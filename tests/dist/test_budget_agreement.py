@@ -262,8 +262,8 @@ def test_a_plan_of_another_layout_is_refused_before_the_first_step(tmp_path: Pat
     errors = on_ranks(_error_of_layout, "pipeline", str(tmp_path / "plan.json"))
     assert errors[0] == f"pipeline rank 1: {errors[1]}"
     assert errors[1].startswith(
-        f"--offload-plan {tmp_path}/plan_rank1.json is of another model or layout: it has a group 0 7 mlp_fc2 0 (stage, "
-        "layer, name, part), and this rank has 1 stage(s) with layer_input, qkv_linear"
+        f"--offload-plan {tmp_path}/plan_rank1.json is of another model or layout: it has a group 0 7 mlp_fc2 0 "
+        "(stage, layer, name, part), and this rank has 1 stage(s) with layer_input, qkv_linear"
     )
 
 
