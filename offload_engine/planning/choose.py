@@ -13,7 +13,6 @@ from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
-from offload_engine.planning.recompute import cheapest_first
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
@@ -82,7 +81,7 @@ def choose(
 
 def _recomputable(predictor: Predictor) -> list[frozenset[Slot]]:
     """Return what could be recomputed: some of what takes less time than its copies, more of it, and all that can."""
-    options = cheapest_first(predictor.costs.options)
+    options = sorted(predictor.costs.options, key=lambda option: option.ms_per_byte)
     num_short = sum(option.ms_per_byte < ms_per_byte(predictor) for option in options)
     counts = {max(1, round(share * num_short)) for share in _SHARES_RECOMPUTED if num_short} | {len(options)}
     replaced = [[slot for option in options[:count] for slot in option.replaces] for count in sorted(counts)]

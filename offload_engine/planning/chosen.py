@@ -10,15 +10,15 @@ from offload_engine.planning.plan import Line
 
 
 def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Move nothing of what is chosen to be kept, in any microbatch, nor of what is recomputed.
+    """Move nothing of what is chosen to be kept, in any microbatch, nor what stays of what is recomputed.
 
     Before copy-ins and releases are placed, so that these are for what does move.
     """
     staying = {
         (stage, index)
         for stage, shape in enumerate(step.shapes if step.choices else ())
-        for index, slot in enumerate(slots_of(stage, shape.groups))
-        if step.choices.of(slot) is not Choice.OFFLOAD
+        for index, (slot, group) in enumerate(zip(slots_of(stage, shape.groups), shape.groups, strict=True))
+        if group.stays or step.choices.of(slot) is Choice.KEEP
     }
     if not staying:
         return list(lines)

@@ -26,6 +26,8 @@ class RecomputeOption:
     """Of these groups, for one microbatch."""
     milliseconds: float
     """Of compute in the backward of one microbatch."""
+    input_stays: bool = False
+    """What is not freed, its input, is saved outside of groups, so it does not move."""
 
     def __post_init__(self) -> None:
         if not self.replaces or self.freed_bytes < 0 or self.milliseconds < 0:
@@ -43,17 +45,6 @@ def options_of(options: Iterable[RecomputeOption], recomputed: Collection[Slot])
     for option in sorted(options, key=lambda option: -len(option.replaces)):
         if option.replaces <= left:
             left -= option.replaces
-            found.append(option)
-    return found
-
-
-def cheapest_first(options: Iterable[RecomputeOption]) -> list[RecomputeOption]:
-    """Return options of which none replaces a group of another, by what it costs to free a byte."""
-    taken: set[Slot] = set()
-    found = []
-    for option in sorted(options, key=lambda option: option.ms_per_byte):
-        if option.freed_bytes and taken.isdisjoint(option.replaces):
-            taken |= option.replaces
             found.append(option)
     return found
 
@@ -90,7 +81,10 @@ def _recomputing(stage: int, shape: ChunkShape, options: Iterable[RecomputeOptio
             group: GroupShape = groups[index]
             taken = min(freed, group.nbytes)
             groups[index] = dataclasses.replace(
-                group, nbytes=group.nbytes - taken, backward_ms=group.backward_ms + milliseconds
+                group,
+                nbytes=group.nbytes - taken,
+                backward_ms=group.backward_ms + milliseconds,
+                stays=option.input_stays,
             )
             freed, milliseconds = freed - taken, 0.0
     return dataclasses.replace(shape, groups=tuple(groups))

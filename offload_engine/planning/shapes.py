@@ -57,6 +57,8 @@ class GroupShape:
     unkeep_count: int | None = None
     """Where that backward comes at once, the group is kept until so many groups have committed, as when its module runs
     again; None: to the end."""
+    stays: bool = False
+    """What is left of it when the rest is recomputed does not move: it is saved outside of groups."""
 
     def __post_init__(self) -> None:
         _check_not_negative(self, ("nbytes", "forward_ms", "backward_ms", "lead_ms", "lead_backward_ms"))

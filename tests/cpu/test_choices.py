@@ -9,12 +9,13 @@ from offload_engine import ChunkKey, GroupTraits, LowestPeak, OffloadConfig, Off
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
 from offload_engine.planning.plan import validate_plan
 from offload_engine.planning.planner import Planner, plan_step
+from offload_engine.planning.recompute import RecomputeOption, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model, format_saved, parse_saved
 from offload_engine.planning.shapes import GroupShape
 from offload_engine.planning.simulate import PipelineJob
 from offload_engine.policies import PolicySettings
 from offload_engine.schedule import no_pipelining, one_forward_one_backward
-from tests.dense_jobs import ALL, ATTENTION, DEEP, ONE_RANK, dense_job
+from tests.dense_jobs import ALL, ATTENTION, DEEP, MIB, ONE_RANK, dense_job
 
 UP, DOWN = Slot(0, 0, "up", 0), Slot(0, 0, "down", 0)
 GROUP_BYTES = 256
@@ -40,13 +41,26 @@ def test_what_is_kept_has_no_move_in_any_microbatch(job: PipelineJob) -> None:
     for rank in job.ranks:
         slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(rank.shapes)]
         every = [slot for of_stage in slots for slot in of_stage]
-        choices = Choices(frozenset(every[::3]), frozenset(every[1::3]))
+        choices = Choices(frozenset(every[::3]))
         plan, without = plan_step(rank.actions, rank.shapes, choices=choices), plan_step(rank.actions, rank.shapes)
         validate_plan(plan, rank.actions, rank.shapes)
         moved, could = ({slots[g.chunk.stage][g.index] for _, (_, g) in each.moves()} for each in (plan, without))
-        assert moved == could - choices.kept - choices.recomputed
+        assert moved == could - choices.kept
         assert plan_step(rank.actions, rank.shapes, choices=Choices()) == without
         assert list(plan_step(rank.actions, rank.shapes, choices=Choices(frozenset(every))).moves()) == []
+
+
+@pytest.mark.parametrize("input_stays", [False, True])
+def test_of_what_is_recomputed_only_its_input_moves_where_a_group_saves_it(input_stays: bool) -> None:
+    [rank] = ONE_RANK.ranks
+    slots = slots_of(0, rank.shapes[0].groups)
+    mlp = frozenset(slots[3:5])  # mlp_fc1 has 128, mlp_act 448 MiB
+    options = [RecomputeOption("mlp", mlp, 500 * MIB, 1.0, input_stays)]
+    shapes = with_recomputation(rank.shapes, options)
+    plan = plan_step(rank.actions, shapes, choices=Choices(recomputed=mlp))
+    without = plan_step(rank.actions, rank.shapes)
+    moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
+    assert moved == could - {slots[4]} - ({slots[3]} if input_stays else set())
 
 
 def test_plans_are_remembered_by_choices_too() -> None:
