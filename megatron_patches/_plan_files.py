@@ -40,6 +40,11 @@ class PlanFiles:
         if plot is not None and find_spec("matplotlib") is None:
             raise ValueError(f"--offload-plan-plot {plot} needs matplotlib: install it, or leave the flag out")
 
+    @property
+    def source(self) -> str:
+        """Return where the plan comes from, for messages: the flag and the file of this rank."""
+        return f"--offload-plan {self._plan}"
+
     def read(self, may_recompute: bool = True) -> SavedPlan | None:
         """Return the plan in the file; None if there is none.
 
@@ -48,10 +53,10 @@ class PlanFiles:
         """
         if self._plan is None or not os.path.exists(self._plan):
             return None
-        saved = parse_saved(Path(self._plan).read_text(), self._plan)
+        saved = parse_saved(Path(self._plan).read_text(), self.source)
         if saved.allowance.choices.recomputed and not may_recompute:
             raise ValueError(
-                f"--offload-plan {self._plan} recomputes, which --offload-recompute off forbids: remove the file, and "
+                f"{self.source} recomputes, which --offload-recompute off forbids: remove the file, and "
                 "a new plan is made, or give --offload-recompute auto"
             )
         return saved
@@ -59,7 +64,7 @@ class PlanFiles:
     def begin(self, engine: OffloadEngine, saved: SavedPlan | None) -> None:
         """Have the engine begin with the plan of the file. Collective, if a file was asked for."""
         if self._plan is not None and engine.budget is not None:
-            engine.budget.start_with(saved, self._plan)
+            engine.budget.start_with(saved, self.source)
 
     def after_step(self, engine: OffloadEngine) -> None:
         """Write and log the first decision that a step has verified."""

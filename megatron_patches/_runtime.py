@@ -13,7 +13,7 @@ import torch
 from megatron_patches._arguments import Settings, has_report, resolve
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
-from megatron_patches._model.candidates import find_among, find_candidates
+from megatron_patches._model.candidates import check_plan, find_among, find_candidates
 from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
@@ -236,6 +236,8 @@ class ModelRuntime:
             files = PlanFiles(settings.plan, settings.plan_plot, has_report(step.config, self._defaults))
             saved = files.read(settings.may_recompute)
             settings = _with_candidates(step, settings)
+            if saved is not None:
+                check_plan(files.source, saved.allowance.slots, step.chunks, settings.modules)
             engine = self._make_engine(step, settings)
         except Exception as error:
             problem = error

@@ -269,7 +269,8 @@ class OffloadEngine(EngineView):
         try:
             yield self
             self.end_iteration()
-        except BaseException:
+        except BaseException as error:
+            self.explain(error)
             self.reset_iteration()
             raise
 

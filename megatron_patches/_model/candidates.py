@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from megatron_patches._model.graphs import check_cuda_graphs
 from megatron_patches._model.modules import EXPERTS, MODULES, drop_parts, is_in_experts
-from megatron_patches._model.sites import own_norms, survey
+from megatron_patches._model.sites import find_sites, own_norms, survey
 from megatron_patches._model.validate import check_conflicts, check_parts_are_called
+from offload_engine.planning.choices import Slot
 
 # Of these the parts move one by one, so that each can be chosen. Experts have too many parts for that.
 _IN_PARTS = ("self_attn", "mamba_mixer")
+_OF_CHECKPOINTS = "layer_input"  # what a checkpoint of layers saves, which is at no site
 
 
 def find_candidates(config: Any, chunks: Sequence[torch.nn.Module]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -55,6 +57,28 @@ def find_among(
         elif (reason := _why_refused(config, name, chunks)) is not None:
             left_out[name] = reason
     return tuple(name for name in names if name not in left_out), left_out
+
+
+def check_plan(source: str, slots: Iterable[Slot], chunks: Sequence[torch.nn.Module], names: Sequence[str]) -> None:
+    """Refuse a plan with groups that these chunks cannot have, before the first step.
+
+    Args:
+        source: where the plan comes from, and the flag that named it.
+        slots: of the plan.
+        chunks: this rank's model chunks.
+        names: to offload, or those of `find_candidates`.
+
+    Raises:
+        ValueError: naming `source` and the first such group.
+    """
+    sites = [(stage, site) for stage, chunk in enumerate(chunks) for site in find_sites(chunk, drop_parts(names)[0])]
+    here = {(stage, site.layer, site.name) for stage, site in sites}
+    unknown = sorted(slot for slot in slots if slot.name != _OF_CHECKPOINTS and slot[:3] not in here)
+    if unknown:
+        raise ValueError(
+            f"{source} is of another model or layout: it has a group {unknown[0]} (stage, layer, name, part), and this "
+            f"rank has {len(chunks)} stage(s) with {', '.join(names)}. Remove the file, and a new plan is made"
+        )
 
 
 def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module]) -> str | None:

@@ -18,6 +18,19 @@ _DISCARDS_OUTPUT = ("input_layernorm", "pre_mlp_layernorm", "mla_up_proj", "moe_
 _OUTPUT_IS_SAVED = ("core_attn",)
 """Flash attention saves its output, which the next module saves as well."""
 
+_ORDER = (
+    "moe_act",
+    "mlp",
+    "moe",
+    "shared_experts",
+    "core_attn",
+    "mla_up_proj",
+    "input_layernorm",
+    "pre_mlp_layernorm",
+)
+"""First what frees the most: beside it, a norm in front frees only its output. An activation of experts is cheaper than
+the whole, which exchanges tokens again."""
+
 
 class Place(NamedTuple):
     """Groups of one name in a layer."""
@@ -59,12 +72,21 @@ class RecomputeOptions:
                 self._measure_inputs(stage, layer, dict(module.named_modules()))
 
     def find(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
-        """Return what can be recomputed instead of moved, by the bytes and times of groups. See `Decider`."""
+        """Return what can be recomputed instead of moved, by the bytes and times of groups. See `Decider`.
+
+        Of recomputations that overlap the first of `_ORDER` is offered: the same on all ranks of a stage.
+        """
         for handle in self._handles:
             handle.remove()
         groups = dict(_groups_of(shapes))
-        offered = (self._offer(option, groups) for option in self._options)
-        return tuple(option for option in offered if option is not None)
+        offers = [offer for option in self._options if (offer := self._offer(option, groups)) is not None]
+        taken: set[Slot] = set()
+        found = []
+        for option in sorted(offers, key=lambda offer: _ORDER.index(offer.name)):
+            if taken.isdisjoint(option.replaces):
+                taken |= option.replaces
+                found.append(option)
+        return tuple(option for option in found if option.freed_bytes)
 
     def apply(self, choices: Choices) -> None:
         """Recompute, from the next step on, what was chosen, and nothing else of what was offered.
@@ -99,17 +121,19 @@ class RecomputeOptions:
             self._handles.append(modules[option.switch.around].register_forward_hook(note, with_kwargs=True))
 
     def _offer(self, option: _Option, groups: Mapping[Place, list[tuple[Slot, GroupShape]]]) -> RecomputeOption | None:
+        """Return what an option frees and takes; None without a group of its own."""
         name, places = option.switch.name, option.places
         timed = option.keeps if name in _DISCARDS_OUTPUT else places
         milliseconds = sum(group.forward_ms for place in timed for _, group in groups.get(place, ()))
-        freed = sum(group.nbytes for place in option.frees for _, group in groups.get(place, ()))
-        if not places or not freed or not milliseconds or any(place not in groups for place in option.frees):
+        nbytes = sum(group.nbytes for place in option.frees for _, group in groups.get(place, ()))
+        if not nbytes or not milliseconds or any(place not in groups for place in option.frees):
             return None
+        freed = nbytes
         if option.frees & option.keeps:  # of these only the input stays
             [place] = {(place.stage, place.layer) for place in places}
             freed -= self._input_bytes.get((*place, name), freed)
         slots = frozenset(slot for place in places for slot, _ in groups.get(place, ()))
-        return RecomputeOption(name, slots, max(0, freed), milliseconds)
+        return RecomputeOption(name, slots, max(0, freed), milliseconds, input_stays=True)
 
 
 def _option(stage: int, switch: Switch, groups: frozenset[str]) -> _Option:

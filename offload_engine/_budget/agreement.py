@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.memory import MeasuredBoundary, MemoryModel
+from offload_engine.planning.memory import MemoryModel, moment_of
+from offload_engine.planning.moves import Boundary
 from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import ChunkShape, GroupShape, Shapes
 
@@ -18,6 +19,8 @@ Agree = Callable[[tuple[int, ...]], tuple[int, ...]]
 _GROUP_TIMES: Final = ("forward_ms", "backward_ms", "lead_backward_ms")
 _CHUNK_TIMES: Final = ("head_ms", "head_backward_ms", "rest_ms", "rest_backward_ms")
 _NS: Final = 1e6
+_UNKNOWN: Final = -(1 << 62)
+"""Less than any number of bytes."""
 
 
 def are_alike(agree: Agree, text: str) -> bool:
@@ -27,10 +30,9 @@ def are_alike(agree: Agree, text: str) -> bool:
     return high == -low
 
 
-def text_of_step(shapes: Shapes | None, boundaries: Iterable[MeasuredBoundary]) -> str:
-    """Return what ranks that exchange the figures of a step must have alike: its groups, and where it was measured."""
-    groups = [[(group.name, group.layer) for group in shape.groups] for shape in shapes or ()]
-    return f"{groups} {sorted({str(each.boundary) for each in boundaries})}"
+def text_of_shapes(shapes: Shapes | None) -> str:
+    """Return what ranks that exchange figures of chunks must have alike: their groups."""
+    return str([[(group.name, group.layer) for group in shape.groups] for shape in shapes or ()])
 
 
 def agreed_options(agree: Agree, options: tuple[RecomputeOption, ...]) -> tuple[RecomputeOption, ...]:
@@ -56,22 +58,25 @@ def agreed_job(agree: Agree, shapes: Shapes) -> Shapes:
     return tuple(_with_numbers(shape, [next(values) for _ in _numbers_of(shape)]) for shape in shapes)
 
 
-def agreed_model(agree: Agree, model: MemoryModel) -> MemoryModel:
+def agreed_model(agree: Agree, model: MemoryModel, boundaries: Iterable[Boundary]) -> MemoryModel:
     """Return the model that holds on every rank: most for all else, least that is gone early.
 
-    Every rank was measured at the same boundaries.
+    Args:
+        agree: with the other ranks.
+        model: of this rank, which may have come to other boundaries than another one.
+        boundaries: of a step of these ranks, in order.
     """
-    others, early = (
-        sorted(figures.items(), key=lambda item: str(item[0])) for figures in (model.other_bytes, model.early_bytes)
-    )
-    own = (model.between_bytes, model.overhead_bytes, *(n for _, n in others), *(-n for _, n in early))
-    between, overhead, *rest = agree(own)
+    known = tuple(dict.fromkeys(at for boundary in boundaries for at in (boundary, moment_of(boundary))))
+    others = [model.other_bytes.get(at, _UNKNOWN) for at in known]
+    early = [-model.early_bytes[at] if at in model.early_bytes else _UNKNOWN for at in known]
+    between, overhead, *rest = agree((model.between_bytes, model.overhead_bytes, *others, *early))
+    others, early = rest[: len(known)], rest[len(known) :]
     return dataclasses.replace(
         model,
         between_bytes=between,
         overhead_bytes=overhead,
-        other_bytes={at: n for (at, _), n in zip(others, rest[: len(others)], strict=True)},
-        early_bytes={at: -n for (at, _), n in zip(early, rest[len(others) :], strict=True)},
+        other_bytes={at: n for at, n in zip(known, others, strict=True) if n != _UNKNOWN},
+        early_bytes={at: -n for at, n in zip(known, early, strict=True) if n != _UNKNOWN},
     )
 
 

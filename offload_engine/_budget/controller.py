@@ -65,11 +65,10 @@ class BudgetController(BudgetView):
         is_early_certain = not isinstance(gauge, ResidentGauge)
         self._margin = margin_of(gauge) if budget_bytes is None else None
         nbytes = budget_bytes or (0 if self._margin is None else self._margin.budget_bytes())
-        super().__init__(Decider(nbytes, context, policy, is_early_certain=is_early_certain))
+        decider = Decider(nbytes, context, policy, is_early_certain=is_early_certain)
+        super().__init__(decider, LastStep(context.device, gauge))
         self._device: Device = context.device
         self._keeping = keeping
-        self._gauge: MemoryGauge = gauge
-        self._step = LastStep(context.device, gauge)
         self._optimizers = OptimizerWatch()
         self._recorder: MeasuringRecorder | None = None
         self._floor_ms = 0.0
@@ -95,7 +94,7 @@ class BudgetController(BudgetView):
         self._num_steps += 1
         self._optimizers.begin(self._num_steps)
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._step.begin(self.state in (State.FLOOR, State.VERIFY))
+        self._last.begin(self._is_timed())
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -126,24 +125,29 @@ class BudgetController(BudgetView):
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""
-        self._step.end(stats, num_chunks)
+        if isinstance(self._gauge, ResidentGauge):
+            self._gauge.restore()
+        self._last.end(stats, num_chunks, self._is_timed())
         if self._margin is not None and self.state in (State.FLOOR, State.MEASURE):
-            self._margin.note(self._step.held_bytes, self._step.peak_bytes)
+            self._margin.note(self._last.held_bytes(), self._last.peak_bytes)
 
     def abandon(self) -> None:
         """Forget the running iteration, which has raised. Idempotent."""
-        self._step.has_ended, self._recorder = False, None
+        self._last.has_ended, self._recorder = False, None
 
     def close(self) -> None:
         """Watch optimizers no more. Idempotent."""
         self._optimizers.close()
 
+    def _is_timed(self) -> bool:
+        return self.state in (State.FLOOR, State.VERIFY)
+
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended, on each rank that now agrees with this one."""
         is_window_over = self._num_steps % _WINDOW_STEPS == 0  # at the same step on every rank
         if not (self.state is not State.HOLD or is_window_over or self.decider.is_unchecked):
-            return self._step.has_ended
-        [was_abandoned] = self.decider.meet((int(not self._step.has_ended),))
+            return self._last.has_ended
+        [was_abandoned] = self.decider.meet((int(not self._last.has_ended),))
         return not was_abandoned
 
     # -- from state to state -----------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ class BudgetController(BudgetView):
         self.decider.check_taken()
         if self.state is State.FLOOR:
             if self._num_steps >= _FIRST_TIMED_STEP and self._have_state():
-                self._floor_ms = self._step.milliseconds
+                self._floor_ms = self._last.milliseconds()
                 self._optimizers.close()
                 self._go(State.MEASURE)
         elif self.state is State.HOLD:
@@ -205,9 +209,9 @@ class BudgetController(BudgetView):
         """Compare what the step took with what was predicted; correct the model, or be content with it."""
         assert self.decider.chosen is not None
         best = self.decider.chosen.best
-        self.measured_bytes = self._step.held_bytes
-        self.measured_ms = self._step.milliseconds
-        grown = has_outgrown(self.decider, self._step.chunk_bytes)
+        self.measured_bytes = self._last.held_bytes()
+        self.measured_ms = self._last.milliseconds()
+        grown = has_outgrown(self.decider, self._last.chunk_bytes)
         own = self.measured_bytes - best.held_bytes, int(grown), round(_US * self.measured_ms)
         error, is_outgrown, measured_us = self.decider.agree(own)
         if is_outgrown:
@@ -234,8 +238,8 @@ class BudgetController(BudgetView):
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
-        self.measured_bytes = self._step.held_bytes
-        self._wants_measure |= has_outgrown(self.decider, self._step.chunk_bytes)
+        self.measured_bytes = self._last.held_bytes()
+        self._wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
         if is_window_over or self.decider.is_alone:
             [wants_measure] = self.decider.agree((int(self._wants_measure),))
@@ -249,11 +253,11 @@ class BudgetController(BudgetView):
         over = self.measured_bytes - self.decider.budget_bytes
         if over > 0:
             self._answer_excess(over)
-        elif is_window_over or self._gauge.peak_bytes() > self._step.peak_bytes:
+        elif is_window_over or self._gauge.peak_bytes() > self._last.peak_bytes:
             self._gauge.reset()  # a new window; or the peak was between the steps
 
     def _answer_excess(self, over: int) -> None:
-        is_of_step = self._step.peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
+        is_of_step = self._last.peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
         if is_of_step and self.decider.is_at_floor:
             return  # as has been said; nothing more can leave
         if is_of_step:
@@ -273,7 +277,7 @@ class BudgetController(BudgetView):
     def _use_what_is_left(self) -> None:
         if self.decider.level():
             self._allow(self.decider.decide())
-        [need] = self.decider.agree((self._step.peak_bytes + self.decider.extra_bytes,))
+        [need] = self.decider.agree((self._last.peak_bytes + self.decider.extra_bytes,))
         chosen = self.decider.chosen
         is_unused = self.decider.budget_bytes - need > _UNUSED * self.decider.budget_bytes
         if chosen is not None and is_unused and chosen.best.stalled_ms > 0:

@@ -15,12 +15,13 @@ from offload_engine._budget.agreement import (
     agreed_ms,
     agreed_options,
     are_alike,
-    text_of_step,
+    text_of_shapes,
 )
 from offload_engine._budget.allowing import TOLERANCE, allowance_of
-from offload_engine._budget.given import GivenPlan, take
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._budget.shortage import MemoryParts
+from offload_engine._budget.taken import TakenPlan, can_all_take
 from offload_engine._budget.times import with_times
 from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
@@ -59,7 +60,7 @@ class Decider:
             time, with as many numbers. The default is one rank.
         agree_all: the same over all ranks that wait for each other in a step, until all have decided for the first
             time; None: these are the ranks of `agree`.
-        start_together: called before the link is measured, when all ranks have come there; see `measure_link`.
+        start_together: called right before the link is measured, when all ranks have come there.
         find_options: returns what the model can recompute, given the shapes of its chunks.
         apply: called with each decision between two steps, to have the model recompute what was chosen.
         chosen: the decision in force, and what else could have been; None before the first.
@@ -78,7 +79,8 @@ class Decider:
         self._context = context
         self._policy = policy
         self._is_early_certain = is_early_certain
-        self._given: GivenPlan | None = None
+        self._taken: TakenPlan | None = None  # to begin with
+        self._is_checked = False
         self._job: Job | None = None
         self._model: MemoryModel | None = None
         self._costs = Costs()
@@ -96,6 +98,16 @@ class Decider:
         return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
 
     @property
+    def expected(self) -> MemoryParts | None:
+        """Return what the decision in force takes; None before there is one that was measured."""
+        if self.chosen is None:
+            return None
+        best = self.chosen.best
+        return MemoryParts(
+            best.resident_bytes, best.held_bytes - best.resident_bytes - self.extra_bytes, self.extra_bytes
+        )
+
+    @property
     def is_alone(self) -> bool:
         """Return whether there is no other rank to agree with."""
         return self.agree is tuple
@@ -103,7 +115,7 @@ class Decider:
     @property
     def meet(self) -> Agree:
         """Return how to agree now: with all ranks until each has decided, then with those that decide alike."""
-        has_decided = self.chosen is not None or (self._given is not None and self._given.is_checked)
+        has_decided = self.chosen is not None or self._is_checked
         return self.agree if has_decided or self.agree_all is None else self.agree_all
 
     @property
@@ -115,7 +127,7 @@ class Decider:
     def saved(self) -> SavedPlan | None:
         """Return the decision in force, or the one to begin with; None without one."""
         if self.chosen is None:
-            return None if self._given is None else self._given.saved
+            return None if self._taken is None else self._taken.saved
         return SavedPlan(allowance_of(self.chosen, self._shapes()), self.chosen.best.held_bytes)
 
     def join(self, agree: Agree, agree_all: Agree) -> None:
@@ -131,13 +143,21 @@ class Decider:
 
     def take(self, saved: SavedPlan | None, source: str) -> Allowance | None:
         """Begin with a decision that was made before; None if it takes more than the budget, or a rank has another."""
-        self._given = take(saved, source, self.budget_bytes, self.agree, self.meet)
-        return None if self._given is None else self._given.saved.allowance
+        if saved is not None and saved.held_bytes > self.budget_bytes:
+            logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
+            saved = None
+        can_take = can_all_take(saved, self.agree, self.meet)
+        if saved is not None and not can_take:
+            logger.warning("%s is not used: other ranks have another plan, or none", source)
+        if saved is None or not can_take:
+            return None
+        self._taken = TakenPlan(saved, source)
+        return saved.allowance
 
     @property
     def is_unchecked(self) -> bool:
         """Return whether it is still to be seen if the decision to begin with is for this model."""
-        return self._given is not None and not self._given.is_checked
+        return self._taken is not None and not self._is_checked
 
     def check_taken(self) -> None:
         """Check, when groups are known, that the decision to begin with is for this model.
@@ -145,8 +165,9 @@ class Decider:
         Raises:
             ValueError: if not; names where it comes from. On the other ranks, too.
         """
-        if self._given is not None:
-            self._given.check(self._policy.slots(), self.meet)
+        if self._taken is not None and self.is_unchecked:
+            self._taken.check(self._policy.slots(), self.meet)
+            self._is_checked = True
 
     def learn(self, recorder: MeasuringRecorder, gauge: MemoryGauge, floor_ms: float, is_combined: bool) -> bool:
         """Make the model of a step that was measured with everything offloaded.
@@ -162,7 +183,7 @@ class Decider:
         """
         actions, meet = tuple(recorder.actions()), self.meet
         shapes, measured = self._policy.shapes(actions), recorder.boundaries
-        is_unlike = not are_alike(self.agree, text_of_step(shapes, measured))
+        is_unlike = not are_alike(self.agree, text_of_shapes(shapes))
         [cannot] = meet((int(shapes is None or is_unlike),))
         if shapes is None or cannot:
             return False
@@ -174,9 +195,8 @@ class Decider:
         self._job = Job(actions, timed, self._policy.own_bounds, is_combined)
         memory = MeasuredMemory(measured, between, overhead)
         model = make_memory_model(self._job, memory, is_early_certain=self._is_early_certain)
-        self._model = agreed_model(self.agree, model)
-        meet((0,))  # the link is measured while all ranks copy
-        link = agreed_link(self.agree, self._measure_link(self._context.device, timed))
+        self._model = agreed_model(self.agree, model, self._job.residents(Choices()).before)
+        link = agreed_link(self.agree, self._measure_link(self._context.device, timed, meet))
         self._costs = Costs(link, options=self._options(timed), floor_ms=agreed_ms(self.agree, floor_ms))
         self._decisions.clear()
         return True
@@ -187,9 +207,13 @@ class Decider:
             return options
         return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
 
-    def _measure_link(self, device: Device, shapes: Shapes) -> Link:
+    def _measure_link(self, device: Device, shapes: Shapes, meet: Agree) -> Link:
+        def start() -> None:
+            meet((0,))  # until all ranks are about to copy
+            self.start_together()
+
         streams = self._context.copy_out_stream, self._context.copy_in_stream
-        return measure_link(device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), self.start_together)
+        return measure_link(device, streams, min(_LINK_BYTES, max(1, largest_bytes(shapes))), start)
 
     def correct(self, nbytes: int) -> None:
         """Take in that steps hold so many bytes more than predicted; what was decided before is void."""
@@ -286,7 +310,7 @@ class Decider:
         try:
             return choose(*arguments, recomputed=recomputed)
         except BudgetError as error:
-            if self.chosen is None and self._given is None:
+            if self.chosen is None and self._taken is None:
                 raise
             logger.warning("%s", error)
             return choose(*arguments, recomputed=recomputed, must_fit=False)

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from offload_engine._budget.decide import Decider
+from offload_engine._budget.last_step import LastStep
+from offload_engine._budget.shortage import MemoryParts, shortage_text
 from offload_engine._budget.summary import BudgetSummary, budget_text, summary_of
+from offload_engine._devices.base import MemoryGauge
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ class BudgetView:
 
     Args:
         decider: has the decision.
+        last: what the last step took.
 
     Attributes:
         decider: has the decision, and the hooks of the caller.
@@ -30,8 +34,9 @@ class BudgetView:
         num_planning_steps: steps so far that were measured or verified; they precede those in which a decision holds.
     """
 
-    def __init__(self, decider: Decider) -> None:
+    def __init__(self, decider: Decider, last: LastStep) -> None:
         self.decider: Decider = decider
+        self._last = last
         self.measured_bytes: int = 0
         self.measured_ms: float = 0.0
         self.planning_ms: float = 0.0
@@ -77,3 +82,17 @@ class BudgetView:
             self.measured_bytes / _GIB,
             self.measured_ms,
         )
+
+    def shortage(self, resident_bytes: int) -> str:
+        """Explain why the running iteration has run out of memory.
+
+        Args:
+            resident_bytes: of groups on the device, at the most, in this iteration.
+        """
+        peak = self._gauge.peak_bytes()
+        found = MemoryParts(resident_bytes, max(0, peak - resident_bytes), max(0, self._gauge.held_bytes() - peak))
+        return shortage_text(self.decider.budget_bytes, self.decider.expected, found)
+
+    @property
+    def _gauge(self) -> MemoryGauge:
+        return self._last.gauge

@@ -445,7 +445,7 @@ def on_gpu(budget: int, base: int, waste: float = 0.0) -> tuple[ByHand, Allocato
     controller = job.engine.budget
     assert controller is not None
     gauge = Allocator(job.engine, base, waste)
-    controller._gauge = controller._step._gauge = gauge
+    controller._last.gauge = gauge
     return job, gauge
 
 
@@ -607,3 +607,59 @@ def test_auto_needs_a_gpu() -> None:
         config(gpu_budget="all")
     with pytest.raises(ValueError, match="gpu_budget='auto' and policy=ResidentBudget"):
         config(gpu_budget="auto", policy=ResidentBudget(5))
+
+
+# -- out of memory ----------------------------------------------------------------------------------------------------
+
+
+def run_out(job: ByHand, gauge: Allocator, extra: int = 0, waste: int = 0) -> str:
+    """Run out of memory in the third layer of a step, in which so much is taken; return the note of the error."""
+
+    def fail(*_: object) -> None:
+        gauge._base += extra
+        gauge._reserved = gauge.held_bytes() + waste
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    handle = job.model[2][0].register_forward_pre_hook(fail)  # type: ignore[index]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        job.step()
+    handle.remove()
+    [note] = caught.value.__notes__
+    return note
+
+
+@pytest.mark.parametrize(
+    ("part", "extra", "waste"),
+    [
+        ("All else that is allocated has grown the most, by 3.00 GiB: weights, gradients, optimizer state", 3 << 30, 0),
+        ("What is reserved in vain or outside of torch has grown the most, by 2.00 GiB: fragments", 0, 2 << 30),
+    ],
+)
+def test_running_out_of_memory_says_what_was_expected_and_what_has_grown(part: str, extra: int, waste: int) -> None:
+    most = max(all_kept(ByHand).peaks)
+    job, gauge = on_gpu((4 << 30) + most, 4 << 30)
+    early = run_out(job, gauge)
+    assert "and nothing was planned yet: everything was being offloaded. When memory ran out there were" in early
+    job.steps(8)
+    note = run_out(job, gauge, extra, waste)
+    assert note.startswith(
+        "gpu_budget is 4.00 GiB, and the plan expected 4.00 GiB at the most: 0.00 GiB of groups of saved tensors, "
+        "4.00 GiB of all else that is allocated, 0.00 GiB of what is reserved in vain or outside of torch. When"
+    )
+    assert part in note
+    job.steps(1)
+    assert job.states[-1] is State.HOLD
+
+
+def test_running_out_of_memory_is_explained_by_front_ends_and_with_a_budget_only() -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for settings, num_notes in ((config(gpu_budget=1 << 40), 1), (config(), 0)):
+        job = ByLayers(settings).steps(6)
+        job.model[2].register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            job.step()
+        notes = getattr(caught.value, "__notes__", [])
+        assert len(notes) == num_notes
+        assert all("so the budget is more than this GPU has left" in note for note in notes)

@@ -61,6 +61,7 @@ class Job:
     def __init__(self, name: str, handle: Handle, budget: int, **settings: Any) -> None:
         self._handle = handle
         kind = SHAPES[name][0]
+        settings["tensor_model_parallel_size"] = ps.get_tensor_model_parallel_world_size()
         self.is_skewed = is_last_rank() is not (name == "pipeline")  # its first stage has more to move
         if kind == "mixed":
             settings["expert_model_parallel_size"] = 2
@@ -78,9 +79,9 @@ class Job:
         found = fingerprint(self.chunks, run(self.chunks, 4, **more))
         self._optimizer.step()
         self.num_steps += 1
-        if not isinstance(self.view._gauge, Skewed):
-            self.view._gauge = Skewed(self.view._gauge, 0)
-        self.view._gauge.extra = extra if self.is_skewed else 0
+        if not isinstance(self.view._last.gauge, Skewed):
+            self.view._last.gauge = Skewed(self.view._last.gauge, 0)
+        self.view._last.gauge.extra = extra if self.is_skewed else 0
         return found
 
     @property
@@ -223,6 +224,7 @@ def _skip(name: str, at: int) -> str:
                     job.step(forward_step=fail)
             else:
                 job.step()
+            torch.distributed.barrier()  # as gradients are summed: a rank cannot be a step ahead
         assert job.view.state is State.HOLD
         return job.decision
 
@@ -251,8 +253,31 @@ def test_a_plan_of_another_model_on_one_rank_ends_all(tmp_path: Path) -> None:
     before = time.monotonic()
     errors = on_ranks(_error_of_plan, "pipeline", str(tmp_path / "plan.json"))
     assert time.monotonic() - before < BOUNDED_S
-    assert "is of another model or layout" in errors[1]
-    assert errors[0].endswith("plan_rank0.json is not used: another rank refuses its plan, and says why")
+    own, other = f"--offload-plan {tmp_path}/plan_rank0.json", f"--offload-plan {tmp_path}/plan_rank1.json"
+    assert errors[1].startswith(f"{other} is of another model or layout: it has no group 0 1 mlp_fc2 0 (stage, layer,")
+    assert errors[0] == f"{own} is not used: another rank refuses its plan, and says why"
+
+
+def test_a_plan_of_another_layout_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    errors = on_ranks(_error_of_layout, "pipeline", str(tmp_path / "plan.json"))
+    assert errors[0] == f"pipeline rank 1: {errors[1]}"
+    assert errors[1].startswith(
+        f"--offload-plan {tmp_path}/plan_rank1.json is of another model or layout: it has a group 0 7 mlp_fc2 0 "
+        "(stage, layer, name, part), and this rank has 1 stage(s) with layer_input, qkv_linear"
+    )
+
+
+def _error_of_layout(name: str, file: str) -> str:
+    with patched(plan=file) as handle:
+        job = Job(name, handle, 1 << 30)
+        for _ in range(6):
+            job.step()
+    if is_last_rank():
+        path = Path(file.replace(".json", "_rank1.json"))
+        path.write_text(path.read_text().replace('[0, 1, "mlp_fc2"', '[0, 7, "mlp_fc2"'))
+    with patched(plan=file) as handle, pytest.raises(ValueError) as caught:
+        Job(name, handle, 1 << 30).step()
+    return str(caught.value)
 
 
 def _error_of_plan(name: str, file: str) -> str:
@@ -262,7 +287,8 @@ def _error_of_plan(name: str, file: str) -> str:
             job.step()
     if is_last_rank():
         path = Path(file.replace(".json", "_rank1.json"))
-        path.write_text(path.read_text().replace('"mlp_act"', '"mlp_of_another"'))
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(line for line in lines if '[0, 1, "mlp_fc2"' not in line))
     with patched(plan=file) as handle, pytest.raises(ValueError) as caught:
         job = Job(name, handle, 1 << 30)
         for _ in range(3):

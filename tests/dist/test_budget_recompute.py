@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
+from megatron.core import parallel_state as ps  # noqa: E402
 
 from megatron_patches import apply  # noqa: E402
 from megatron_patches._model.candidates import find_candidates  # noqa: E402
@@ -70,14 +71,13 @@ def _check_steps(model: str) -> tuple[int, list[Slot]]:
 
 
 def _stage() -> int:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_pipeline_model_parallel_rank()
+    return ps.get_pipeline_model_parallel_rank()
 
 
 def _chunks(model: str, **more: Any) -> list[torch.nn.Module]:
     kind, settings, _ = MODELS[model]
-    return make_chunks(_config(kind, {**settings, **more}))
+    size = ps.get_tensor_model_parallel_world_size()
+    return make_chunks(_config(kind, {**settings, "tensor_model_parallel_size": size, **more}))
 
 
 def _budget_between(view: Any) -> int:

@@ -19,13 +19,16 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distr
 T = TypeVar("T")
 
 
-def train(config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[Any]], T]) -> list[T]:
-    """Run three steps of a model in bf16.
+def train(
+    config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[Any]], T], num_steps: int = 3
+) -> list[T]:
+    """Run some steps of a model in bf16.
 
     Args:
         config: of the model.
         chunks: of this rank, without wrappers.
         step: one forward and backward of all microbatches of the wrapped chunks.
+        num_steps: so many.
 
     Returns:
         What each `step` has returned.
@@ -42,7 +45,7 @@ def train(config: Any, chunks: Sequence[torch.nn.Module], step: Callable[[list[A
     optimizer = get_megatron_optimizer(settings, wrapped)
     config.grad_scale_func = optimizer.scale_loss
     steps = []
-    for _ in range(3):
+    for _ in range(num_steps):
         steps.append(step(wrapped))
         assert optimizer.step()[0]
     return steps

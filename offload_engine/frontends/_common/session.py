@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -87,6 +88,7 @@ class Session:
 
     def abandon_forward(self) -> None:
         """Called when a forward raised: abandon its open groups. Tensors that autograd holds stay valid."""
+        self.engine.explain(sys.exception())
         chunk, self.chunk = self.chunk, None
         while chunk is not None and chunk.groups.innermost is not None:
             chunk.abandon_group()
