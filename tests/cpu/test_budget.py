@@ -600,6 +600,19 @@ def test_auto_decides_by_the_measured_margin(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < job.engine.stats.copied_out_bytes
 
 
+def test_auto_measures_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third step the process holds 100 MiB more besides what is allocated."""
+    extra = [0]
+    monkeypatch.setattr(ResidentGauge, "total_bytes", lambda self: 1 << 40)
+    monkeypatch.setattr(ResidentGauge, "held_bytes", lambda self: self.peak_bytes() + extra[0])
+    job = ByHand(config(gpu_budget="auto"))
+    for number in range(6):
+        extra[0] = (100 << 20) * (number == 2)
+        job.step()
+    summary = summary_of(job.engine)
+    assert summary is not None and summary.budget_bytes == (1 << 40) - (200 << 20)
+
+
 def test_auto_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="gpu_budget='auto' depends on the memory of a GPU, and there is none here"):
         OffloadEngine(config(gpu_budget="auto"))
