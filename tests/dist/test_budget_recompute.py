@@ -25,6 +25,7 @@ from offload_engine.planning.choices import Choices, Slot  # noqa: E402
 from offload_engine.planning.clocks import Link  # noqa: E402
 from offload_engine.planning.shapes import ChunkShape, GroupShape  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.test_budget_agreement import Skewed  # noqa: E402
 from tests.dist.test_recompute_switches import MODELS, _config, _step  # noqa: E402
 from tests.dist.tiny import make_chunks, run  # noqa: E402
 
@@ -121,6 +122,29 @@ def _check_plan(file: str) -> None:
     assert again[-1] == peaks[-1]
     with pytest.raises(ValueError, match=r"^--offload-plan \S+ recomputes, which --offload-recompute off forbids"):
         _train("dense", f"{budget}", expected, offload_plan=file, offload_recompute="off")
+
+
+def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> None:
+    before, after = zip(*run_ranks(_check_excess, pipeline=Pipeline(tensor=2), timeout_s=240.0), strict=True)
+    assert before[0] == before[1] == after[0] == after[1] and before[0]
+
+
+def _check_excess() -> list[list[Slot]]:
+    gc.disable()
+    expected, found = _step(_chunks("dense"), NUM_MICROBATCHES), []
+    budget = _budget_between(_train("dense", "1TiB", [expected], num_steps=6)[1])
+    with where_the_link_is_behind(), apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+        chunks = _chunks("dense", offload_gpu_budget=f"{budget}")
+        optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.0)
+        for step in range(NUM_STEPS + 2):
+            assert _step(chunks, NUM_MICROBATCHES) == expected
+            optimizer.step()
+            view: Any = handle.engine.budget if handle.engine is not None else None
+            if step == NUM_STEPS - 1:
+                view._last.gauge = Skewed(view._last.gauge, budget // 4 if torch.distributed.get_rank() else 0)
+            if step >= NUM_STEPS - 1:
+                found.append(sorted(view.decider.chosen.best.decision.choices.recomputed))
+    return [found[0], found[-1]]
 
 
 def test_what_is_offered() -> None:
