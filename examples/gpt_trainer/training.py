@@ -32,7 +32,7 @@ class Training:
         num_train = args.train_iters * args.global_batch_size
         self._train_set, self._valid_set = build_datasets(args, tokenizer, num_train, num_valid)
         self._meter = ResidencyMeter() if args.metrics_json or args.timeline_json else None
-        is_on = args.offload_activation or args.offload_gpu_budget is not None
+        is_on = args.offload_activation or args.offload_engine or args.offload_gpu_budget is not None
         self._offload = self._apply_offload() if is_on else None
         try:
             self._build(tokenizer.vocab_size)
