@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from offload_engine._budget.controller import BudgetController
+from offload_engine._budget.controller import make_budget
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._chunk.saved_tensors import take_off_hooks_of
@@ -27,7 +27,7 @@ from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
-from offload_engine.engine_view import EngineView
+from offload_engine.engine_view import EngineView, explain
 from offload_engine.errors import OffloadError
 from offload_engine.graph_captures import GraphCaptures
 from offload_engine.meter import ResidencyMeter
@@ -79,11 +79,8 @@ class OffloadEngine(EngineView):
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
         self.graphs: GraphCaptures = GraphCaptures(self._context, self.pool, self._check_capture, self.reset_iteration)
         self._num_chunks, self._is_device_closed = 0, False
-        if self.config.gpu_budget is not None:
-            gauge = self.device.memory or ResidentGauge(self._counters)
-            self.budget = BudgetController(
-                _budget_bytes(self.config.gpu_budget), self._context, self._policy, self._keeping, gauge
-            )
+        gauge = self.device.memory or ResidentGauge(self._counters)
+        self.budget = make_budget(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
 
     def begin_iteration(
         self,
@@ -201,11 +198,8 @@ class OffloadEngine(EngineView):
     def trim_host_memory(self) -> int:
         """Return idle host memory, which no storage uses and no copy reads, to the system.
 
-        Returns whole slabs only, which between two steps are nearly all; the next step allocates again, which is slow
-        for pinned memory. `close()` returns everything.
-
-        Returns:
-            Number of bytes returned to the system.
+        Whole slabs only, which between two steps are nearly all; the next step allocates again, which is slow for
+        pinned memory. Returns the number of bytes. `close()` returns everything.
         """
         self._store.retire_dropped()
         return self.pool.trim()
@@ -270,7 +264,7 @@ class OffloadEngine(EngineView):
             yield self
             self.end_iteration()
         except BaseException as error:
-            self.explain(error)
+            explain(self, error)
             self.reset_iteration()
             raise
 
@@ -295,8 +289,3 @@ class OffloadEngine(EngineView):
     def _new_books(self) -> tuple[ActivationStore, Executor]:
         store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
         return store, Executor(store, self.device, self._policy, self._leaving, self._keeping, self.config.dry_run)
-
-
-def _budget_bytes(gpu_budget: int | str) -> int | None:
-    """Return a budget in bytes; None: it is to be measured."""
-    return gpu_budget if isinstance(gpu_budget, int) else None

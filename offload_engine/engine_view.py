@@ -174,17 +174,6 @@ class EngineView:
         """Return the last recorded iteration of this rank; blocks until the device has reached its end."""
         return self._observer.record
 
-    def explain(self, error: BaseException | None) -> None:
-        """Add a note to an error of the running iteration: if memory ran out, what its budget expected. Idempotent.
-
-        `iteration` calls it; so does a caller of `begin_iteration` that catches errors, before `reset_iteration`.
-        """
-        if self.budget is None or not self._is_in_iteration or not isinstance(error, torch.OutOfMemoryError):
-            return
-        text = self.budget.shortage(self.stats.peak_resident_bytes)
-        if not any(note.startswith("gpu_budget") for note in getattr(error, "__notes__", ())):
-            error.add_note(text)
-
     def report(self) -> str:
         """Return the tables of the last recorded iteration; without one, a summary of the last one's counters.
 
@@ -192,3 +181,16 @@ class EngineView:
         """
         text = self._observer.report(self.stats)
         return text if self.budget is None else text + self.budget.report()
+
+
+def explain(engine: EngineView, error: BaseException | None) -> None:
+    """Add a note to an error of the running iteration: if memory ran out, what its budget expected. Idempotent.
+
+    `OffloadEngine.iteration` calls it; so does a caller of `begin_iteration` that catches errors, before
+    `reset_iteration`.
+    """
+    if engine.budget is None or not engine.is_in_iteration or not isinstance(error, torch.OutOfMemoryError):
+        return
+    text = engine.budget.shortage(engine.stats.peak_resident_bytes)
+    if not any(note.startswith("gpu_budget") for note in getattr(error, "__notes__", ())):
+        error.add_note(text)

@@ -94,7 +94,7 @@ class BudgetController(BudgetView):
         self._num_steps += 1
         self._optimizers.begin(self._num_steps)
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._last.begin(self._is_timed())
+        self._last.begin(self.state in (State.FLOOR, State.VERIFY))
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -125,9 +125,7 @@ class BudgetController(BudgetView):
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""
-        if isinstance(self._gauge, ResidentGauge):
-            self._gauge.restore()
-        self._last.end(stats, num_chunks, self._is_timed())
+        self._last.end(stats, num_chunks)
         if self._margin is not None and self.state in (State.FLOOR, State.MEASURE):
             self._margin.note(self._last.held_bytes(), self._last.peak_bytes)
 
@@ -138,9 +136,6 @@ class BudgetController(BudgetView):
     def close(self) -> None:
         """Watch optimizers no more. Idempotent."""
         self._optimizers.close()
-
-    def _is_timed(self) -> bool:
-        return self.state in (State.FLOOR, State.VERIFY)
 
     def _has_ended_everywhere(self) -> bool:
         """Return whether the last step ended, on each rank that now agrees with this one."""
@@ -160,7 +155,8 @@ class BudgetController(BudgetView):
         """Draw conclusions from the step before."""
         self.decider.check_taken()
         if self.state is State.FLOOR:
-            if self._num_steps >= _FIRST_TIMED_STEP and self._have_state():
+            [lacks_state] = self.decider.meet((int(not self._optimizers.had_state),))  # on a rank
+            if self._num_steps >= _FIRST_TIMED_STEP and not lacks_state:
                 self._floor_ms = self._last.milliseconds()
                 self._optimizers.close()
                 self._go(State.MEASURE)
@@ -172,11 +168,6 @@ class BudgetController(BudgetView):
             self._conclude_measuring(is_combined)
         else:
             self._verify()
-
-    def _have_state(self) -> bool:
-        """Return whether optimizers had stepped on every rank when the last step began."""
-        [is_missing] = self.decider.meet((int(not self._optimizers.had_state),))
-        return not is_missing
 
     def _conclude_measuring(self, is_combined: bool) -> None:
         recorder = self._recorder
@@ -301,3 +292,13 @@ class BudgetController(BudgetView):
         self._gauge.trim()
         self._allow(Allowance())
         self._go(State.MEASURE)
+
+
+def make_budget(
+    gpu_budget: int | str | None, context: TransferContext, policy: Policy, keeping: Keeping, gauge: MemoryGauge
+) -> BudgetController | None:
+    """Make the controller of an engine; None without a budget. One that is not in bytes, "auto", is measured."""
+    if gpu_budget is None:
+        return None
+    nbytes = gpu_budget if isinstance(gpu_budget, int) else None
+    return BudgetController(nbytes, context, policy, keeping, gauge)

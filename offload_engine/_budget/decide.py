@@ -20,8 +20,7 @@ from offload_engine._budget.agreement import (
 from offload_engine._budget.allowing import TOLERANCE, allowance_of
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
-from offload_engine._budget.shortage import MemoryParts
-from offload_engine._budget.taken import TakenPlan, can_all_take
+from offload_engine._budget.taken import TakenPlan, take
 from offload_engine._budget.times import with_times
 from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.planned import PlannedPolicy
@@ -31,7 +30,7 @@ from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
-from offload_engine.planning.predict import Costs, unslowed_ms
+from offload_engine.planning.predict import Costs, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
@@ -40,9 +39,6 @@ from offload_engine.schedule import Action
 logger = logging.getLogger(__name__)
 
 _LINK_BYTES: Final = 32 << 20
-_LEAST_BUSY: Final = 1 / 8
-_BUSY_LIMITS: Final = (0.75, 1.5)
-"""What clocks can do. All beyond is something else, of one step."""
 
 
 class Decider:
@@ -98,16 +94,6 @@ class Decider:
         return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
 
     @property
-    def expected(self) -> MemoryParts | None:
-        """Return what the decision in force takes; None before there is one that was measured."""
-        if self.chosen is None:
-            return None
-        best = self.chosen.best
-        return MemoryParts(
-            best.resident_bytes, best.held_bytes - best.resident_bytes - self.extra_bytes, self.extra_bytes
-        )
-
-    @property
     def is_alone(self) -> bool:
         """Return whether there is no other rank to agree with."""
         return self.agree is tuple
@@ -143,16 +129,8 @@ class Decider:
 
     def take(self, saved: SavedPlan | None, source: str) -> Allowance | None:
         """Begin with a decision that was made before; None if it takes more than the budget, or a rank has another."""
-        if saved is not None and saved.held_bytes > self.budget_bytes:
-            logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
-            saved = None
-        can_take = can_all_take(saved, self.agree, self.meet)
-        if saved is not None and not can_take:
-            logger.warning("%s is not used: other ranks have another plan, or none", source)
-        if saved is None or not can_take:
-            return None
-        self._taken = TakenPlan(saved, source)
-        return saved.allowance
+        self._taken = take(saved, source, self.budget_bytes, self.agree, self.meet)
+        return None if self._taken is None else self._taken.saved.allowance
 
     @property
     def is_unchecked(self) -> bool:
@@ -251,11 +229,8 @@ class Decider:
     def correct_time(self, measured_ms: float) -> None:
         """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
         assert self.chosen is not None
-        best, before = self.chosen.best, self._costs.busy_ratio
-        if best.busy < _LEAST_BUSY:  # it waits for copies as long as the measured step, and says nothing of others
-            return
-        ratio = 1.0 + (measured_ms / unslowed_ms(best, before) - 1.0) / best.busy
-        ratio = min(max(ratio, _BUSY_LIMITS[0]), _BUSY_LIMITS[1])
+        before = self._costs.busy_ratio
+        ratio = measured_busy_ratio(self.chosen.best, before, measured_ms)
         self._costs = dataclasses.replace(self._costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, before, ratio) for actions, each in self._decisions.items()}
         self.chosen = self._decisions[self._actions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._devices.base import Device, MemoryGauge, TimeMark
 from offload_engine.stats import IterationStats
 
@@ -27,19 +28,22 @@ class LastStep:
         self.chunk_bytes: float = 0.0
         self._held_bytes = 0
         self._device = device
+        self._is_timed = False
         self._begin_mark: TimeMark = None
         self._end_mark: TimeMark = None
 
     def begin(self, is_timed: bool) -> None:
         """Note that a step begins."""
-        self.has_ended = False
-        self._begin_mark = self._mark(is_timed)
+        self.has_ended, self._is_timed = False, is_timed
+        self._begin_mark = self._mark()
 
-    def end(self, stats: IterationStats, num_chunks: int, is_timed: bool) -> None:
+    def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the step took that is over."""
+        if isinstance(self.gauge, ResidentGauge):
+            self.gauge.restore()
         self.peak_bytes, self._held_bytes = self.gauge.peak_bytes(), self.gauge.held_bytes()
         self.chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
-        self._end_mark = self._mark(is_timed)
+        self._end_mark = self._mark()
         self.has_ended = True
 
     def milliseconds(self) -> float:
@@ -50,5 +54,5 @@ class LastStep:
         """Return what the process held in it and behind it, where another engine may have reset the peak."""
         return max(self._held_bytes, self.gauge.held_bytes())
 
-    def _mark(self, is_timed: bool) -> TimeMark:
-        return self._device.mark_time(self._device.current_stream()) if is_timed else None
+    def _mark(self) -> TimeMark:
+        return self._device.mark_time(self._device.current_stream()) if self._is_timed else None

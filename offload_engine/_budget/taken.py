@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import NamedTuple
 
 from offload_engine._budget.agreement import Agree, are_alike
 from offload_engine.planning.choices import Slot
 from offload_engine.planning.saved_plan import SavedPlan, check_same_model
+
+logger = logging.getLogger(__name__)
 
 
 class TakenPlan(NamedTuple):
@@ -32,9 +35,23 @@ class TakenPlan(NamedTuple):
             raise ValueError(f"{self.source} is not used: another rank refuses its plan, and says why")
 
 
-def can_all_take(saved: SavedPlan | None, agree: Agree, meet: Agree) -> bool:
+def _can_all_take(saved: SavedPlan | None, agree: Agree, meet: Agree) -> bool:
     """Return whether every rank has a plan, and those that decide alike have the same choices."""
     chosen = saved and [(slot, saved.allowance.choices.of(slot)) for slot in sorted(saved.allowance.slots)]
     is_unlike = not are_alike(agree, str(chosen))
     [cannot] = meet((int(saved is None or is_unlike),))
     return not cannot
+
+
+def take(saved: SavedPlan | None, source: str, budget_bytes: int, agree: Agree, meet: Agree) -> TakenPlan | None:
+    """Take a plan to begin with; None if it takes more than the budget, or a rank has another, or none."""
+    if saved is not None and saved.held_bytes > budget_bytes:
+        logger.warning("%s takes more than gpu_budget (%s bytes): not used", source, f"{saved.held_bytes:,}")
+        saved = None
+    can_take = _can_all_take(saved, agree, meet)
+    if saved is None:
+        return None
+    if can_take:
+        return TakenPlan(saved, source)
+    logger.warning("%s is not used: other ranks have another plan, or none", source)
+    return None

@@ -91,8 +91,16 @@ class BudgetView:
         """
         peak = self._gauge.peak_bytes()
         found = MemoryParts(resident_bytes, max(0, peak - resident_bytes), max(0, self._gauge.held_bytes() - peak))
-        return shortage_text(self.decider.budget_bytes, self.decider.expected, found)
+        return shortage_text(self.decider.budget_bytes, self._expected(), found)
 
     @property
     def _gauge(self) -> MemoryGauge:
         return self._last.gauge
+
+    def _expected(self) -> MemoryParts | None:
+        """Return what the decision in force takes; None before there is one that was measured."""
+        chosen, extra = self.decider.chosen, self.decider.extra_bytes
+        if chosen is None:
+            return None
+        best = chosen.best
+        return MemoryParts(best.resident_bytes, best.held_bytes - best.resident_bytes - extra, extra)

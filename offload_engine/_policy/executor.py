@@ -84,8 +84,7 @@ class Executor:
         self._is_complete = device.is_complete
         self.is_capturing: Callable[[], bool] = bool if device.graphs is None else device.graphs.is_capturing
         self._dry_run = dry_run
-        self._context = store.context
-        self._ranges = store.context.ranges
+        self._context, self._ranges = store.context, store.context.ranges
         self._keeping = keeping
         self._produced: dict[TensorGroup, list[Event]] = {}  # of delayed copy-outs: recorded at their commits
         self._in_backward: TensorGroup | None = None  # the group whose backward has begun last

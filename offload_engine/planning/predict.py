@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.clocks import Link
@@ -15,6 +15,10 @@ from offload_engine.planning.recompute import RecomputeOption, options_of, with_
 from offload_engine.planning.residents import residents_of
 from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
+
+_LEAST_BUSY: Final = 1 / 8
+_BUSY_LIMITS: Final = (0.75, 1.5)
+"""What clocks can do. All beyond is something else, of one step."""
 
 
 class Decision(NamedTuple):
@@ -182,12 +186,26 @@ class Predictor:
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:
     """Return a prediction that was made with another ratio; see `Costs`."""
-    return prediction._replace(step_ms=unslowed_ms(prediction, before) * _slower(after, prediction.busy))
+    return prediction._replace(step_ms=_unslowed_ms(prediction, before) * _slower(after, prediction.busy))
 
 
-def unslowed_ms(prediction: Prediction, busy_ratio: float) -> float:
+def _unslowed_ms(prediction: Prediction, busy_ratio: float) -> float:
     """Return what a step would take if compute were as fast as where everything is offloaded."""
     return prediction.step_ms / _slower(busy_ratio, prediction.busy)
+
+
+def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: float) -> float:
+    """Return the ratio by which a step takes as long as measured; see `Costs`.
+
+    Args:
+        prediction: of the step, with the ratio `before`.
+        before: returned where the step waits for copies as long as the floor, and so says nothing of others.
+        measured_ms: of the step.
+    """
+    if prediction.busy < _LEAST_BUSY:
+        return before
+    ratio = 1.0 + (measured_ms / _unslowed_ms(prediction, before) - 1.0) / prediction.busy
+    return min(max(ratio, _BUSY_LIMITS[0]), _BUSY_LIMITS[1])
 
 
 def _slower(busy_ratio: float, busy: float) -> float:

@@ -14,6 +14,7 @@ import torch
 from offload_engine._compat import torch_private
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
+from offload_engine.engine_view import explain
 from offload_engine.errors import CopyError
 from offload_engine.frontends._common.weights import may_move
 from offload_engine.schedule import ChunkKey
@@ -88,7 +89,7 @@ class Session:
 
     def abandon_forward(self) -> None:
         """Called when a forward raised: abandon its open groups. Tensors that autograd holds stay valid."""
-        self.engine.explain(sys.exception())
+        explain(self.engine, sys.exception())
         chunk, self.chunk = self.chunk, None
         while chunk is not None and chunk.groups.innermost is not None:
             chunk.abandon_group()
