@@ -92,7 +92,7 @@ def test_nothing_leaves_that_fits_a_guessed_budget() -> None:
 
 @pytest.mark.parametrize("job", [ONE_RANK, dense_job(MOST), dense_job(ALL), dense_job(MOST, max_inflight_bytes=1300)])
 def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a capture: copy-outs that no boundary finds complete are waited for where the bound on copies demands it."""
+    """As in a capture: copy-outs found complete at no boundary are waited for where the bound on copies demands it."""
     asking = run_engine(job)
     monkeypatch.setattr(ClockDevice, "is_complete", lambda self, event: False)
     captured = run_engine(job)
