@@ -35,7 +35,7 @@ def run_beside(shape: Shape, rounds: int, emit: Callable[..., None]) -> None:
             offload = None if part is None else Offload(job, part, policy, False)
             graphs[name] = captured_step(job, offload, stream)
             kept.append((job, offload))
-            emit(stage="captured", of=name, **memory("captured"))
+            emit(stage="captured", of=name, **memory("all_so_far"))
         times: dict[str, list[float]] = {name: [] for name in graphs}
         for number in range(rounds + 1):
             for name in _turned(list(graphs), number):

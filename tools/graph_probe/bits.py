@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,17 +29,18 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def run_bits(shape: Shape, emit: Callable[..., None]) -> None:
-    """Run each step in this process, and tell its bits."""
+    """Run each step in this process, and tell its bits. One that fails does not keep the others from running."""
     for name, settings in STEPS.items():
         own = {"part": None, "is_captured": False, "policy": "lowest", **settings}
-        run_whole(shape, rounds=1, emit=partial(emit, of=name), exact=True, **own)
-        _forget()
+        _attempt(partial(run_whole, shape, rounds=1, exact=True, **own), partial(emit, of=name))
     for name, part in {"layers": None, "layers qkv": "qkv", "layers mlp": "mlp"}.items():
-        run_layers(shape, part, 1, partial(emit, of=name), exact=True)
-        _forget()
+        _attempt(partial(run_layers, shape, part, 1, exact=True), partial(emit, of=name))
 
 
-def _forget() -> None:
-    """Free what the last step has used: its graphs are in cycles."""
-    gc.collect()
+def _attempt(run: Callable[..., None], emit: Callable[..., None]) -> None:
+    try:
+        run(emit=emit)
+    except Exception:
+        emit(stage="failed", traceback=traceback.format_exc()[-3000:])
+    gc.collect()  # graphs of autograd and their hooks are in cycles
     torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graph_probe.copies import best, copies_in_a_graph
+from graph_probe.late import late_events, late_values
 from graph_probe.stage import MIB
 
 _LARGE = 64 * MIB
@@ -24,6 +25,8 @@ def run_facts(emit: Callable[..., None]) -> None:
         external_events,
         copies_in_a_graph,
         cost_of_replay,
+        late_events,
+        late_values,
     ):
         begin = time.perf_counter()
         try:
