@@ -6,7 +6,7 @@ import pytest
 
 from offload_engine.planning.simulate import PipelineJob
 from tests.dense_jobs import ALL, ATTENTION, DEEP, MOST, ONE_RANK, dense_job, simulate_planned, with_bounds
-from tests.engine_on_clocks import run_engine
+from tests.engine_on_clocks import ClockDevice, run_engine
 
 EQUAL = [
     dense_job(ATTENTION),
@@ -88,3 +88,14 @@ def test_nothing_leaves_that_fits_a_guessed_budget() -> None:
     assert [stats.copied_out_bytes for stats in run_engine(dense_job(resident_bytes=13000)).stats] == [0, 0]
     first, last = run_engine(dense_job(resident_bytes=9000)).stats
     assert first.copied_out_bytes > 0 == last.copied_out_bytes
+
+
+@pytest.mark.parametrize("job", [ONE_RANK, dense_job(MOST), dense_job(ALL), dense_job(MOST, max_inflight_bytes=1300)])
+def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a capture: copy-outs found complete at no boundary are waited for where the bound on copies demands it."""
+    asking = run_engine(job)
+    monkeypatch.setattr(ClockDevice, "is_complete", lambda self, event: False)
+    captured = run_engine(job)
+    assert captured.milliseconds == pytest.approx(asking.milliseconds, abs=1e-6)
+    for name in ("peak_resident_bytes", "peak_host_bytes"):
+        assert [getattr(s, name) for s in captured.stats] == [getattr(s, name) for s in asking.stats]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -304,6 +304,54 @@ def test_an_eager_step_is_refused_where_a_capture_was_announced(training: Traini
     with pytest.raises(OffloadError, match="a capture was announced"), training.engine.graphs.capture():
         training.step()
     assert training.is_right(training.step())
+
+
+class FullIteration:
+    """Does what the wrapper of megatron-core does with steps: eager ones, a capture on its own stream, replays."""
+
+    def __init__(self, training: Training, num_eager: int) -> None:
+        self._training = training
+        self._num_eager = num_eager
+        self._num_steps = 0
+        self.num_captures = 0
+
+    @property
+    def captures_next(self) -> bool:
+        return self._num_steps == self._num_eager
+
+    def __call__(self) -> bool:
+        """Run a step, and return whether it is right; a replay runs nothing of the engine."""
+        self._num_steps += 1
+        if self._num_steps > self._num_eager + 1:
+            return True
+        if self._num_steps <= self._num_eager:
+            return self._training.is_right(self._training.step())
+        device = self._training.device
+        device.synchronize_all()
+        with device.compute_stream("capture"), device.graph():
+            is_right = self._training.is_right(self._training.step())
+        device.synchronize_all()
+        self.num_captures += 1
+        return is_right
+
+    def reset(self) -> None:
+        self._num_steps = 0
+
+
+def test_a_wrapper_captures_on_a_stream_of_its_own(training: Training, device: GraphDevice) -> None:
+    """Announced around the call that captures, in which the first replay runs as well; twice, with a reset between."""
+    engine, steps = training.engine, FullIteration(training, num_eager=2)
+    for number in (1, 2):
+        for _ in range(5):
+            with engine.graphs.capture() if steps.captures_next else nullcontext():
+                assert steps()
+        (captured,) = engine.graphs.steps
+        assert steps.num_captures == number and captured.host_bytes > 0
+        with pytest.raises(OffloadError, match="captured steps still use"):
+            engine.close()
+        steps.reset()
+        captured.release()
+    engine.close()
 
 
 def _before_the_first_step(device: GraphDevice) -> Training:

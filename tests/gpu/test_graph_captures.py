@@ -110,3 +110,36 @@ def test_what_is_not_pinned_is_refused_in_the_capture_and_the_next_one_is_right(
         graph.reset()
         captured.release()
         handle.remove()
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_capture_by_other_code_on_its_own_stream_is_announced_around_it() -> None:
+    """As megatron-core captures full iterations: eager steps on the default stream, a replay in the same call."""
+    training = Training()
+    training.step()
+    expected = training.result()
+    config = OffloadConfig(min_tensor_bytes=1, policy=LowestPeak())
+    handle = enable_activation_offloading(training.model, "none", config=config, layers=list(training.model))
+    for _ in range(2):
+        training.step()
+    assert are_equal(training.result(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with handle.engine.graphs.capture() as captured:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=training.stream, capture_error_mode="thread_local"):
+            training.step()
+        torch.cuda.synchronize()
+        training.forget()
+        graph.replay()
+    assert handle.stats.num_offloaded_groups > 0
+    assert are_equal(training.result(), expected)
+    for _ in range(3):
+        training.forget()
+        poison(captured)
+        graph.replay()
+        assert are_equal(training.result(), expected)
+    training.step()  # eagerly, on the default stream
+    assert are_equal(training.result(), expected)
+    graph.reset()
+    captured.release()
+    handle.remove()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from graph_probe.copies import best, copies_in_a_graph
+from graph_probe.late import late_events, late_values
 from graph_probe.stage import MIB
-from offload_engine._devices.cuda import CudaDevice
-from offload_engine._devices.regions import HostRegion
 
 _LARGE = 64 * MIB
 
@@ -25,6 +25,8 @@ def run_facts(emit: Callable[..., None]) -> None:
         external_events,
         copies_in_a_graph,
         cost_of_replay,
+        late_events,
+        late_values,
     ):
         begin = time.perf_counter()
         try:
@@ -120,6 +122,7 @@ def external_events() -> dict[str, Any]:
     done, ready = torch.cuda.Event(external=True), torch.cuda.Event(external=True)
     with torch.cuda.stream(stream):
         torch.mm(a, b, out=out)
+        ready.record(stream)  # torch makes an event when it is recorded first, and ignores waits for it before that
         torch.cuda.synchronize()
         graph, waiting = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -146,7 +149,7 @@ def external_events() -> dict[str, Any]:
             side.wait_stream(stream)
             copy()
 
-        times = {name: _best(run) for name, run in _named(graph.replay, copy, behind_event, behind_graph)}
+        times = {name: best(run) for name, run in _named(graph.replay, copy, behind_event, behind_graph)}
         side.wait_stream(stream)
         with torch.cuda.stream(side):
             for _ in range(20):
@@ -156,53 +159,6 @@ def external_events() -> dict[str, Any]:
         waiting.replay()
         torch.cuda.synchronize()
     return {"ms": times, "graph_waited": seen.item() == 5}
-
-
-def copies_in_a_graph() -> dict[str, Any]:
-    """How long copies take as nodes, alone and beside matrix products, beside eager batches of the same copies."""
-    device = CudaDevice()
-    count, nbytes = 16, _LARGE
-    slab = device.new_slab(2 * count * nbytes)
-    regions = [HostRegion(slab, i * nbytes, nbytes) for i in range(2 * count)]
-    out = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(count)]
-    into = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(count)]
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    c = torch.empty_like(a)
-    stream = torch.cuda.Stream()
-    copy_out, copy_in = device.new_stream("out"), device.new_stream("in")
-
-    def work(products: int, outs: int, ins: int) -> None:
-        for side in (copy_out, copy_in):
-            device.wait_stream(side, stream.cuda_stream)
-        if outs:
-            device.copy_out(copy_out, list(zip(out[:outs], regions[:outs], strict=True)))
-        if ins:
-            device.copy_in(copy_in, list(zip(regions[count : count + ins], into[:ins], strict=True)))
-        for _ in range(products):
-            torch.mm(a, b, out=c)
-        for side in (copy_out, copy_in):
-            device.wait_stream(stream.cuda_stream, side)
-
-    found: dict[str, Any] = {"copied_mib_each_way": count * nbytes // MIB}
-    with torch.cuda.stream(stream):
-        torch.mm(a, b, out=c)
-        for name, shape in {
-            "products": (30, 0, 0),
-            "out": (0, count, 0),
-            "in": (0, 0, count),
-            "both": (0, count, count),
-            "products and both": (30, count, count),
-        }.items():
-            found[f"eager {name}"] = _best(lambda shape=shape: work(*shape))
-            graph = torch.cuda.CUDAGraph()
-            device.graphs.record(True)
-            try:
-                with torch.cuda.graph(graph, stream=stream):
-                    work(*shape)
-            finally:
-                device.graphs.record(False)
-            found[f"graph {name}"] = _best(graph.replay)
-    return found
 
 
 def cost_of_replay() -> dict[str, Any]:
@@ -221,24 +177,12 @@ def cost_of_replay() -> dict[str, Any]:
                 begin = time.perf_counter()
                 graph.replay()
                 hosts.append(1e6 * (time.perf_counter() - begin))
-            found[str(count)] = {"host_us": round(sorted(hosts)[10], 1), "ms": _best(graph.replay)}
+            found[str(count)] = {"host_us": round(sorted(hosts)[10], 1), "ms": best(graph.replay)}
     return found
 
 
 def _named(*runs: Callable[[], object]) -> list[tuple[str, Callable[[], object]]]:
     return [(run.__name__, run) for run in runs]
-
-
-def _best(run: Callable[[], object]) -> float:
-    """Return the shortest of five runs, in ms."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return round(min(times), 3)
 
 
 def cuda_runtime() -> Any:

@@ -222,16 +222,20 @@ class Player:
                 copied[id(replayed.leaves[0])] = runtime._copy(self._out, _OUT, self._values[number, _OUT])
 
 
-def run_layers(shape: Shape, part: str | None, rounds: int, emit: Callable[..., None]) -> None:
+def run_layers(shape: Shape, part: str | None, rounds: int, emit: Callable[..., None], exact: bool = False) -> None:
     """Measure steps of one graph for each layer, pass and microbatch."""
+
+    def bits() -> dict[str, Any]:
+        return {"bits": job.bits()} if exact else {}
+
     with ExitStack() as stack:
-        stack.enter_context(kernels())
+        stack.enter_context(kernels(exact))
         stream = torch.cuda.Stream()
         stack.enter_context(torch.cuda.stream(stream))
         job = Job(shape)
         job.step()
         torch.cuda.synchronize()
-        emit(stage="warm", bits=job.bits())
+        emit(stage="warm", **bits())
         job.losses = []
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -252,12 +256,12 @@ def run_layers(shape: Shape, part: str | None, rounds: int, emit: Callable[..., 
         player = Player(graphs)
         player.step()
         torch.cuda.synchronize()
-        emit(stage="bits", which="first replay", bits=job.bits())
+        emit(stage="compared", which="first replay", **bits())
         emit(stage="timed", **timed(player.step, rounds), **memory("graphs"))
-        emit(stage="bits", which="after timed replays", bits=job.bits())
+        emit(stage="compared", which="after timed replays", **bits())
         if graphs.slab is not None:
             slab: Any = graphs.slab
             slab.view(0, slab.nbytes).fill_(0xFF)
             player.step()
             torch.cuda.synchronize()
-            emit(stage="bits", which="host poisoned", bits=job.bits())
+            emit(stage="compared", which="host poisoned", **bits())

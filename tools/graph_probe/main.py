@@ -13,22 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REFERENCE = "eager"
 PARTS: dict[str, dict[str, Any]] = {
+    "bits": {"how": "bits", "small": True},
+    "beside": {"how": "beside"},
     "facts": {"how": "facts"},
+    "dump": {"how": "whole", "captured": True, "part": "qkv", "small": True, "exact": True, "rounds": 2},
+    "eager mlp 1g": {"how": "whole", "part": "mlp", "policy": "1g"},
+    "graph mlp 1g": {"how": "whole", "captured": True, "part": "mlp", "policy": "1g"},
     "eager": {"how": "whole"},
     "graph": {"how": "whole", "captured": True},
     "graph qkv": {"how": "whole", "captured": True, "part": "qkv"},
     "graph mlp": {"how": "whole", "captured": True, "part": "mlp"},
     "eager qkv": {"how": "whole", "part": "qkv"},
     "eager mlp": {"how": "whole", "part": "mlp"},
-    "calls": {"how": "calls"},
-    "dump": {"how": "whole", "captured": True, "part": "qkv", "small": True, "rounds": 2},
-    "refusals": {"how": "refusals", "small": True},
-    "layers": {"how": "layers"},
     "layers mlp": {"how": "layers", "part": "mlp"},
-    "layers qkv": {"how": "layers", "part": "qkv"},
     "graph mlp planned": {"how": "whole", "captured": True, "part": "mlp", "policy": "planned"},
+    "eager mlp planned": {"how": "whole", "part": "mlp", "policy": "planned"},
+    "layers qkv": {"how": "layers", "part": "qkv"},
+    "layers": {"how": "layers"},
+    "refusals": {"how": "refusals", "small": True},
+    "calls": {"how": "calls"},
     "graph layer": {"how": "whole", "captured": True, "part": "layer", "policy": "layers", "per_microbatch": True},
     "eager layer": {"how": "whole", "part": "layer", "policy": "layers", "per_microbatch": True},
 }
@@ -88,6 +92,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _call(settings: dict[str, Any], options: argparse.Namespace, emit: Any) -> None:
+    from graph_probe.beside import run_beside
+    from graph_probe.bits import run_bits
     from graph_probe.calls import run_calls
     from graph_probe.facts import run_facts
     from graph_probe.layers import run_layers
@@ -104,6 +110,12 @@ def _call(settings: dict[str, Any], options: argparse.Namespace, emit: Any) -> N
     if settings["how"] == "refusals":
         run_refusals(shape, emit)
         return
+    if settings["how"] == "bits":
+        run_bits(shape, emit)
+        return
+    if settings["how"] == "beside":
+        run_beside(shape, 2 * options.rounds, emit)
+        return
     if settings["how"] == "layers":
         run_layers(shape, settings.get("part"), rounds, emit)
         return
@@ -116,30 +128,33 @@ def _call(settings: dict[str, Any], options: argparse.Namespace, emit: Any) -> N
         rounds,
         emit,
         per_microbatch=settings.get("per_microbatch", False),
+        exact=settings.get("exact", False),
         dump=dump,
     )
 
 
 def table(path: Path) -> str:
-    """Return what the parts found, a line each; bits are compared with those of the first eager step."""
+    """Return what the parts found, a line each; bits are compared with those of the first step of the same part."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    reference = next((row["bits"] for row in rows if row["part"] == REFERENCE and "bits" in row), None)
-    lines = [f"{'part':28} {'bits':>10} {'step ms':>9} {'host ms':>9} {'reserved MiB':>13}  end"]
+    lines = [f"{'part':34} {'bits':>7} {'step ms':>9} {'over none':>9} {'host ms':>9} {'reserved MiB':>13}  end"]
     for part in dict.fromkeys(row["part"] for row in rows):
         own = [row for row in rows if row["part"] == part]
-        # The small stage has no eager part: its graph is compared with its own warm-up.
-        expected = next((row["bits"] for row in own if "bits" in row), None) if PARTS[part].get("small") else reference
-        bits = [row["bits"] == expected for row in own if "bits" in row]
-        times = next((row for row in own if "step_ms" in row), {})
-        # Of a graph, what is reserved after its capture: to compare the bits takes memory too.
-        names = ("captured_peak_reserved_mib", "eager_peak_reserved_mib")
-        reserved = next((row[name] for row in own for name in names if name in row), "")
+        expected = next((row["bits"] for row in own if "bits" in row), None)
         end = next((row.get("status") for row in own if row["stage"] == "end"), "left out")
-        lines.append(
-            f"{part:28} {f'{sum(bits)}/{len(bits)}':>10} {times.get('step_ms', ''):>9} {times.get('host_ms', ''):>9} "
-            f"{reserved:>13}  {end}"
-        )
+        for of in dict.fromkeys(row["of"] for row in own if "of" in row) or [""]:
+            lines.append(_line(f"{part} {of}".strip(), [r for r in own if r.get("of", "") == of], expected, end))
     return "\n".join(lines)
+
+
+def _line(name: str, rows: list[dict[str, Any]], expected: Any, end: Any) -> str:
+    bits = [row["bits"] == expected for row in rows if "bits" in row]
+    equal = f"{sum(bits)}/{len(bits)}" if bits else ""
+    times = next((row for row in rows if "step_ms" in row), {})
+    # Of a graph, what is reserved after its capture: to compare the bits takes memory too.
+    names = ("captured_peak_reserved_mib", "eager_peak_reserved_mib")
+    reserved = next((row[name] for row in rows for name in names if name in row), "")
+    values = (times.get("step_ms", ""), times.get("over_none", ""), times.get("host_ms", ""))
+    return f"{name:34} {equal:>7} {values[0]:>9} {values[1]:>9} {values[2]:>9} {reserved:>13}  {end}"
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:

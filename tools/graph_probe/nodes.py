@@ -1,4 +1,4 @@
-"""Reads a captured graph: its nodes, its edges, and whether uses of the same bytes are ordered by them."""
+"""Reads a captured graph: its nodes, its edges, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from graph_probe.order import check
+
 TYPES = {0: "kernel", 1: "memcpy", 2: "memset", 3: "host", 4: "graph", 5: "empty", 6: "wait", 7: "record"}
 _HANDLE = ctypes.c_void_p
 _LARGEST_PARAMETER = 1 << 16
@@ -19,7 +21,7 @@ _LOWEST_ADDRESS = 1 << 32
 
 
 def describe(graph: int, dump: str | None) -> dict[str, Any]:
-    """Return the number of nodes by type and of edges, and of pairs of uses that no path orders.
+    """Return the number of nodes by type and of edges, and what a check of their order has found.
 
     Args:
         graph: a `cudaGraph_t`.
@@ -42,59 +44,8 @@ def describe(graph: int, dump: str | None) -> dict[str, Any]:
         "memcpy_bytes": Counter(
             {kind: sum(n["nbytes"] for n in nodes if n.get("kind") == kind) for kind in ("out", "in")}
         ),
-        **unordered(nodes, edges),
+        **check(nodes, edges).summary(),
     }
-
-
-def unordered(nodes: list[dict[str, Any]], edges: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return how many pairs of uses conflict, and those of them that no path of the graph orders."""
-    after = _reachable(len(nodes), edges)
-    host, device, loose = 0, 0, []
-    copies = [(i, node) for i, node in enumerate(nodes) if node.get("kind")]
-    for number, (i, one) in enumerate(copies):
-        for j, other in copies[number + 1 :]:
-            if "out" in (one["kind"], other["kind"]) and _overlap(one["host"], other["host"]):
-                host += 1
-                if not _ordered(after, i, j):
-                    loose.append(("host", i, j))
-        for j, node in enumerate(nodes):
-            if node["type"] == "kernel" and _touches(node, one["device"]):
-                device += 1
-                if not _ordered(after, i, j):
-                    loose.append(("device", i, j))
-    return {"host_pairs": host, "device_pairs": device, "num_unordered": len(loose), "unordered": loose[:20]}
-
-
-def _overlap(one: list[int], other: list[int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
-
-
-def _touches(node: dict[str, Any], span: list[int]) -> bool:
-    return any(span[0] <= address < span[1] for address in node.get("addresses", ()))
-
-
-def _ordered(after: list[int], i: int, j: int) -> bool:
-    return bool(after[i] >> j & 1 or after[j] >> i & 1)
-
-
-def _reachable(count: int, edges: list[tuple[int, int]]) -> list[int]:
-    """Return, for each node, the nodes behind it, as the bits of a number."""
-    following: list[list[int]] = [[] for _ in range(count)]
-    num_before = [0] * count
-    for source, target in edges:
-        following[source].append(target)
-        num_before[target] += 1
-    order = [i for i in range(count) if not num_before[i]]
-    for i in order:
-        for j in following[i]:
-            num_before[j] -= 1
-            if not num_before[j]:
-                order.append(j)
-    after = [0] * count
-    for i in reversed(order):
-        for j in following[i]:
-            after[i] |= after[j] | 1 << j
-    return after
 
 
 def _runtime() -> Any:
@@ -149,6 +100,8 @@ def _node(runtime: Any, driver: Any, handle: int, spans: list[tuple[int, int]]) 
     kind = TYPES.get(number.value, str(number.value))
     if kind == "memcpy":
         return {"type": kind, **_copy(runtime, handle)}
+    if kind == "memset":
+        return {"type": kind, "addresses": [_target(runtime, handle)]}
     if kind == "kernel" and spans:
         try:
             return {"type": kind, **_kernel(driver, handle, spans)}
@@ -169,6 +122,14 @@ def _copy(runtime: Any, handle: int) -> dict[str, Any]:
     return {"nbytes": nbytes, "number": number, "source": source, "target": target}
 
 
+def _target(runtime: Any, handle: int) -> int:
+    """Return the first byte that a memset writes."""
+    raw = (ctypes.c_ubyte * 64)()  # cudaMemsetParams
+    _check(runtime.cudaGraphMemsetNodeGetParams(_HANDLE(handle), raw), "cudaGraphMemsetNodeGetParams")
+    target: int = struct.unpack_from("Q", bytes(raw), 0)[0]
+    return target
+
+
 def _kernel(driver: Any, handle: int, spans: list[tuple[int, int]]) -> dict[str, Any]:
     """Return the name of a kernel, and what of its parameters is an address in torch's memory."""
     raw = (ctypes.c_ubyte * 80)()  # CUDA_KERNEL_NODE_PARAMS_v2
@@ -181,22 +142,30 @@ def _kernel(driver: Any, handle: int, spans: list[tuple[int, int]]) -> dict[str,
     elif kern:
         driver.cuKernelGetName(ctypes.byref(name), _HANDLE(kern))
     info, what = (driver.cuFuncGetParamInfo, function) if function else (driver.cuKernelGetParamInfo, kern)
-    addresses = sorted({word for word in _addresses(info, what, parameters) if _is_in(spans, word)})
-    return {"name": (name.value or b"").decode()[:60], "addresses": addresses}
+    found: dict[str, Any] = {"name": (name.value or b"").decode()[:60]}
+    values = list(_values(info, what, parameters))
+    found["addresses"] = sorted({word for value in values for word in _words(value) if _is_in(spans, word)})
+    if not found["addresses"]:  # of matrix products on Hopper: a tensor map hides them
+        found["parameters"] = [value.hex() for value in values]
+    return found
 
 
-def _addresses(info: Any, what: int, parameters: int) -> Iterator[int]:
-    """Yield each aligned word of a kernel's parameters that may be an address."""
+def _words(value: bytes) -> Iterator[int]:
+    """Yield each aligned word that may be an address."""
+    for at in range(0, len(value) - 7, 8):
+        word = struct.unpack_from("Q", value, at)[0]
+        if _LOWEST_ADDRESS <= word < 1 << 48:
+            yield word
+
+
+def _values(info: Any, what: int, parameters: int) -> Iterator[bytes]:
+    """Yield the parameters of a kernel that may hold an address."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     number = 0
     while info(_HANDLE(what), ctypes.c_size_t(number), ctypes.byref(offset), ctypes.byref(size)) == 0:
         if parameters and 8 <= size.value <= _LARGEST_PARAMETER:
             pointer = ctypes.cast(parameters, ctypes.POINTER(_HANDLE))[number]
-            data = ctypes.string_at(pointer or 0, size.value)
-            for at in range(0, size.value - 7, 8):
-                word = struct.unpack_from("Q", data, at)[0]
-                if _LOWEST_ADDRESS <= word < 1 << 48:
-                    yield word
+            yield ctypes.string_at(pointer or 0, size.value)
         number += 1
 
 

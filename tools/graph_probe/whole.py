@@ -13,14 +13,19 @@ import torch
 
 from graph_probe.nodes import describe
 from graph_probe.stage import MIB, PARTS, Job, Shape, kernels, memory, pool_segments, timed
-from offload_engine import LowestPeak, OffloadConfig, OffloadEngine, Planned, ResidentLayers
+from offload_engine import FixedBounds, LowestPeak, OffloadConfig, OffloadEngine, Planned, ResidentLayers
 from offload_engine.frontends._common.groups import GROUP_BYTES
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
 from offload_engine.frontends._layers.find_layers import Layer
 from offload_engine.frontends._layers.layer_groups import LayerGroups
 
-POLICIES = {"lowest": LowestPeak(), "planned": Planned(), "layers": ResidentLayers()}
+POLICIES = {
+    "lowest": LowestPeak(),
+    "planned": Planned(),
+    "layers": ResidentLayers(),
+    "1g": FixedBounds(max_inflight_bytes=1024 * MIB),
+}
 
 
 class Offload:
@@ -48,8 +53,9 @@ def run_whole(
     shape: Shape, part: str | None, is_captured: bool, policy: str, rounds: int, emit: Callable[..., None], **more: Any
 ) -> None:
     """Measure steps: eager or captured, without offload or with what `part` of each layer saves."""
+    is_exact = bool(more.get("exact"))
     with ExitStack() as stack:
-        stack.enter_context(kernels())
+        stack.enter_context(kernels(is_exact))
         stream = torch.cuda.Stream()
         stack.enter_context(torch.cuda.stream(stream))
         job = Job(shape)
@@ -65,20 +71,32 @@ def run_whole(
         torch.cuda.synchronize()
         if is_captured and offload is not None:
             emit(stage="rehearsed", **_rehearse(job, offload))
-        emit(stage="warm", seconds=round(time.perf_counter() - begin, 2), bits=job.bits(), **memory("warm"))
+        emit(stage="warm", seconds=round(time.perf_counter() - begin, 2), **_bits(job, is_exact), **memory("warm"))
         if not is_captured:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             job.step(iteration)
             emit(stage="timed", **timed(lambda: job.step(iteration), rounds), **memory("eager"), **_stats(offload))
-            emit(stage="bits", bits=job.bits())
+            emit(stage="compared", **_bits(job, is_exact))
             return
-        _measure_graph(job, offload, iteration, stream, rounds, emit, dump=more.get("dump"))
+        _measure_graph(job, offload, iteration, stream, rounds, emit, dump=more.get("dump"), is_exact=is_exact)
+
+
+def _bits(job: Job, is_exact: bool) -> dict[str, Any]:
+    """Return the bits of the last step, if steps can be compared at all."""
+    return {"bits": job.bits()} if is_exact else {}
 
 
 def _measure_graph(
-    job: Job, offload: Offload | None, iteration: Any, stream: Any, rounds: int, emit: Callable[..., None], dump: Any
+    job: Job,
+    offload: Offload | None,
+    iteration: Any,
+    stream: Any,
+    rounds: int,
+    emit: Callable[..., None],
+    dump: Any,
+    is_exact: bool,
 ) -> None:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     if dump:
@@ -109,22 +127,22 @@ def _measure_graph(
         grad.fill_(float("nan"))  # a replay zeroes them
     graph.replay()
     torch.cuda.synchronize()
-    emit(stage="bits", which="first replay", bits=job.bits(), **memory("replayed"))
+    emit(stage="compared", which="first replay", **_bits(job, is_exact), **memory("replayed"))
     emit(stage="timed", **timed(graph.replay, rounds), **memory("graph"))
-    emit(stage="bits", which="after timed replays", bits=job.bits())
+    emit(stage="compared", which="after timed replays", **_bits(job, is_exact))
     for _ in range(2):
         emit(stage="poisoned", **_poison(graph, captured))
         graph.replay()
         torch.cuda.synchronize()
-        emit(stage="bits", which="poisoned", bits=job.bits())
+        emit(stage="compared", which="poisoned", **_bits(job, is_exact))
     if offload is not None and captured is not None:
         job.step(iteration)  # eagerly, with host memory of its own
         torch.cuda.synchronize()
-        emit(stage="bits", which="eager step between replays", bits=job.bits())
+        emit(stage="compared", which="eager step between replays", **_bits(job, is_exact))
         job.losses = losses
         graph.replay()
         torch.cuda.synchronize()
-        emit(stage="bits", which="replay after it", bits=job.bits())
+        emit(stage="compared", which="replay after it", **_bits(job, is_exact))
         try:
             offload.engine.close()
             emit(stage="close", refused=False)
@@ -158,7 +176,7 @@ def _rehearse(job: Job, offload: Offload) -> dict[str, Any]:
 def run_refusals(shape: Shape, emit: Callable[..., None]) -> None:
     """Try what is refused, and whether the next step and the next capture are right."""
     with ExitStack() as stack:
-        stack.enter_context(kernels())
+        stack.enter_context(kernels(is_exact=True))
         stream = torch.cuda.Stream()
         stack.enter_context(torch.cuda.stream(stream))
         job = Job(shape)

@@ -1,0 +1,119 @@
+"""The offline check of captured graphs: a graph from a GPU is right, and no edge that matters can be taken out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tool_scripts import TOOLS
+
+DUMP = Path(__file__).parents[1] / "artifacts" / "graph_qkv.json.gz"
+"""Of a captured step: 3 layers, 3 microbatches, QKV linear layers offloaded; H200, CUDA 13, torch 2.11."""
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from graph_probe import order
+
+    return order
+
+
+@pytest.fixture
+def graph() -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+    with gzip.open(DUMP, "rt") as file:
+        dump = json.load(file)
+    return dump["nodes"], [(source, target) for source, target in dump["edges"]]
+
+
+def test_the_captured_step_is_ordered(order: Any, graph: Any) -> None:
+    found = order.check(*graph)
+    assert found.is_right
+    assert (found.host_pairs, found.device_pairs) == (25, 289)
+    assert found.unread_kernels == 108  # matrix products: their tensor maps hide the addresses
+
+
+def test_each_edge_that_matters_is_missed(order: Any, graph: Any) -> None:
+    taken = order.take_out(*graph)
+    assert len(taken.noticed) == 19
+    assert taken.unnoticed == []
+    nodes, edges = graph
+    for edge in taken.superfluous:  # alone; they may stand in for each other
+        assert order.reachable(len(nodes), edges) == order.reachable(len(nodes), [e for e in edges if e != edge])
+
+
+@pytest.mark.parametrize("direction", [0, 1], ids=["into", "out of"])
+def test_a_copy_that_is_cut_loose_is_missed(order: Any, graph: Any, direction: int) -> None:
+    """Of each copy all edges to it, or all from it."""
+    nodes, edges = graph
+    for copy in [i for i, node in enumerate(nodes) if node.get("kind")]:
+        assert not order.check(nodes, [edge for edge in edges if edge[1 - direction] != copy]).is_right, copy
+
+
+def copy(kind: str, host: int, device: int, nbytes: int = 8) -> dict[str, Any]:
+    return {"type": "memcpy", "kind": kind, "host": [host, host + nbytes], "device": [device, device + nbytes]}
+
+
+def kernel(*addresses: int) -> dict[str, Any]:
+    return {"type": "kernel", "addresses": list(addresses)}
+
+
+STEP = [kernel(100), copy("out", 0, 100), kernel(100), copy("in", 0, 200), kernel(200)]
+CHAIN = [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_a_step_in_order_is_right(order: Any) -> None:
+    found = order.check(STEP, CHAIN)
+    assert found.is_right
+    assert found.summary()["host_pairs"] == 1
+    assert found.summary()["device_pairs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("missing", "fault"),
+    [
+        ((0, 1), ("device", 1, 0)),  # what is copied may not be written yet
+        ((1, 2), ("device", 1, 2)),  # its bytes are used again before they are copied
+        ((2, 3), ("host", 1, 3)),  # it comes back before it has left
+        ((3, 4), ("device", 3, 4)),  # it is read before it is back
+    ],
+)
+def test_pairs_without_a_path_are_named(order: Any, missing: tuple[int, int], fault: tuple[str, int, int]) -> None:
+    assert fault in order.check(STEP, [edge for edge in CHAIN if edge != missing]).unordered
+
+
+def test_what_comes_back_has_left(order: Any) -> None:
+    """Another group has the same host bytes in between, or a part of them."""
+    for other in (copy("out", 0, 300, 4), copy("out", 4, 300, 8)):
+        nodes = [*STEP[:3], other, *STEP[3:]]
+        assert order.check(nodes, [(i, i + 1) for i in range(5)]).unfilled == [4]
+    assert order.check(STEP[2:], [(0, 1), (1, 2)]).unfilled == [1]
+
+
+def test_the_graph_waits_for_each_copy(order: Any) -> None:
+    assert order.check(STEP[:2], [(0, 1)]).unawaited == [1]
+
+
+def test_copies_of_the_same_device_bytes_are_ordered(order: Any) -> None:
+    nodes = [kernel(100), copy("out", 0, 100), copy("in", 50, 104), kernel(1)]
+    assert ("device", 1, 2) in order.check(nodes, [(0, 1), (0, 2), (1, 3), (2, 3)]).unordered
+
+
+def test_the_program_tells_of_faults_by_its_status(
+    order: Any, graph: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from graph_check import main
+
+    assert main([str(DUMP)]) == 0
+    nodes, edges = graph
+    missing = order.take_out(nodes, edges).noticed[0]
+    damaged = tmp_path / "graph.json.gz"
+    with gzip.open(damaged, "wt") as file:
+        json.dump({"nodes": nodes, "edges": [edge for edge in edges if edge != missing]}, file)
+    capsys.readouterr()
+    assert main([str(damaged)]) == 1
+    assert json.loads(capsys.readouterr().out)["num_unordered"] > 0
