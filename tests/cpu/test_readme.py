@@ -130,7 +130,10 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
         if "transformers" in block:
             pytest.importorskip("transformers")
             pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
-        assert_it_offloads(block, tmp_path)
+        if "print(" in block:
+            assert_it_offloads(block, tmp_path)
+        else:
+            run_python("-c", block, cwd=tmp_path)  # it attaches, and leaves the steps to the reader
 
 
 def assert_it_offloads(code: str, directory: Path) -> None:
