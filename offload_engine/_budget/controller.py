@@ -220,7 +220,8 @@ class BudgetController(BudgetView):
         is_over, close = best.held_bytes + error > budget_bytes, _CLOSE * budget_bytes
         if is_over and self.decider.is_at_floor:
             return False  # nothing more can leave
-        is_wasteful = -error > close and best.stalled_ms > 0 and not self._num_corrections  # else it might swing
+        leaves = bool(best.num_moves or best.recomputed_bytes)
+        is_wasteful = -error > close and leaves and not self._num_corrections  # else it might swing
         is_wrong = is_wasteful or error > close or is_over
         if is_wrong:
             self._num_corrections += 1
