@@ -166,7 +166,8 @@ class ModelRuntime:
         outer, self._running = self._running, attachment  # a step of one model in a forward of another
         try:
             with attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined):
-                yield
+                with attachment.left_after_errors():  # before the engine resets, which takes hooks off
+                    yield
         except BaseException:
             attachment.reset()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakMethod
 
 from offload_engine._host.pool import HostPool
 from offload_engine._host.slabs import HostSlabs
@@ -41,8 +42,8 @@ class GraphCaptures:
     Args:
         context: of the engine's transfers.
         pool: of the engine; what it has pinned is handed over to the graph.
-        check: raises OffloadError while the engine cannot be captured.
-        reset: drops what a failed capture has saved.
+        check: a method that raises OffloadError while the engine cannot be captured.
+        reset: a method that drops what a failed capture has saved. Neither keeps its engine alive.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class GraphCaptures:
     ) -> None:
         self._context = context
         self._pool = pool
-        self._check = check
-        self._reset = reset
+        self._check = WeakMethod(check)
+        self._reset = WeakMethod(reset)
         self._steps: list[CapturedStep] = []
 
     @property
@@ -96,7 +97,7 @@ class GraphCaptures:
             self._check_end()
         except BaseException:
             self._end()
-            self._reset()
+            _call(self._reset)
             raise
         self._end()
         step.slabs = self._pool.hand_over()
@@ -124,7 +125,7 @@ class GraphCaptures:
             raise OffloadError(
                 "graphs.capture() inside a capture: it has to begin before that of CUDA, and one at a time"
             )
-        self._check()
+        _call(self._check)
         self._wait_for_copies()
         self._pool.freeze()  # it may ask for events
         graphs.record(True)
@@ -166,3 +167,9 @@ class GraphCaptures:
         self._steps.remove(step)
         slabs, step.slabs = step.slabs, None
         self._pool.take_over(slabs)
+
+
+def _call(reference: WeakMethod[Callable[[], None]]) -> None:
+    method = reference()
+    assert method is not None, "the caller of a capture holds the engine"
+    method()

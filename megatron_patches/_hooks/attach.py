@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +137,15 @@ class Attachment:
         at_once = key in self._at_once
         last_groups = self._last_groups[stage] if at_once else frozenset()
         return self.engine.start_chunk(key, keep_groups=last_groups, has_head=has_head and at_once)
+
+    @contextmanager
+    def left_after_errors(self) -> Iterator[None]:
+        """Return a context manager that calls `reset` on exceptions."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def reset(self) -> None:
         """Leave every bracket that is still open after an exception."""

@@ -133,7 +133,7 @@ class RecomputeOptions:
             [place] = {(place.stage, place.layer) for place in places}
             freed -= self._input_bytes.get((*place, name), freed)
         slots = frozenset(slot for place in places for slot, _ in groups.get(place, ()))
-        return RecomputeOption(name, slots, max(0, freed), milliseconds, input_stays=True)
+        return RecomputeOption(name, slots, max(0, freed), milliseconds)
 
 
 def _option(stage: int, switch: Switch, groups: frozenset[str]) -> _Option:

@@ -220,9 +220,8 @@ class BudgetController(BudgetView):
         is_over, close = best.held_bytes + error > budget_bytes, _CLOSE * budget_bytes
         if is_over and self.decider.is_at_floor:
             return False  # nothing more can leave
-        leaves = bool(best.num_moves or best.recomputed_bytes)
-        is_wasteful = -error > close and leaves and not self._num_corrections  # else it might swing
-        is_wrong = is_wasteful or error > close or is_over
+        is_slower, is_first = best.stalled_ms > 0 or bool(best.recomputed_bytes), not self._num_corrections
+        is_wrong = error > close or is_over or (-error > close and is_slower and is_first)  # else it might swing
         if is_wrong:
             self._num_corrections += 1
             self._correct(error, is_over)

@@ -175,15 +175,10 @@ class Decider:
         model = make_memory_model(self._job, memory, is_early_certain=self._is_early_certain)
         self._model = agreed_model(self.agree, model, self._job.residents(Choices()).before)
         link = agreed_link(self.agree, self._measure_link(self._context.device, timed, meet))
-        self._costs = Costs(link, options=self._options(timed), floor_ms=agreed_ms(self.agree, floor_ms))
+        options = agreed_options(self.agree, self.find_options(timed))
+        self._costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
         self._decisions.clear()
         return True
-
-    def _options(self, shapes: Shapes) -> tuple[RecomputeOption, ...]:
-        options = agreed_options(self.agree, self.find_options(shapes))
-        if self._is_early_certain:
-            return options
-        return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
 
     def _measure_link(self, device: Device, shapes: Shapes, meet: Agree) -> Link:
         def start() -> None:

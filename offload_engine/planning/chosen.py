@@ -10,7 +10,7 @@ from offload_engine.planning.plan import Line
 
 
 def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
-    """Move nothing of what is chosen to be kept, in any microbatch, nor what stays of what is recomputed.
+    """Move nothing of what is chosen to be kept, in any microbatch.
 
     What is recomputed has no bytes, or those of its input, which leave as others do. This comes before copy-ins and
     releases are placed, so that these are for what does move.
@@ -18,8 +18,8 @@ def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
     staying = {
         (stage, index)
         for stage, shape in enumerate(step.shapes if step.choices else ())
-        for index, (slot, group) in enumerate(zip(slots_of(stage, shape.groups), shape.groups, strict=True))
-        if group.stays or step.choices.of(slot) is Choice.KEEP
+        for index, slot in enumerate(slots_of(stage, shape.groups))
+        if step.choices.of(slot) is Choice.KEEP
     }
     if not staying:
         return list(lines)

@@ -161,7 +161,7 @@ def leaving_bytes(shapes: Shapes, choices: Choices) -> int:
         group.nbytes
         for stage, shape in enumerate(shapes)
         for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True)
-        if not group.stays and choices.of(slot) is not Choice.KEEP
+        if choices.of(slot) is not Choice.KEEP
     )
 
 

@@ -29,8 +29,6 @@ class RecomputeOption:
     """Of compute in the backward of one microbatch."""
     comes_back: bool = True
     """The freed bytes are on the device again during that backward; False: where only saved bytes are measured."""
-    input_stays: bool = False
-    """What is not freed, its input, is saved outside of groups, so it does not move."""
 
     def __post_init__(self) -> None:
         if not self.replaces or self.freed_bytes < 0 or self.milliseconds < 0:
@@ -104,7 +102,6 @@ def _recomputing(stage: int, shape: ChunkShape, options: Iterable[RecomputeOptio
                 nbytes=group.nbytes - taken,
                 backward_ms=group.backward_ms + milliseconds,
                 recomputed_bytes=taken if option.comes_back else 0,
-                stays=option.input_stays,
             )
             freed, milliseconds = freed - taken, 0.0
     return dataclasses.replace(shape, groups=tuple(groups))

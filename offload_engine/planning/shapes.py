@@ -59,8 +59,6 @@ class GroupShape:
     again; None: to the end."""
     recomputed_bytes: int = 0
     """Not saved, and not in `nbytes`: on the device again from the begin of its layer's backward to its own end."""
-    stays: bool = False
-    """What is left of it when the rest is recomputed does not move: it is saved outside of groups."""
 
     def __post_init__(self) -> None:
         _check_not_negative(

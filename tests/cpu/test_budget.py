@@ -476,17 +476,21 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     assert gauge.held_bytes() <= budget
 
 
-@pytest.mark.parametrize(("share", "is_corrected"), [(0.7, True), (2.0, False)])
-def test_a_model_that_was_too_careful_is_corrected_once_where_anything_leaves(share: float, is_corrected: bool) -> None:
-    """Copies that compute does not wait for, and layers that are recomputed, cost something, too."""
+def test_a_model_that_was_too_careful_is_corrected_once_where_it_costs_time() -> None:
     base, most = 1 << 20, max(all_kept(ByHand).peaks)
-    job, _ = on_gpu(base + KIB + round(share * most), base)
+    job, _ = on_gpu(base + KIB + round(0.7 * most), base)
     job.steps(8)
     controller = job.engine.budget
-    assert controller is not None
-    controller._num_corrections = 0
-    assert controller._corrects(-most // 2) is is_corrected
-    assert controller._corrects(-most // 2) is False
+    assert controller is not None and controller.decider.chosen is not None
+    corrected = []
+    for waited_ms, recomputed in ((0.0, {}), (1.0, {}), (0.0, {"layer": 1})):
+        chosen, controller._num_corrections = controller.decider.chosen, 0
+        best = chosen.best._replace(exposed_ms={"layer": waited_ms}, recomputed_bytes=recomputed)
+        controller.decider.chosen = chosen._replace(best=best)
+        corrected.append(controller._corrects(-most // 2))
+    assert corrected == [False, True, True]
+    controller._num_corrections = 1
+    assert not controller._corrects(-most // 2)
 
 
 def test_keeps_less_at_once_where_all_else_has_grown_and_more_after_a_while() -> None:

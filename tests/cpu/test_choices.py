@@ -50,17 +50,15 @@ def test_what_is_kept_has_no_move_in_any_microbatch(job: PipelineJob) -> None:
         assert list(plan_step(rank.actions, rank.shapes, choices=Choices(frozenset(every))).moves()) == []
 
 
-@pytest.mark.parametrize("input_stays", [False, True])
-def test_of_what_is_recomputed_only_its_input_moves_where_a_group_saves_it(input_stays: bool) -> None:
+def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     [rank] = ONE_RANK.ranks
     slots = slots_of(0, rank.shapes[0].groups)
     mlp = frozenset(slots[3:5])  # mlp_fc1 has 128, mlp_act 448 MiB
-    options = [RecomputeOption("mlp", mlp, 500 * MIB, 1.0, input_stays=input_stays)]
-    shapes = with_recomputation(rank.shapes, options)
-    plan = plan_step(rank.actions, shapes, choices=Choices(recomputed=mlp))
+    options = [RecomputeOption("mlp", mlp, 500 * MIB, 1.0)]
+    plan = plan_step(rank.actions, with_recomputation(rank.shapes, options), choices=Choices(recomputed=mlp))
     without = plan_step(rank.actions, rank.shapes)
     moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
-    assert moved == could - {slots[4]} - ({slots[3]} if input_stays else set())
+    assert slots[3] in moved and moved == could - {slots[4]}
 
 
 def test_plans_are_remembered_by_choices_too() -> None:

@@ -31,12 +31,6 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("moe", ["mlp_fc1"], {}, ["'mlp_fc1' needs layers with a dense MLP", "router_fc1", "mlp: MoELayer"]),
     ("moe", ["shared_fc1"], {}, ["'shared_fc1' needs layers with shared experts"]),
     ("dense", ["qkv_linear"], FULL, ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
-    (
-        "dense",
-        ["core_attn"],
-        {**SELECTIVE, "recompute_modules": ["core_attn"]},
-        ["'core_attn'", "recompute_modules has"],
-    ),
     ("dense", ["mlp_act"], MLP, ["'mlp_act'", "recompute_modules has 'mlp'"]),
     (
         "moe",
@@ -44,7 +38,6 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
         {**SELECTIVE, "recompute_modules": ["moe"]},
         ["'router_fc1'", "recompute_modules has 'moe'"],
     ),
-    ("dense", ["attn_norm"], {**SELECTIVE, "recompute_modules": ["layernorm"]}, ["'attn_norm'", "'layernorm'"]),
     ("dense", ["qkv_linear"], {**SELECTIVE, "recompute_modules": ["layernorm"]}, ["'qkv_linear'", "discarded by"]),
     ("dense", ["core_attn"], {"offload_host_limit_bytes": 2048}, ["2,048", "one hidden activation of 4,096 bytes"]),
     ("dense", ["core_attn"], {"offload_dir": "/nonexistent/directory"}, ["/nonexistent/directory"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ class LayerRecompute:
         budget = engine.budget
         assert budget is not None
         self._decider: Decider = budget.decider
+        self._has_gauge = engine.device.memory is not None
         self._watch = LayerWatch(layers, groups, lambda: budget.state in (State.FLOOR, State.MEASURE))
         self._switches = [CheckpointedLayer(layer, groups) for layer in layers]
         self._decider.find_options, self._decider.apply = self._find_options, self._apply
@@ -52,7 +54,9 @@ class LayerRecompute:
                 len(self._switches),
                 "".join(f"; not {name}: {reason}" for name, reason in self._watch.refused().items()),
             )
-        return options
+        if self._has_gauge:
+            return options
+        return tuple(dataclasses.replace(option, comes_back=False) for option in options)  # only groups are measured
 
     def _apply(self, choices: Choices) -> None:
         """Called between two steps."""
