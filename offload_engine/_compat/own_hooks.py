@@ -15,12 +15,20 @@ class OwnHooks(torch.autograd.graph.saved_tensors_hooks):
 
     An interrupt may come between the push of hooks and the `with` that would pop them: then they are left on the stack,
     and all tensors that the thread saves later pass through them. So whoever pushes them again, or resets their engine,
-    calls `take_off` first. A `with` that ends after that finds other hooks on top, or none, and leaves them alone.
+    calls `take_off` first. A `with` that ends after that finds none of its own, and leaves others alone.
     """
 
     def __exit__(self, *exc_info: object) -> None:
-        if are_innermost(self.unpack_hook):
+        # Others are on top after an exception in a checkpoint of torch, whose generator takes its own off when it is
+        # freed, which is later.
+        above = []
+        while (top := torch_private.innermost_hooks(True)) is not None and top[1] != self.unpack_hook:
+            above.append(top)
             torch_private.pop_hooks()
+        if top is not None:
+            torch_private.pop_hooks()
+        for hooks in reversed(above):
+            torch_private.push_hooks(*hooks)
 
 
 def are_innermost(unpack: Callable[[Any], torch.Tensor]) -> bool:

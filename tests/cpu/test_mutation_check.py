@@ -116,7 +116,7 @@ OTHER = "test_copy_order.py::test_rule_3_copy_out_without_a_wait[seed=None]"
 
 def wrong_version() -> Any:
     """Return the mutation of the version that tells a save from an earlier one of the same storage."""
-    (one,) = [m for m in mutation_check.find_decisions(ROOT, "offload_engine") if "== tensor._version" in m.replacement]
+    (one,) = [m for m in mutation_check.find_decisions(ROOT, "offload_engine") if "== found[4]" in m.replacement]
     return one
 
 
