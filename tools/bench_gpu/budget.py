@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from .cells import mib, number
 from .contenders import Ours
 from .settings import Entry
 
 Record = dict[str, Any]
-MIB = 1 << 20
 _GIB = 1 << 30
 _SETTLED = 3
 """From this planned step on none may hold more than its budget."""
@@ -143,15 +143,15 @@ def budget_table(found: Sequence[Record]) -> Table:
         table.add_column(name, justify="left" if name.startswith("best") else "right")
     for one in found:
         table.add_row(
-            "auto" if one["budget_bytes"] is None else _mib(one["budget_bytes"]),
-            *(_mib(one[n]) for n in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes", "held_bytes")),
+            "auto" if one["budget_bytes"] is None else mib(one["budget_bytes"]),
+            *(mib(one[n]) for n in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes", "held_bytes")),
             "yes" if one["is_above"] else "no",
-            *(_number(one[n], digits) for n, digits in (("predicted_ms", 1), ("step_ms", 1), ("ratio", 4))),
+            *(number(one[n], digits) for n, digits in (("predicted_ms", 1), ("step_ms", 1), ("ratio", 4))),
             one["best"] or "none fits",
-            _number(one["over_best"], 4),
-            _number(one["planning_ms"], 0),
+            number(one["over_best"], 4),
+            number(one["planning_ms"], 0),
             str(one["planning_steps"]),
-            *(_mib(one[n]) for n in ("offloaded_bytes", "recomputed_bytes")),
+            *(mib(one[n]) for n in ("offloaded_bytes", "recomputed_bytes")),
         )
     return table
 
@@ -190,11 +190,3 @@ def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
 
 def _points(found: Sequence[Sequence[float]], tokens: int) -> tuple[list[float], list[float]]:
     return [nbytes / _GIB for nbytes, _ in found], [tokens / ms * 1e3 for _, ms in found]
-
-
-def _mib(nbytes: float | None) -> str:
-    return "" if nbytes is None else f"{nbytes / MIB:,.0f}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"

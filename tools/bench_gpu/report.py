@@ -11,11 +11,11 @@ from rich.console import Group
 from rich.table import Table
 
 from .budget import budget_table
+from .cells import mib, number
 from .measure import MemoryTimeline
 from .settings import incumbent_modules
 from .throughput import in_words, throughput, throughput_table
 
-MIB = 1 << 20
 Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes", "host_rss_bytes")
@@ -273,7 +273,7 @@ def _time_table(title: str, summaries: Sequence[Record]) -> Table:
     for s in {s["label"]: s for s in reversed(summaries)}.values():
         times = (f"{s[name]:,.1f}" for name in ("step_ms_median", "step_ms_min", "step_ms_max", "host_ms_median"))
         rounds = " ".join(f"{ratio:.4f}" for ratio in s.get("round_ratios", ()))
-        table.add_row(s["label"], *times, _number(s.get("ratio"), 4), rounds)
+        table.add_row(s["label"], *times, number(s.get("ratio"), 4), rounds)
     return table
 
 
@@ -287,12 +287,12 @@ def _memory_table(summaries: Sequence[Record]) -> Table:
         table.add_row(
             str(s["rank"]),
             s["label"],
-            *(_mib(s.get(name)) for name in ("peak_allocated_bytes", "peak_reserved_bytes")),
-            *(_mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes")),
-            *(_mib(s[name]) for name in ("host_bytes_max", "host_bytes_at_peak")),
-            *(_number(s.get(f"fall_allocated_over_{of}"), 4) for of in ("at_peak", "max")),
-            *(_number(s.get(f"fall_reserved_over_{of}"), 4) for of in ("at_peak", "max")),
-            *(_mib(s.get(name)) for name in ("pinned_bytes", "host_rss_bytes")),
+            *(mib(s.get(name)) for name in ("peak_allocated_bytes", "peak_reserved_bytes")),
+            *(mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes")),
+            *(mib(s[name]) for name in ("host_bytes_max", "host_bytes_at_peak")),
+            *(number(s.get(f"fall_allocated_over_{of}"), 4) for of in ("at_peak", "max")),
+            *(number(s.get(f"fall_reserved_over_{of}"), 4) for of in ("at_peak", "max")),
+            *(mib(s.get(name)) for name in ("pinned_bytes", "host_rss_bytes")),
             str(s["alloc_retries"]),
         )
     return table
@@ -321,12 +321,12 @@ def _moves_table(summaries: Sequence[Record]) -> Table:
             str(s["rank"]),
             s["label"],
             _words(s["is_confirmed"]),
-            *(_mib(s[name]) for name in ("copied_out_bytes", "copied_in_bytes")),
+            *(mib(s[name]) for name in ("copied_out_bytes", "copied_in_bytes")),
             str(s["prefetch_misses"]),
-            *(_number(s.get(name), 1) for name in ("out_gbps", "in_gbps", "link_out_ms", "link_in_ms")),
-            _number(s.get("over_bound"), 4),
+            *(number(s.get(name), 1) for name in ("out_gbps", "in_gbps", "link_out_ms", "link_in_ms")),
+            number(s.get("over_bound"), 4),
             *(_words(s[name]) for name in ("is_bitwise_equal", "num_differing")),
-            _number(s["max_relative"], 6),
+            number(s["max_relative"], 6),
             _words(s["repeats_itself"]),
         )
     return table
@@ -337,7 +337,7 @@ def _machine_table(records: Sequence[Record]) -> Table:
     for record in records:
         if record["kind"] in ("link", "host_read", "pinning", "group_cost", "host"):
             figures = {k: v for k, v in record.items() if k.endswith(("_gbps", "_ms", "us"))}
-            what = f"{record['kind']} {_mib(record['copy_bytes'])} MiB" if "copy_bytes" in record else record["kind"]
+            what = f"{record['kind']} {mib(record['copy_bytes'])} MiB" if "copy_bytes" in record else record["kind"]
             shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
             table.add_row(what, str(record.get("rank", "")), shown)
     return table
@@ -346,7 +346,7 @@ def _machine_table(records: Sequence[Record]) -> Table:
 def _target_table(found: Sequence[Target]) -> Table:
     table = _table("targets, on the worst rank", "what", "value", "target", "")
     for target in found:
-        value = _words(target.value) if isinstance(target.value, bool) else _number(target.value, 4)
+        value = _words(target.value) if isinstance(target.value, bool) else number(target.value, 4)
         verdict = (
             "not measured" if target.is_met is None else "[green]met[/]" if target.is_met else "[bold red]MISSED[/]"
         )
@@ -360,14 +360,6 @@ def _table(title: str, *columns: str) -> Table:
         is_text = column in ("contender", "what", "figures", "", "ratio by round")
         table.add_column(column, justify="left" if is_text else "right")
     return table
-
-
-def _mib(nbytes: float | None) -> str:
-    return "" if nbytes is None else f"{nbytes / MIB:,.0f}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def _words(value: Any) -> str:
