@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_patches._arguments import Settings, config_rows
 from megatron_patches._model.modules import canonical_names
+from megatron_patches._rows.full_graphs import full_graph_rows
 from megatron_patches._rows.fused_wgrad import fused_wgrad_rows
 from megatron_patches._rows.moe import moe_rows
 from megatron_patches._rows.overlap import overlap_rows
@@ -57,6 +58,7 @@ class Handle:
 
         Raises:
             PatchError: if patches applied later are still in force on top of these.
+            OffloadError: if megatron-core still has the graph of a captured step; nothing is removed then.
         """
         self._runtime.close()
         if self._applied is not None:
@@ -141,6 +143,7 @@ def patch_rows(runtime: Runtime, take_over: TakeOver | None = None) -> list[Patc
     return [
         *config_rows(take_over),
         *schedule_rows(runtime),
+        *full_graph_rows(runtime),
         *overlap_rows(runtime),
         *recompute_rows(runtime),
         *moe_rows(runtime),

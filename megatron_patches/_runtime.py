@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from megatron_patches._model.validate import (
     is_on_elsewhere,
     why_nothing_moved,
 )
+from megatron_patches._model.whole_steps import release_captured
 from megatron_patches._plan_files import PlanFiles
 from megatron_patches._rows.runtime import Step
 from megatron_patches._second_step import SecondStep
@@ -55,6 +56,7 @@ class _Attached(NamedTuple):
     recomputation: RecomputeOptions | None
 
     def close(self) -> None:
+        release_captured(self.attachment.engine)
         try:
             self.second_step.close(self.attachment.engine)
             self.plan_files.close(self.attachment.engine)
@@ -91,7 +93,13 @@ class ModelRuntime:
         return attachment.engine if attachment is not None else None
 
     def close(self) -> None:
-        """Remove every hook and close the engines. Idempotent."""
+        """Remove every hook and close the engines. Idempotent.
+
+        Raises:
+            OffloadError: if megatron-core still has the graph of a captured step; nothing is closed then.
+        """
+        for attached in list(self._attachments.values()):
+            release_captured(attached.attachment.engine)
         for attached in list(self._attachments.values()):
             attached.close()
         self._attachments.clear()
@@ -126,6 +134,16 @@ class ModelRuntime:
         if self._running is None:
             return None
         return self._running.checkpoint_bracket or self._running.recomputed.of_checkpoint(function)
+
+    def captured(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
+        """Return a context manager around the capture of the next step of the model with `chunk` as its first chunk."""
+        attached = self._attachments.get(chunk)
+        return nullcontext() if attached is None else attached.attachment.engine.graphs.capture()
+
+    def release_captured(self, chunk: torch.nn.Module) -> None:
+        """Return the host memory of captured steps of that model, whose graph is gone."""
+        if (attached := self._attachments.get(chunk)) is not None:
+            release_captured(attached.attachment.engine)
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes."""
@@ -262,7 +280,7 @@ class ModelRuntime:
         self._latest = None
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
-        check_cuda_graphs(step.config, settings.modules)
+        check_cuda_graphs(step.config, settings.modules, settings.gpu_budget is not None)
         check_conflicts(step.config, settings.modules, own_norms(step.chunks))
         check_parts_are_called(step.config, settings.modules, step.chunks)
         check_weights_stay_whole(step.config)

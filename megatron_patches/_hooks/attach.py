@@ -165,12 +165,14 @@ class Attachment:
         self._unused_names.clear()
 
     def close(self) -> None:
-        """Remove every hook and close the engine. Idempotent."""
+        """Remove every hook and close the engine, also where a captured step lives. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         self._hooks.remove()
         self.reset()
+        for step in self.engine.graphs.steps:  # as a process ends, megatron-core has not dropped its graph
+            step.release()
         self.engine.close()
 
     def bracket(self, site: Site, is_last: bool = False) -> GroupBracket:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_patches._model.modules import ModuleRow, row_of
+from megatron_patches._model.whole_steps import check_whole_step
 
 _ATTENTION = ("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention")
 _DENSE = ("pre_mlp_layernorm", "mlp.linear_fc")
@@ -50,8 +51,15 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return is_wrapper or module._compiled_call_impl is not None or has_compiled_forward
 
 
-def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:
+def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = False) -> None:
     """Reject names whose modules are captured: a replay calls no module and saves into memory of the graph.
+
+    Where whole steps are captured, all names are in the graph, with their copies; see docs/graphs.md.
+
+    Args:
+        config: of the model.
+        names: to offload.
+        has_budget: a budget chooses what stays.
 
     Raises:
         NotImplementedError: if a name is captured; names both settings.
@@ -60,15 +68,18 @@ def check_cuda_graphs(config: Any, names: Sequence[str]) -> None:
     setting, scopes = _scopes(config)
     if implementation == "none" or _is_for_inference(config, implementation, scopes):
         return
+    if implementation == "full_iteration" or "full_iteration" in scopes:
+        check_whole_step(config, has_budget)
+        return
     if implementation == "local":
         raise NotImplementedError(
             f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl='local', which rejects layers "
             "with hooks, and offload needs hooks. Set cuda_graph_impl='transformer_engine', or drop one of the two"
         )
-    if implementation == "full_iteration" or "full_iteration" in scopes or not scopes:
+    if not scopes:
         raise NotImplementedError(
             f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl={implementation!r}, which "
-            f"captures every layer or step as a whole: a replayed graph calls no module. Limit {setting} to other "
+            f"captures every layer as a whole: a replayed graph calls no module. Limit {setting} to other "
             "modules, with cuda_graph_impl='transformer_engine', or drop one of the two"
         )
     for name in names:

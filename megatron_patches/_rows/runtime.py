@@ -54,6 +54,12 @@ class Runtime(Protocol):
     def step(self, step: Step) -> AbstractContextManager[object] | None:
         """Return a context manager for one training step; None if nothing is to be offloaded."""
 
+    def captured(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
+        """Return a context manager around the capture of the next step of the model with `chunk` as its first chunk."""
+
+    def release_captured(self, chunk: torch.nn.Module) -> None:
+        """Return the host memory of captured steps of that model, whose graph is gone."""
+
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,108 +17,9 @@ from offload_engine import (
     Planned,
     manage_activations,
 )
-from offload_engine._devices.base import HostRegion
-from tests.adversarial import AdversarialDevice, AdversarialEvent, AdversarialSlab, AdversarialStream
+from tests.graph_device import GraphDevice
 
 WIDTH = 32
-
-
-class GraphDevice(AdversarialDevice):
-    """Knows of each stream and event whether a capture has it, and notes as a hazard what CUDA refuses there.
-
-    A wait must not cross the edge of a capture, and at its end the capturing stream must have waited for all others.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.graphs = self
-        self.is_recording = False
-        self.captures = 0  # the number of the running one; 0: none
-        self._num_captures = 0
-        self._captured: dict[AdversarialStream, int] = {}  # the number of calls of each in the running capture
-        self._joined: dict[AdversarialStream, int] = {}  # how many of them the capturing stream has waited for
-        # By id: the capture, the number of calls before it, and the event itself, so that no other has its id.
-        self._events: dict[int, tuple[int, int, AdversarialEvent]] = {}
-
-    @contextmanager
-    def graph(self) -> Iterator[None]:
-        """Do what `torch.cuda.graph` does around the code that it captures."""
-        self._num_captures += 1
-        self.captures = self._num_captures
-        self._captured[self._current] = 0
-        try:
-            yield
-        finally:
-            for stream, calls in self._captured.items():
-                if stream is not self._current and self._joined.get(stream) != calls:
-                    self.hazards.append(f"{stream} was not joined")
-            self.captures = 0
-            self._captured.clear()
-            self._joined.clear()
-
-    def is_capturing(self) -> bool:
-        return self.captures > 0
-
-    def record(self, is_recording: bool) -> None:
-        for stream in self._streams if is_recording else ():
-            if self._host_clock.get(stream.index, 0) < stream.now:
-                self.hazards.append(f"{stream} is not known to be idle when the capture is announced")
-        self.is_recording = is_recording
-
-    def record_event(self, stream: AdversarialStream) -> AdversarialEvent:
-        return self._noted(super().record_event(stream), stream)
-
-    def wait_event(self, stream: AdversarialStream, event: AdversarialEvent) -> None:
-        of, calls, _ = self._events[id(event)]
-        if of and of == self.captures:
-            self._captured[stream] = self._captured.get(stream, 0) + 1
-            if stream is self._current:
-                self._joined[event.stream] = max(calls, self._joined.get(event.stream, 0))
-        elif of or stream in self._captured:
-            self.hazards.append(f"{stream} waits across the edge of a capture")
-        super().wait_event(stream, event)
-
-    def is_complete(self, event: AdversarialEvent) -> bool:
-        self._check_recording()
-        return not self.is_recording and super().is_complete(event)
-
-    def synchronize(self, event: AdversarialEvent) -> None:
-        self._check_recording()
-        if not self.is_recording:
-            super().synchronize(event)
-
-    def copy_out(
-        self, stream: AdversarialStream, copies: Sequence[tuple[torch.Tensor, HostRegion]]
-    ) -> AdversarialEvent:
-        self._begin_copy(stream)
-        return self._noted(super().copy_out(stream, copies), stream)
-
-    def copy_in(self, stream: AdversarialStream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> AdversarialEvent:
-        self._begin_copy(stream)
-        return self._noted(super().copy_in(stream, copies), stream)
-
-    def new_slab(self, nbytes: int) -> AdversarialSlab:
-        assert not self.captures, "nothing can be pinned in a capture"
-        return super().new_slab(nbytes)
-
-    def _close_slab(self, slab: AdversarialSlab) -> None:
-        assert not self.captures, "nothing can be unpinned in a capture"
-        super()._close_slab(slab)
-
-    def _begin_copy(self, stream: AdversarialStream) -> None:
-        if stream in self._captured:
-            self._captured[stream] += 1
-        elif self.captures:
-            self.hazards.append(f"{stream} copies outside of the capture")
-
-    def _check_recording(self) -> None:
-        if self.captures and not self.is_recording:
-            self.hazards.append("an event is asked for in a capture")
-
-    def _noted(self, event: AdversarialEvent, stream: AdversarialStream) -> AdversarialEvent:
-        of = self.captures if stream in self._captured else 0
-        self._events[id(event)] = of, self._captured.get(stream, 0), event
-        return event
 
 
 @pytest.fixture

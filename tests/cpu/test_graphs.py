@@ -64,7 +64,7 @@ def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
     assert not _is_captured(row, "mlp") and not _is_captured(row, "moe")
 
 
-@pytest.mark.parametrize("scope", [None, *Scope])
+@pytest.mark.parametrize("scope", [None, *(scope for scope in Scope if scope is not Scope.full_iteration)])
 def test_the_local_implementation_is_refused(scope: Scope | None) -> None:
     graphs = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=[scope] if scope else [])
     with pytest.raises(NotImplementedError, match="'router_fc1' beside cuda_graph_impl='local'"):
@@ -74,15 +74,42 @@ def test_the_local_implementation_is_refused(scope: Scope | None) -> None:
 @pytest.mark.parametrize(
     "graphs",
     [
-        {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [Scope.full_iteration]},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": []},
     ],
 )
 def test_where_all_is_captured_no_name_is_free(graphs: dict[str, Any]) -> None:
     for row in MODULES:
         with pytest.raises(NotImplementedError, match=f"'{row.name}' beside cuda_graph_impl="):
             check_cuda_graphs(SimpleNamespace(**graphs), [row.name])
+
+
+WHOLE_STEPS = [
+    {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []},
+    {"cuda_graph_impl": "local", "cuda_graph_scope": [Scope.full_iteration]},
+]
+
+
+@pytest.mark.parametrize("graphs", WHOLE_STEPS)
+def test_where_steps_are_captured_whole_all_names_are_free(graphs: dict[str, Any]) -> None:
+    for steps in ({}, {"cuda_graph_warmup_steps": 3}):
+        check_cuda_graphs(SimpleNamespace(**graphs, **steps), [row.name for row in MODULES])
+
+
+@pytest.mark.parametrize("graphs", WHOLE_STEPS)
+@pytest.mark.parametrize(
+    ("settings", "has_budget", "message"),
+    [
+        ({"cuda_graph_warmup_steps": 2}, False, "cuda_graph_warmup_steps=2"),
+        ({}, True, "offload_gpu_budget beside a capture of whole steps"),
+        ({"moe_expert_rank_capacity_factor": 1.5}, False, "moe_expert_rank_capacity_factor"),
+    ],
+)
+def test_what_cannot_be_captured_with_a_whole_step_is_refused(
+    graphs: dict[str, Any], settings: dict[str, Any], has_budget: bool, message: str
+) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        check_cuda_graphs(SimpleNamespace(**graphs, **settings), ["core_attn"], has_budget)
 
 
 def test_graphs_that_no_training_step_replays_are_let_be() -> None:

@@ -125,7 +125,7 @@ LAYERS = {
     ),
     "megatron_patches": (
         ("_take_over", "_versions"),
-        ("_model", "_model.modules"),
+        ("_model", "_model.modules", "_model.whole_steps"),
         ("_model.sites", "_thresholds"),
         ("_flags",),
         (
@@ -143,6 +143,7 @@ LAYERS = {
         ("_hooks.attach",),
         ("_rows", "_rows.registry", "_rows.host_reads", "_rows.runtime"),
         (
+            "_rows.full_graphs",
             "_rows.schedules",
             "_rows.overlap",
             "_rows.recompute",

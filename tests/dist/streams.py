@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,10 +29,16 @@ MODULES = (
 def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
     """Make new engines use the device, which sees all that runs; the schedule's streams and events are the device's."""
     device = AdversarialDevice(seed)
-    cuda = _Cuda(device)
+    with used_by_megatron(device, Cuda(device)):
+        yield device
+
+
+@contextmanager
+def used_by_megatron(device: AdversarialDevice, cuda: Cuda, more: Sequence[str] = ()) -> Iterator[None]:
+    """Make new engines use `device`, and megatron-core `cuda` in place of `torch.cuda`, also in the modules `more`."""
     rows = [
         Patch(target=f"megatron.core.{name}:torch", wrapper=functools.partial(_with_cuda, cuda), why="the device's own")
-        for name in MODULES
+        for name in (*MODULES, *more)
         if _exists(f"megatron.core.{name}")
     ]
     rows.append(
@@ -51,7 +57,7 @@ def adversarial_device(seed: int | None) -> Iterator[AdversarialDevice]:
     )
     with apply_patches(rows), device.observe_compute():
         _forget_streams()
-        yield device
+        yield
         _forget_streams()
 
 
@@ -66,7 +72,7 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _with_cuda(cuda: _Cuda, torch: Any) -> Any:
+def _with_cuda(cuda: Cuda, torch: Any) -> Any:
     stand_in = TorchWithoutGpu(getattr(torch, "_real", torch))
     stand_in.cuda = cuda
     return stand_in
@@ -89,7 +95,9 @@ class _Request:
         self._device.wait_event(self._device.current_stream(), self._issued)
 
 
-class _Cuda(CudaWithoutGpu):
+class Cuda(CudaWithoutGpu):
+    """`torch.cuda` on a device, as far as megatron-core's schedules use it."""
+
     def __init__(self, device: AdversarialDevice) -> None:
         super().__init__()
         self._device = device

@@ -99,16 +99,21 @@ def make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
 
 
 def run(
-    chunks: list[torch.nn.Module], num_microbatches: int, *, forward_only: bool = False, **more: Any
+    chunks: list[torch.nn.Module],
+    num_microbatches: int,
+    *,
+    forward_only: bool = False,
+    schedule: Callable[..., Any] | None = None,
+    **more: Any,
 ) -> list[float]:
-    """Run one step of the schedule that the parallel state asks for; return this rank's losses."""
+    """Run one step of `schedule`, else of that which the parallel state asks for; return this rank's losses."""
     has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
     batches = [_batches(num_microbatches) for _ in chunks]
     for chunk in chunks:
         chunk.train(not forward_only)
         getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
     with torch.set_grad_enabled(not forward_only):
-        out = get_forward_backward_func()(
+        out = (schedule or get_forward_backward_func())(
             forward_step_func=more.pop("forward_step", forward_step),
             data_iterator=batches if has_stages else batches[0],
             model=chunks if has_stages else chunks[0],
