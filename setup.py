@@ -1,4 +1,4 @@
-"""Packaging of offload-engine. Settings of the tools are in pyproject.toml, tested versions in constraints-*.txt."""
+"""The compiled core. What the package is and needs is in pyproject.toml, tested versions are in constraints-*.txt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -87,29 +87,6 @@ def is_compiling() -> bool:
 
 
 setup(
-    name="offload-engine",
-    version="0.1.0",
-    description="Moves saved activations to host memory between forward and backward, under every pipeline schedule",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    packages=find_packages(include=["offload_engine*", "megatron_patches*"]),
-    package_data={"offload_engine": ["py.typed", "planning/hardware.toml"]},
     ext_modules=compiled_modules() if is_compiling() else [],
     cmdclass={"build_ext": BuildCompiled},
-    python_requires=">=3.11",
-    install_requires=["rich>=13", "torch>=2.6"],
-    extras_require={
-        # What `megatron_patches` patches, and what the trainer in examples/ imports besides.
-        "megatron": ["megatron-core>=0.16.1,<0.20", "numpy", "psutil", "tqdm"],
-        # Optional base class of ChunkOffloadHandler; the framework half is compiled at install time on most machines.
-        "te": ["transformer-engine[pytorch]>=2.4"],
-        # FSDP2 (`fully_shard`) is public since this release of torch.
-        "fsdp": ["torch>=2.6"],
-        # What the front-ends in offload_engine/frontends/integrations attach to; none of them is imported by the rest.
-        "integrations": ["transformers>=4.50", "accelerate>=1.3", "lightning>=2.4", "tqdm"],
-        "plots": ["matplotlib"],
-        "test": ["hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "tqdm"],
-        # mypyc and setuptools build the compiled core without build isolation (tools/test_compiled.sh).
-        "dev": ["mypy[mypyc]", "pre-commit", "ruff", "setuptools>=77"],
-    },
 )

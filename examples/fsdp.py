@@ -1,7 +1,8 @@
 """Trains a small Llama on English text under FSDP2, activations offloaded: torchrun --nproc-per-node 2 fsdp.py [STEPS]
 
-Without torchrun: one process. On GPUs where there are as many as processes, else on the CPU. With --no-offload it
-trains the same to the last bit; with --checkpoint the inputs of layers are all that is kept, and they are offloaded.
+Without torchrun: one process. On GPUs where a node has as many as processes, else on the CPU, which it says. With
+--no-offload it trains the same to the last bit; with --checkpoint the inputs of layers are all that is kept, and they
+are offloaded.
 """
 
 import argparse
@@ -28,11 +29,13 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="store_true")
     args = parser.parse_args()
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    has_gpu = torch.cuda.device_count() >= world_size  # of one node
-    device = torch.device("cuda", rank) if has_gpu else torch.device("cpu")
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    has_gpu = torch.cuda.device_count() >= local_size
+    device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    logging.info("training on %s: %d GPUs for %d processes", device.type, torch.cuda.device_count(), local_size)
     store = None if "RANK" in os.environ else distributed.HashStore()  # torchrun has one
     distributed.init_process_group("nccl" if has_gpu else "gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)  # the same weights everywhere
@@ -42,7 +45,9 @@ def main() -> None:
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     if not args.no_offload:  # the tensors of this model are below the default of 1 MiB
-        enable_activation_offloading(model, "fsdp2", args.checkpoint, config=OffloadConfig(min_tensor_bytes=64 << 10))
+        enable_activation_offloading(
+            model, enable_ckpt=args.checkpoint, config=OffloadConfig(min_tensor_bytes=64 << 10)
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)  # other text everywhere
     for _ in (steps := trange(args.steps, disable=rank > 0)):

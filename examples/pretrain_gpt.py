@@ -1,8 +1,12 @@
 #!/usr/bin/env python3
 """Pretrains a GPT on megatron-core's public API, with or without activation offload. Start it with torchrun:
 
-    python examples/prepare_text.py --output-prefix data/topics
-    torchrun --nproc_per_node 2 examples/pretrain_gpt.py --data-path data/topics \
+    torchrun examples/pretrain_gpt.py --offload-activation
+
+trains on made-up tokens. On text, in a pipeline:
+
+    python examples/prepare_text.py --output-prefix out/topics
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --data-path out/topics --offload-activation \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
 
 Runs on GPUs with NCCL where there are some, else on CPUs with gloo. Flags are named as in Megatron-LM.
@@ -13,12 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
 
 from gpt_trainer.arguments import UsageError, parse_arguments
+
+from megatron_patches import end_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         train(args)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr)
-        return 1
+        end_run("pretrain_gpt.py", str(error))
     return 0
 
 

@@ -50,8 +50,8 @@ def main() -> None:
         enable_checkpointing=False,
     )
     trainer.fit(TextModel(), pieces)
-    for name in () if args.no_offload else ("offload_copied_out_bytes", "offload_peak_resident_bytes"):
-        print(f"{name}: {trainer.callback_metrics[name] / 2**20:.1f} MiB in the last batch")
+    for name in () if args.no_offload else ("offload_moved_gib", "offload_peak_resident_gib"):
+        print(f"{name}: {1024 * trainer.callback_metrics[name]:.1f} MiB in the last batch")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import torch
 
 from megatron_patches import add_offload_arguments, apply_cpu_support, offload_config_from_args
 from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings, split_flags
-from megatron_patches._handle import apply_settings
+from megatron_patches._command_line import OneLineParser, end_run
+from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
 from offload_engine import OffloadConfig
 from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
@@ -23,6 +24,7 @@ from offload_engine.sizes import parse_size
 
 logger = logging.getLogger("megatron_patches")
 
+PROGRAM = "python -m megatron_patches"
 TABLE_COLUMNS = 120  # the paths of submodules need this width
 
 
@@ -44,8 +46,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         _plan(parser, args, script)
         return
     _log_to_stderr()
-    _apply(parser, args)
-    _run(script)
+    handle = _apply(parser, args)
+    try:
+        _run(script)
+    except Exception as error:
+        if error is not handle.mistake:
+            raise
+        end_run(PROGRAM, str(error))
 
 
 def module_table() -> str:
@@ -82,8 +89,8 @@ def _submodule(span: Span) -> str:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_patches",
+    parser = OneLineParser(
+        prog=PROGRAM,
         usage="python -m megatron_patches [--offload-activation] [--offload-modules NAME ...] [...] script.py ARGS",
         description="Applies the patches to megatron-core and runs a Megatron-LM script unchanged. The flags here are "
         "defaults; the script accepts them too.",
@@ -109,18 +116,19 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Seq
             parser.error(mistake)
 
 
-def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Handle:
     try:
         settings = _settings(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
-        apply_settings(settings)
+        handle = apply_settings(settings)
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")
             apply_cpu_support()
     except RuntimeError as error:
-        sys.exit(f"python -m megatron_patches: {error}")
+        end_run(PROGRAM, str(error))
+    return handle
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megatron_patches._arguments import Settings, config_rows
 from megatron_patches._model.modules import canonical_names
+from megatron_patches._rows.fsdp import fsdp_rows
 from megatron_patches._rows.full_graphs import full_graph_rows
 from megatron_patches._rows.fused_wgrad import fused_wgrad_rows
 from megatron_patches._rows.moe import moe_rows
@@ -38,6 +39,15 @@ class Handle:
     def stats(self) -> IterationStats | None:
         """Return the counters of the running or last step; None before the first and after the model is gone."""
         return self.engine.stats if self.engine is not None else None
+
+    @property
+    def mistake(self) -> Exception | None:
+        """Return the last error that refused settings or a model, if there was one: its text says what to change."""
+        return self._runtime.mistake
+
+    def __str__(self) -> str:
+        """Return what the last step of this rank did, as one line: `print(handle)`."""
+        return "no step yet" if self.engine is None else str(self.engine)
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next training step of the model that took the last one; see `OffloadEngine.record`.
@@ -148,4 +158,5 @@ def patch_rows(runtime: Runtime, take_over: TakeOver | None = None) -> list[Patc
         *recompute_rows(runtime),
         *moe_rows(runtime),
         *fused_wgrad_rows(runtime),
+        *fsdp_rows(runtime),
     ]

@@ -14,6 +14,7 @@ from megatron_patches._arguments import Settings, has_report, resolve
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
 from megatron_patches._model.candidates import check_plan, find_among, find_candidates
+from megatron_patches._model.fsdp import gathered_weights
 from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.modules import drop_parts
@@ -35,7 +36,8 @@ from megatron_patches._model.whole_steps import release_captured
 from megatron_patches._plan_files import PlanFiles
 from megatron_patches._rows.runtime import Step
 from megatron_patches._second_step import SecondStep
-from offload_engine import OffloadEngine, ResidencyMeter
+from megatron_patches._training_log import TrainingLog
+from offload_engine import BudgetError, OffloadEngine, OffloadError, ResidencyMeter
 from offload_engine.rank_reports import RankReports
 
 logger = logging.getLogger(__name__)
@@ -78,11 +80,12 @@ class ModelRuntime:
     def __init__(self, defaults: Settings, meter: ResidencyMeter | None) -> None:
         self._defaults: Settings = defaults
         self._meter: ResidencyMeter | None = meter
-        # Keyed by the first chunk of a model, weakly: an attachment is freed with its model.
+        # Models with offload and without, by their first chunk, weakly: an attachment is freed with its model.
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
         self._known_as_off: weakref.WeakKeyDictionary[torch.nn.Module, SecondStep] = weakref.WeakKeyDictionary()
-        """By first chunk: models without offload that have trained."""
-        self._num_models: int = 0
+        self._num_models = 0
+        self.mistake: Exception | None = None  # of the user: the last error that refused settings or a model
+        self._training_log = TrainingLog(lambda: self.latest_engine)
         self._running: Attachment | None = None
         self._latest: weakref.ref[Attachment] | None = None
 
@@ -100,6 +103,7 @@ class ModelRuntime:
         """
         for attached in list(self._attachments.values()):
             release_captured(attached.attachment.engine)
+        self._training_log.remove()
         for attached in list(self._attachments.values()):
             attached.close()
         self._attachments.clear()
@@ -128,6 +132,11 @@ class ModelRuntime:
         """Offload what `checkpoint` has saved, if that was asked for."""
         if self._running is not None:
             self._running.recomputed.offload(checkpoint, recomputed_behind)
+
+    def note_gathered(self, weights: torch.Tensor) -> None:
+        """Note the buffer that weights are gathered into now, in or outside a training step: it never moves."""
+        for attached in self._attachments.values():
+            attached.attachment.engine.exclude(weights, for_good=True)
 
     def checkpoint_bracket(self, function: Any) -> GroupBracket | None:
         """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
@@ -162,6 +171,7 @@ class ModelRuntime:
             ValueError, NotImplementedError: if the model does not support the settings, before its first step; or if
                 the host tier had no room for any group, when the context of the first step ends.
         """
+        self._training_log.attach(step.pipeline)
         settings = resolve(step.config, self._defaults)
         if settings is None:
             return self._step_without(step)
@@ -170,7 +180,8 @@ class ModelRuntime:
             self._detach(step)
             attached = None
         is_first = attached is None
-        attached = attached or self._attach(step, settings)
+        with self._noting_mistakes((ValueError, NotImplementedError, OSError)):
+            attached = attached or self._attach(step, settings)
         self._latest = weakref.ref(attached.attachment)
         return self._running_step(attached, step, settings if is_first else None)
 
@@ -181,9 +192,13 @@ class ModelRuntime:
         attachment, actions = attached.attachment, step.order(step.config)
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
+        refused = _refusals(attached.settings)
         outer, self._running = self._running, attachment  # a step of one model in a forward of another
         try:
-            with attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined):
+            with (
+                self._noting_mistakes(refused),
+                attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined),
+            ):
                 with attachment.left_after_errors():  # before the engine resets, which takes hooks off
                     yield
         except BaseException:
@@ -193,10 +208,19 @@ class ModelRuntime:
             self._running = outer
             attachment.note_weights(step.chunks)
         if to_check is not None:
-            self._check_first_step(attachment, step, to_check)
+            with self._noting_mistakes((ValueError,)):
+                self._check_first_step(attachment, step, to_check)
         attachment.warn_of_unused_names()
         attached.second_step.after_step(attachment.engine)
         attached.plan_files.after_step(attachment.engine)
+
+    @contextmanager
+    def _noting_mistakes(self, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+        try:
+            yield
+        except kinds as error:
+            self.mistake = error
+            raise
 
     def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
         """Take part, in the first step, in the collective checks of ranks of the pipeline that do offload.
@@ -268,8 +292,10 @@ class ModelRuntime:
             raise (problem or error) from None
         assert engine is not None and files is not None
         recomputation = _join(engine, step, settings, peers)
+        for weight in gathered_weights(step.wrapped):
+            engine.exclude(weight, for_good=True)
         files.begin(engine, saved)
-        attachment = self._put_hooks(engine, step, settings)
+        attachment = _put_hooks(engine, step, settings)
         closer = weakref.finalize(step.chunks[0], attachment.close)
         attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings), files, recomputation)
         self._attachments[step.chunks[0]] = attached
@@ -294,24 +320,30 @@ class ModelRuntime:
             config = config.replace(kept_bytes=place[0] * settings.rank_delta_bytes)
         return OffloadEngine(config, meter=self._meter, pipeline=place, logs_first_step=False)
 
-    def _put_hooks(self, engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
-        names, inside = drop_parts(settings.modules)
-        if inside:
-            logger.info("offload of %s is part of offload of %s", ", ".join(inside), ", ".join(names))
-        per_checkpoint = None
-        if "layer_input" in names and step.config.recompute_granularity == "full":
-            is_uniform = step.config.recompute_method == "uniform"
-            per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
-            # with recompute_method="block" the layers after the block save their own input
-            names = tuple(name for name in names if name != "layer_input" or not is_uniform)
-        return Attachment(
-            engine,
-            step.chunks,
-            names,
-            layers_per_checkpoint=per_checkpoint,
-            num_layers=settings.num_layers,
-            min_bytes=settings.thresholds.of_groups(),
-        )
+
+def _put_hooks(engine: OffloadEngine, step: Step, settings: Settings) -> Attachment:
+    names, inside = drop_parts(settings.modules)
+    if inside:
+        logger.info("offload of %s is part of offload of %s", ", ".join(inside), ", ".join(names))
+    per_checkpoint = None
+    if "layer_input" in names and step.config.recompute_granularity == "full":
+        is_uniform = step.config.recompute_method == "uniform"
+        per_checkpoint = step.config.recompute_num_layers if is_uniform else 1
+        # with recompute_method="block" the layers after the block save their own input
+        names = tuple(name for name in names if name != "layer_input" or not is_uniform)
+    return Attachment(
+        engine,
+        step.chunks,
+        names,
+        layers_per_checkpoint=per_checkpoint,
+        num_layers=settings.num_layers,
+        min_bytes=settings.thresholds.of_groups(),
+    )
+
+
+def _refusals(settings: Settings) -> tuple[type[Exception], ...]:
+    """Return the errors by which a step is refused for its settings: no room on the host, or within a budget."""
+    return (OffloadError,) if settings.engine.host_policy == "error" else (BudgetError,)
 
 
 def _join(engine: OffloadEngine, step: Step, settings: Settings, peers: Peers) -> RecomputeOptions | None:

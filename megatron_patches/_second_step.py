@@ -68,4 +68,5 @@ class SecondStep:
             return
         self._is_over = True
         if text := text or self._summary:
-            logger.info("activation offload in the second step:\n%s", text.rstrip())
+            own = "" if engine is None else f" (rank 0 {engine})"
+            logger.info("activation offload in the second step%s:\n%s", own, text.rstrip())

@@ -39,6 +39,7 @@ def check_supported(version: str | None = None) -> str:
     if not is_in_range(version, SUPPORTED):
         raise RuntimeError(
             f"megatron-core {version} is not supported: the patches are for {SUPPORTED} and were tested with 0.16.1 "
-            f"and 0.19.2. Install a supported version: pip install 'megatron-core{SUPPORTED}'"
+            f"and 0.19.2. Install a supported version: pip install 'megatron-core{SUPPORTED}'. A checkout of "
+            "Megatron-LM hides the installed one: there, git checkout core_v0.19.0"
         )
     return version

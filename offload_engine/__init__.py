@@ -27,6 +27,8 @@ from offload_engine.stats import IterationStats
 from offload_engine.tracker import SavedTensorTracker
 from offload_engine.traits import GroupTraits
 
+__version__ = "0.2.0"
+
 __all__ = [
     "GroupTraits",
     "ResidentLayers",
@@ -55,6 +57,7 @@ __all__ = [
     "ResidencyMeter",
     "SavedTensorTracker",
     "WrapperHandle",
+    "__version__",
     "checkpoint",
     "enable_activation_offloading",
     "group_commit",

@@ -142,7 +142,8 @@ class OffloadConfig:
         if value is None and optional:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{field} must be an integer number of bytes, got {value!r}")
+            text = ", or use OffloadConfig.from_flags for a size as text" if isinstance(value, str) else ""
+            raise TypeError(f"{field} must be an integer number of bytes, such as 60 << 30{text}; got {value!r}")
         if value < 0:
             raise ValueError(f"{field} must not be negative, got {value:,}")
 
@@ -202,7 +203,8 @@ class OffloadConfig:
 
 def _in_bytes(name: str, value: Any) -> Any:
     """Return the value of a setting, a size that is text as a number of bytes."""
-    if not (isinstance(value, str) and name.endswith("_bytes")):
+    is_size = name.endswith("_bytes") or (name == "gpu_budget" and value != "auto")
+    if not (isinstance(value, str) and is_size):
         return value
     try:
         return parse_bytes(value)

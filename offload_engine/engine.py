@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from offload_engine._budget.controller import make_budget
-from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._chunk.saved_tensors import take_off_hooks_of
 from offload_engine._devices import check_device, make_device
@@ -23,6 +22,7 @@ from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.leaving import LeavingQueue
 from offload_engine._policy.share import share_of
 from offload_engine._saved.counters import ByteCounters
+from offload_engine._saved.eligibility import Lasting
 from offload_engine._saved.store import ActivationStore
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.chunk import ChunkOffloadHandler
@@ -51,7 +51,7 @@ class OffloadEngine(EngineView):
         device: where activations are; None: CUDA if there is a GPU, else the CPU.
         meter: counts resident bytes in addition to `stats`, over time and together with a `SavedTensorTracker`.
         pipeline: rank and number of ranks of the pipeline whose virtual stages the chunks are, for reports.
-        logs_first_step: log a summary of the first iteration on rank 0; False for callers that log their own.
+        logs_first_step: log a summary of the first iteration on rank 0, and warn if nothing moves.
 
     Raises:
         ValueError: if the configuration does not fit the device.
@@ -71,16 +71,15 @@ class OffloadEngine(EngineView):
         self.config: OffloadConfig = config or OffloadConfig()
         self.device: Device = device if device is not None else make_device(self.config)
         self.meter: ResidencyMeter | None = meter
-        self._context = TransferContext(self.device)
+        self._context, self._lasting = TransferContext(self.device), Lasting()
         self._unawaited, self._leaving, self._counters = UnawaitedCopies(), LeavingQueue(), ByteCounters(meter)
         self.pool: HostPool = HostPool(self.device, self.config.host_limit_bytes, unawaited=self._unawaited)
         self._policy = make_policy(settings_of(self.config), self._counters, self._leaving)
         self._keeping = Keeping(self._policy, self._counters, share_of(self.config))
-        super().__init__(*self._new_books(), Observer(pipeline, logs_first_step))
+        super().__init__(*self._new_books(), Observer(pipeline, logs_first_step, self.config))
         self.graphs: GraphCaptures = GraphCaptures(self._context, self.pool, self._check_capture, self.reset_iteration)
         self._num_chunks, self._is_device_closed = 0, False
-        gauge = self.device.memory or ResidentGauge(self._counters)
-        self.budget = make_budget(self.config.gpu_budget, self._context, self._policy, self._keeping, gauge)
+        self.budget = make_budget(self.config.gpu_budget, self._context, self._policy, self._keeping, self._counters)
 
     def begin_iteration(
         self,
@@ -114,6 +113,7 @@ class OffloadEngine(EngineView):
         # A step that is measured is recorded by what measures it: what was asked for is recorded in the next.
         if not self._context.is_captured:  # a graph has no times until it is replayed
             self._context.recorder = measuring or self._observer.begin(self.device, self.config.dry_run)
+        self.is_idle = self.budget is not None and self.budget.is_idle and self._context.recorder is None
         self._is_in_iteration = True
 
     def start_chunk(
@@ -144,7 +144,7 @@ class OffloadEngine(EngineView):
         if not self._is_in_iteration:
             raise OffloadError("start_chunk() outside an iteration: call begin_iteration() first")
         self._executor.refuse_capture("a forward begins")
-        chunk = ChunkOffloadHandler(
+        chunk = self.current_chunk = ChunkOffloadHandler(
             key if key is not None else ChunkKey(0, self._num_chunks),
             self._executor,
             keep_groups=keep_groups,
@@ -154,13 +154,15 @@ class OffloadEngine(EngineView):
             has_head=has_head,
         )
         self._num_chunks += 1
-        self.current_chunk = chunk
         chunk.begin_forward()
         return chunk
 
-    def exclude(self, tensor: torch.Tensor) -> None:
-        """Exclude the storage of `tensor` from copies in this iteration, for instance because it is recomputed."""
-        self._store.eligibility.exclude(tensor)
+    def exclude(self, tensor: torch.Tensor, *, for_good: bool = False) -> None:
+        """Exclude the storage of `tensor` from copies in this iteration, for instance because it is recomputed.
+
+        With `for_good` in all iterations, also while it is emptied: a buffer that weights are gathered into.
+        """
+        self._store.eligibility.exclude(tensor, for_good)
 
     def held_elsewhere(self, *holders: torch.Tensor, num_copies: int = 0) -> None:
         """Declare that `holders` are not read again before backward, so their storage may be freed while on host.
@@ -217,8 +219,7 @@ class OffloadEngine(EngineView):
             raise OffloadError("end_iteration() outside an iteration")
         self._store.has_handles()
         self._executor.end_iteration()
-        self._is_in_iteration = False
-        self.current_chunk = None
+        self._is_in_iteration, self.current_chunk = False, None
         stats = self._store.finish()
         recorder, self._context.recorder = self._context.recorder, None
         if self.budget is not None:
@@ -287,5 +288,5 @@ class OffloadEngine(EngineView):
             self._is_device_closed = True
 
     def _new_books(self) -> tuple[ActivationStore, Executor]:
-        store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config)
+        store = ActivationStore(self._context, self.pool, self._unawaited, self._counters, self.config, self._lasting)
         return store, Executor(store, self.device, self._policy, self._leaving, self._keeping, self.config.dry_run)

@@ -11,7 +11,7 @@ import torch
 from offload_engine._budget.controller import BudgetController
 from offload_engine._compat import torch_private
 from offload_engine._observe.labels import Ranges
-from offload_engine._observe.observer import Observer
+from offload_engine._observe.observer import Observer, StepTimer
 from offload_engine._observe.record import StepRecord
 from offload_engine._policy.executor import Executor
 from offload_engine._policy.planned import PlannedPolicy
@@ -60,14 +60,18 @@ class EngineView:
         graphs: announces the capture of a whole step as a CUDA graph.
         failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
             tensors may be incomplete.
+        is_idle: the running iteration needs no groups; see `is_active`. Callers may open some all the same.
         ranges: shown in profiles, around the copies and waits that the engine issues.
+        timer: times single iterations, and how long compute waits in them for copies.
     """
 
     _is_closed: bool = False
+    is_idle: bool = False
 
     def __init__(self, store: ActivationStore, executor: Executor, observer: Observer) -> None:
         self.ranges: Ranges = store.context.ranges
         self._observer = observer
+        self.timer: StepTimer = StepTimer(observer)
         self.budget: BudgetController | None = None
         self._use(store, executor)
 
@@ -77,7 +81,7 @@ class EngineView:
         self._executor = executor
         self._store = store
         self.failures: CopyFailures = store.failures
-        self._is_in_iteration = False
+        self._is_in_iteration = self.is_idle = False
 
     def _check_begin(self, actions: Sequence[Action] | None) -> None:
         """Check that an iteration may begin."""
@@ -110,8 +114,12 @@ class EngineView:
 
     @property
     def is_active(self) -> bool:
-        """Return whether groups may be opened: in an iteration, with gradients, outside any running backward."""
-        return self._is_in_iteration and torch.is_grad_enabled() and _current_graph_task() == -1
+        """Return whether groups are to be opened: in an iteration that needs them, with gradients, outside a backward.
+
+        An iteration needs none where its budget keeps everything: it runs as without an engine.
+        """
+        is_running = self._is_in_iteration and not self.is_idle
+        return is_running and torch.is_grad_enabled() and _current_graph_task() == -1
 
     @property
     def active_chunk(self) -> ChunkOffloadHandler | None:
@@ -173,6 +181,10 @@ class EngineView:
     def last_record(self) -> StepRecord | None:
         """Return the last recorded iteration of this rank; blocks until the device has reached its end."""
         return self._observer.record
+
+    def __str__(self) -> str:
+        """Return what the last iteration did, as one line for people, with the times of `timer`."""
+        return self._observer.line(self.stats)
 
     def report(self) -> str:
         """Return the tables of the last recorded iteration; without one, a summary of the last one's counters.

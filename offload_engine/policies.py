@@ -44,8 +44,8 @@ class FixedBounds:
 
     max_inflight_bytes: int | None = None
     """How many bytes of copy-out may wait for their release before compute waits for the oldest, anywhere. If the link
-    is the bottleneck, more makes steps shorter and the peak higher (docs/benchmarks_details.md). None: as `LowestPeak`,
-    which waits for all but the last copies when the backward of another chunk begins."""
+    is the bottleneck, more makes steps shorter and the peak higher (docs/performance.md). None: as `LowestPeak`, which
+    waits for all but the last copies when the backward of another chunk begins."""
 
     def __post_init__(self) -> None:
         if self.horizon_bytes is None and self.max_inflight_bytes is None:

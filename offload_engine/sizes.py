@@ -91,6 +91,14 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes / _BINARY['GiB']:,.2f} GiB"
 
 
+def short_size(nbytes: int) -> str:
+    """Return a size for people, in the largest binary unit of which there is one: "12.40 GiB", "383 MiB", "12 KiB"."""
+    if nbytes >= _BINARY["GiB"]:
+        return format_bytes(nbytes)
+    unit = next((unit for unit in ("MiB", "KiB") if nbytes >= _BINARY[unit]), "B")
+    return f"{nbytes / _BINARY[unit]:,.0f} {unit if unit != 'B' else 'bytes'}"
+
+
 def _split(text: str, default_unit: str, also: str = "") -> tuple[Decimal, str]:
     """Return the number and the unit of a size, in lower case."""
     found = _NUMBER.fullmatch(text.strip().replace("_", ""))

@@ -1,14 +1,24 @@
-"""The build backend: setuptools, and mypyc as one more requirement where the compiled core is asked for."""
+"""The build backend: setuptools, with mypyc for the compiled core, and without leftovers of earlier builds."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from typing import Any
 
-from setuptools.build_meta import *  # noqa: F403  # all its hooks but the one below
+from setuptools.build_meta import *  # noqa: F403  # all its hooks but the two below
+from setuptools.build_meta import build_wheel as _build_wheel
 from setuptools.build_meta import get_requires_for_build_wheel as _requirements
 
 _MYPYC = "mypy[mypyc]>=1.18"
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """Build a wheel of what is in the checkout now: an earlier build leaves modules that have gone since."""
+    for left in Path("build").glob("lib*"):
+        shutil.rmtree(left)
+    return str(_build_wheel(wheel_directory, config_settings, metadata_directory))
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:

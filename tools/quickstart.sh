@@ -5,11 +5,14 @@
 #
 #   tools/quickstart.sh [DIRECTORY]    where the text, the metrics and the plot go; default out/quickstart
 #
-# STEPS (default 4) sets the length of the first two runs; a budget needs six steps. PYTHON and VENV choose the environment, see tools/setup_env.sh.
+# STEPS (default 4) sets the length of the first two runs; a budget needs six steps. PYTHON and VENV choose the
+# environment, see tools/setup_env.sh.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-out/quickstart}
 steps=${STEPS:-4}
+case $steps in '' | 0 | *[!0-9]*) echo "quickstart: STEPS=$steps is no number of steps" >&2; exit 2 ;; esac
 budget=${BUDGET:-400MiB} # of saved tensors, as there is no GPU
 budget_steps=$((steps > 6 ? steps : 6)) # of which four measure and one verifies
 python=${VENV:-.venv}/bin/python

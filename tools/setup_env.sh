@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates the virtual environment with the tested versions of constraints-*.txt. A second run finds it and does nothing.
 #
-#   tools/setup_env.sh [EXTRAS]      extras of setup.py, comma-separated; default megatron,plots,test
+#   tools/setup_env.sh [EXTRAS]      extras of pyproject.toml, comma-separated; default megatron,plots,test
 #
 # Environment:
 #   PYTHON   interpreter to use; default python3.11, else the first of python3, python3.12, python3.13 that is new enough
@@ -52,12 +52,13 @@ case $version in
 esac
 
 # The stamp changes with everything that decides what is installed, and is written last.
-stamp=$venv/.installed-$(cat setup.py "$constraints" <(echo "$extras $version ${TE_WHEELS:+te}") | sha256 | cut -c1-16)
+stamp=$venv/.installed-$(cat setup.py pyproject.toml "$constraints" <(echo "$extras $version ${TE_WHEELS:+te}") | sha256 | cut -c1-16)
 if [ -e "$stamp" ] && [ -x "$venv/bin/python" ]; then
     exit 0
 fi
 
-echo "setup_env: installing [$extras] into $venv (Python $version, $constraints); once, a minute or two"
+echo "setup_env: installing [$extras] into $venv (Python $version, $constraints); once, a minute or two where pip finds" \
+    "torch without CUDA (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu), longer with its 3 GB"
 started=$SECONDS
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
@@ -68,7 +69,9 @@ find_links=() # expanded with care below: to bash before 4.4, as on macOS, an em
 if [ -n "${TE_WHEELS:-}" ]; then
     find_links=(--find-links "$TE_WHEELS" --only-binary transformer_engine_torch)
 fi
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
+progress=(--progress-bar off) # a line for each package
+if [ -t 1 ]; then progress=(--progress-bar on); fi
+"$venv/bin/python" -m pip install ${progress[@]+"${progress[@]}"} --disable-pip-version-check --no-input \
     --constraint "$constraints" ${find_links[@]+"${find_links[@]}"} --editable ".[$extras]" ||
     die "pip could not install [$extras] with $constraints; its own message is above"
 touch "$stamp"

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_patches import add_offload_arguments, offload_config_from_args
+from megatron_patches import OneLineParser, add_offload_arguments, offload_config_from_args
 
 
 class UsageError(Exception):
@@ -22,18 +22,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         check_arguments(args)
     except ValueError as error:
         parser.error(str(error))
+    args.mock_data = not args.data_path
     return args
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all flags of the trainer."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description="Pretrains a GPT with megatron-core, on GPUs over NCCL or CPUs over gloo. Start it with torchrun.",
         allow_abbrev=False,
     )
     for add in (_add_model, _add_moe, _add_parallelism, _add_memory, _add_training, _add_data, _add_checkpoints):
         add(parser)
     _add_metrics(parser)
+    for action in parser._actions:
+        if action.default not in (None, False, True, argparse.SUPPRESS, []) and "efault" not in (action.help or ""):
+            action.help = f"{action.help or ''} (default: %(default)s)".strip()
     return add_offload_arguments(parser)
 
 
@@ -54,8 +58,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-position-embeddings must be at least --seq-length {args.seq_length}")
     if args.save_interval is not None and args.save is None:
         raise ValueError("--save-interval needs --save")
-    if args.mock_data == bool(args.data_path):
-        raise ValueError("give either --data-path or --mock-data")
+    if args.mock_data and args.data_path:
+        raise ValueError("--mock-data makes tokens up, and --data-path has some: leave one of the two out")
     if args.timeline_step is not None and args.timeline_json is None:
         raise ValueError("--timeline-step needs --timeline-json")
     _check_output_files(args)
@@ -87,13 +91,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--num-layers", type=positive, default=4)
-    add("--hidden-size", type=positive, default=64)
+    add("--hidden-size", type=positive, default=256)
     add("--ffn-hidden-size", type=positive, help="default: 4 x hidden size, with --swiglu 8/3 x, in multiples of 64")
     add("--num-attention-heads", type=positive, default=4)
     add("--kv-channels", type=positive)
     add("--group-query-attention", action="store_true")
     add("--num-query-groups", type=positive)
-    add("--seq-length", type=positive, default=128)
+    add("--seq-length", type=positive, default=1024)
     add("--max-position-embeddings", type=positive, help="default: the sequence length")
     add("--position-embedding-type", choices=["learned_absolute", "rope", "none"], default="learned_absolute")
     add("--rotary-base", type=positive, default=10000)
@@ -114,7 +118,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     for name, default in (("qk-pos-emb-head-dim", 64), ("v-head-dim", 128)):
         add(f"--{name}", type=positive, default=default, help="with --multi-latent-attention (default: %(default)s)")
     add("--transformer-impl", choices=["local", "transformer_engine"], help="default: what this machine can run")
-    add("--vocab-size", type=positive, help="default: what the data's .json file says")
+    add("--vocab-size", type=positive, help="default: what the data's .json file says; of made-up tokens 1024")
     add("--make-vocab-size-divisible-by", type=positive, default=128)
 
 
@@ -171,10 +175,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     add = group.add_argument
     add("--micro-batch-size", type=positive, default=1)
-    add("--global-batch-size", type=positive, default=8)
+    add("--global-batch-size", type=positive, default=4)
     batch = ("START", "INCREMENT", "SAMPLES")
     add("--rampup-batch-size", type=positive, nargs=3, metavar=batch, help="grow the batch over the first samples")
-    add("--train-iters", type=positive, default=20)
+    add("--train-iters", type=positive, default=10)
     add("--exit-interval", type=positive, help="end (and save) when the iteration is a multiple of this")
     add("--optimizer", choices=["adam", "sgd"], default="adam")
     add("--lr", type=float, default=1e-3)
@@ -199,7 +203,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     add = group.add_argument
     add("--data-path", nargs="+", metavar="PREFIX", help="a .bin/.idx pair without its suffix, or WEIGHT PREFIX pairs")
-    add("--mock-data", action="store_true", help="made-up tokens; needs --vocab-size")
+    add("--mock-data", action="store_true", help="made-up tokens; the default without --data-path")
     add("--split", default="900,100,0", help="shares of training, validation and test documents")
     add("--data-cache-path", type=Path, help="where dataset indices are kept (default: beside the data)")
 

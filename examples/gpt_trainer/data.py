@@ -16,6 +16,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from gpt_trainer.arguments import UsageError
 
 Batch = dict[str, torch.Tensor]
+MOCK_VOCAB_SIZE = 1024
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -27,7 +28,7 @@ def vocabulary(args: argparse.Namespace) -> ByteTokenizer:
     """Return the vocabulary size of the data: `--vocab-size`, or that of the metadata beside the first data set.
 
     Raises:
-        DataError: if neither is there, or a data set is missing.
+        DataError: if a data set is given, and neither is there, or it is missing.
     """
     prefixes = _prefixes(args)
     for prefix in prefixes:
@@ -37,7 +38,7 @@ def vocabulary(args: argparse.Namespace) -> ByteTokenizer:
     if args.vocab_size is not None:
         return ByteTokenizer(vocab_size=args.vocab_size, eod=args.vocab_size - 1)
     if not prefixes:
-        raise DataError("--mock-data needs --vocab-size")
+        return ByteTokenizer(vocab_size=MOCK_VOCAB_SIZE, eod=MOCK_VOCAB_SIZE - 1)
     try:
         metadata = Metadata.read(prefixes[0])
     except FileNotFoundError as error:

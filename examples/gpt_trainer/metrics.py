@@ -15,6 +15,7 @@ from tqdm import tqdm
 from gpt_trainer.steps import StepResult
 from gpt_trainer.timeline import Spans
 from offload_engine import IterationStats, ResidencyMeter
+from offload_engine.stats import StepTimes
 
 _SUMS = ("kept_bytes", "offloaded_bytes", "recomputed_bytes")
 _OF_PLAN = ("budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "predicted_step_ms", *_SUMS)
@@ -47,8 +48,15 @@ class Metrics:
         stats: IterationStats | None,
         validation_loss: float | None = None,
         budget: Any = None,
+        times: StepTimes | None = None,
     ) -> None:
-        """Report one training step; `stats` is None without offload, `budget` without a decision of `gpu_budget`."""
+        """Report one training step.
+
+        Args:
+            stats: None without offload.
+            budget: None without a decision of `gpu_budget`.
+            times: of a step of which a line is shown; None: of the others.
+        """
         figures = {
             "rank": dist.get_rank(),
             "loss": result.loss,
@@ -56,6 +64,7 @@ class Metrics:
             "step_ms": step_ms,
             **_memory(),
             "offload": self._offload(stats),
+            "times": times,
             "plan": None if budget is None else {name: getattr(budget, name) for name in _OF_PLAN},
         }
         ranks = self._gather(figures)
@@ -67,12 +76,14 @@ class Metrics:
             record["validation_loss"] = validation_loss
             self._bar.write(f"step {step}: validation loss {validation_loss:.4f}")
         record |= {"offload": _total([rank["offload"] for rank in ranks]), "ranks": ranks}
-        plans = [rank.pop("plan") for rank in ranks]
+        plans, times = [rank.pop("plan") for rank in ranks], _slowest([rank.pop("times") for rank in ranks])
         for place, plan in zip((record, *ranks), (_plan_of_all(plans), *plans), strict=True):
             place["offload"]["plan"] = plan
         if self._file is not None:
             print(json.dumps(record), file=self._file, flush=True)
         self._show(step, record)
+        if times is not None:
+            self._bar.write(f"step {step}, offload of all ranks: {_stats_of(record['offload']).line(times)}")
 
     def start(self, validation_loss: float | None) -> None:
         """Report the validation loss before the first step."""
@@ -108,6 +119,15 @@ class Metrics:
         if step % self._log_interval == 0:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix(loss=f"{record['loss']:.4f}", ms=f"{record['step_ms']:.0f}")
+
+
+def _stats_of(totals: dict[str, Any]) -> IterationStats:
+    return IterationStats(**{field.name: totals[field.name] for field in dataclasses.fields(IterationStats)})
+
+
+def _slowest(times: list[StepTimes | None]) -> StepTimes | None:
+    """Return the times of the rank whose compute waited longest for copies."""
+    return max(filter(None, times), key=lambda of_rank: of_rank.waited_ms, default=None)
 
 
 def _first_known(values: list[float | None]) -> float | None:

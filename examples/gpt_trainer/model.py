@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -26,6 +28,8 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_trainer.arguments import UsageError
 from gpt_trainer.environment import num_virtual_stages
+
+logger = logging.getLogger(__name__)
 
 
 class ConfigError(UsageError):
@@ -54,10 +58,19 @@ def transformer_config(args: argparse.Namespace, device: torch.device) -> Transf
     )
     if args.multi_latent_attention:
         values["rope_type"] = "rope"
+    if _implies_no_bias(args, device):
+        values["add_bias_linear"] = False
+        if dist.get_rank() == 0:
+            logger.warning("experts of the local implementation have no bias: --disable-bias-linear is implied")
     try:
         return config_class(**values)
     except (AssertionError, ValueError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _implies_no_bias(args: argparse.Namespace, device: torch.device) -> bool:
+    is_local = transformer_impl(args, device) == "local"
+    return is_local and args.num_moe_experts is not None and args.add_bias_linear
 
 
 def _check_implementation(args: argparse.Namespace, implementation: str, device: torch.device) -> None:
@@ -73,8 +86,6 @@ def _check_implementation(args: argparse.Namespace, implementation: str, device:
     if wanted:
         flag = wanted[0].replace("_", "-")
         raise ConfigError(f"--{flag} needs --transformer-impl transformer_engine, and that a GPU")
-    if args.num_moe_experts is not None and args.add_bias_linear:
-        raise ConfigError("the local implementation's experts have no bias: add --disable-bias-linear")
     if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
         # megatron-core's checkpoint makes the returned bias part of its own graph, and never returns
         raise ConfigError("--recompute-modules mlp needs --disable-bias-linear with the local implementation")

@@ -27,6 +27,7 @@ class Training:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self._args = args
         self._device = device
+        self._num_steps = 0  # of this run
         tokenizer = vocabulary(args)
         num_valid = args.eval_iters * args.global_batch_size if self._evaluates else 0
         num_train = args.train_iters * args.global_batch_size
@@ -94,29 +95,40 @@ class Training:
         args, progress = self._args, self._progress
         records_timeline = args.timeline_json is not None and progress.step + 1 == self._timeline_step()
         self._prepare_meter(records_timeline)
+        is_shown = self._asks_for_times()
         begin = time.perf_counter()
         result = self._train_step()
         self._synchronize()
         step_ms = 1e3 * (time.perf_counter() - begin)
+        self._num_steps += 1
         self._steps.spans.is_recording = False
         stats = None if self._offload is None else self._offload.stats
         validation_loss = self._evaluate() if _is_due(args.eval_interval, progress.step) else None
         engine = None if self._offload is None else self._offload.engine
         controller = None if engine is None else engine.budget
         budget = None if controller is None else controller.summary
-        metrics.step(progress.step, result, step_ms, stats, validation_loss, budget)
+        times = engine.timer.times if is_shown and engine is not None else None
+        metrics.step(progress.step, result, step_ms, stats, validation_loss, budget, times)
         if records_timeline:
             metrics.timeline(args.timeline_json, progress.step, begin, self._steps.spans)
         if _is_due(args.save_interval, progress.step):
             self._checkpoints.save(args.save, progress)
 
+    def _asks_for_times(self) -> bool:
+        """Have the second step, and one in each log interval, timed for a line about the offload."""
+        step, interval = self._progress.step + 1, self._args.log_interval
+        engine = None if self._offload is None else self._offload.engine
+        if engine is None or not (self._num_steps == 1 or (interval > 1 and step % interval == 0)):
+            return False
+        engine.timer.ask()
+        return True
+
     def _train_step(self) -> StepResult:
         try:
             return self._steps.train(self._train_set, self._progress)
-        except (NotImplementedError, OSError, ValueError) as error:
-            if self._offload is None or self._offload.engine is not None:
+        except Exception as error:
+            if self._offload is None or error is not self._offload.mistake:
                 raise
-            # no engine yet: the model was found unfit for what the flags ask before its first step began
             raise ConfigError(str(error)) from error
 
     def _prepare_meter(self, records_timeline: bool) -> None:

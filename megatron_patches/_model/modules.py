@@ -328,10 +328,18 @@ def row_of(name: str, config: Any = None) -> ModuleRow:
         if name == row.name or name in row.aliases:
             return row
     known = known_names(config)
-    nearest = get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    hint = f" ({_hint(str(name), known)})" if _hint(str(name), known) else ""
     whose = "known are" if config is None else "known for this configuration"
     raise ValueError(f"unknown module name {name!r} in offload_modules{hint}; {whose}: {', '.join(known)}")
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    if name == "all":
+        return "for all that the model has leave --offload-modules out and give --offload-gpu-budget, such as auto"
+    if begun := [other for other in known if other.startswith(f"{name}_")]:
+        return f"did you mean {' '.join(begun)}?"
+    nearest = get_close_matches(name, known, n=1)
+    return f"did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def inputs_of(name: str) -> tuple[str, ...]:
@@ -346,14 +354,14 @@ def known_names(config: Any = None) -> list[str]:
 
 
 def canonical_names(names: Iterable[str], config: Any = None) -> tuple[str, ...]:
-    """Resolve aliases; return the names without repetitions, in table order.
+    """Resolve aliases; return the names without repetitions, in table order. "a,b" stands for two names.
 
     Raises:
         ValueError: if a name is unknown, or `names` is a string.
     """
     if isinstance(names, str):
         raise ValueError(f"offload_modules must be a list of names, got the string {names!r}")
-    wanted = {row_of(name, config).name for name in names}
+    wanted = {row_of(part, config).name for name in names for part in str(name).split(",") if part}
     return tuple(row.name for row in MODULES if row.name in wanted)
 
 

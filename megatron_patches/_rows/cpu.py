@@ -8,7 +8,6 @@ Independent of offloading.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import logging
@@ -18,10 +17,17 @@ from typing import Any
 
 import torch
 
+from megatron_patches._rows.cpu_fsdp import fsdp_cpu_rows
 from megatron_patches._rows.registry import Applied, Patch, apply_patches
+from megatron_patches._rows.without_gpu import (
+    GPU_TYPE_NAMES,
+    NO_RECORD,
+    STAY,
+    TorchWithoutGpu,
+    instead,
+    wrap_with_row,
+)
 from megatron_patches._versions import check_supported
-
-CPU = torch.device("cpu")
 
 
 def apply_cpu_support() -> Applied:
@@ -45,6 +51,7 @@ def cpu_rows() -> list[Patch]:
         *_model_rows(),
         *_moe_rows(),
         *_optimizer_rows(),
+        *fsdp_cpu_rows(),
     ]
 
 
@@ -80,102 +87,6 @@ def _device_rows() -> list[Patch]:
     ]
 
 
-class _NoStream:
-    """Stands in for a stream or an event where everything runs in program order."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    def wait_event(self, event: object) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def wait(self, stream: object = None) -> None:
-        pass
-
-    def record_event(self, event: _NoStream | None = None) -> _NoStream:
-        return _NoStream() if event is None else event
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, 0
-
-
-class CudaWithoutGpu:
-    """Stands in for `torch.cuda`: the device is the CPU, its generator the CPU's, and there is nothing to wait for."""
-
-    Stream = Event = _NoStream
-
-    def __init__(self) -> None:
-        self.nvtx = types.SimpleNamespace(range=contextlib.nullcontext, range_push=_nothing, range_pop=_nothing)
-        self.random = self
-        self._stream = _NoStream()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
-
-    def current_device(self) -> torch.device:
-        return CPU
-
-    def current_stream(self, device: object = None) -> _NoStream:
-        return self._stream
-
-    default_stream = current_stream
-
-    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def synchronize(self, device: object = None) -> None:
-        pass
-
-    def manual_seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    def get_rng_state(self, device: object = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
-        torch.set_rng_state(state)
-
-
-class TorchWithoutGpu:
-    """Stands in for `torch` in one module of megatron-core: tensors asked for on "cuda" are created on the CPU."""
-
-    def __init__(self, real: types.ModuleType) -> None:
-        self._real = real
-        self.cuda = CudaWithoutGpu()
-        for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
-            setattr(self, name, _on_cpu(getattr(real, name)))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("device") == "cuda":
-            kwargs["device"] = CPU
-        return factory(*args, **kwargs)
-
-    return create
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
-
-
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +94,7 @@ def _random_rows() -> list[Patch]:
     module = "megatron.core.tensor_parallel.random"
     why = "the RNG tracker switches the GPU's generator; without a GPU the dropout masks come from the CPU's"
     return [
-        Patch(target=f"{module}:_set_cuda_rng_state", wrapper=functools.partial(_instead, _set_rng_state), why=why),
+        Patch(target=f"{module}:_set_cuda_rng_state", wrapper=functools.partial(instead, _set_rng_state), why=why),
         Patch(
             target=f"{module}:logging",
             wrapper=lambda original: types.SimpleNamespace(getLogger=_quiet_logger),
@@ -235,13 +146,13 @@ def _model_rows() -> list[Patch]:
     return [
         Patch(
             target="megatron.core.transformer.transformer_block:LayerNormImpl",
-            wrapper=functools.partial(_instead, WrappedTorchNorm),
+            wrapper=functools.partial(instead, WrappedTorchNorm),
             why="if TransformerEngine can be imported, the norm after the last layer is its own, for GPUs only",
         ),
         Patch(
             target="megatron.core.models.common.language_module.language_module:"
             "LanguageModule.setup_embeddings_and_output_layer",
-            wrapper=functools.partial(_wrap_with_row, _STAY),
+            wrapper=functools.partial(wrap_with_row, STAY),
             why="the last stage's copy of the word embeddings is moved to the GPU",
         ),
         Patch(
@@ -274,7 +185,7 @@ def _moe_rows() -> list[Patch]:
     return [
         Patch(
             target=f"{moe}.moe_utils:te_general_gemm",
-            wrapper=functools.partial(_instead, None),
+            wrapper=functools.partial(instead, None),
             why="TransformerEngine's matrix product runs on GPUs only; without it 0.16.1 leaves the name undefined",
             is_new=not _is_defined(f"{moe}.moe_utils", "te_general_gemm"),
         ),
@@ -286,7 +197,7 @@ def _moe_rows() -> list[Patch]:
         *(
             Patch(
                 target=f"megatron.core.pipeline_parallel.utils:ScheduleNode.{name}",
-                wrapper=functools.partial(_wrap_with_row, _NO_RECORD),
+                wrapper=functools.partial(wrap_with_row, NO_RECORD),
                 why="the all-to-all overlap calls record_stream on the tensors that its nodes exchange",
             )
             for name in ("_forward", "_backward")
@@ -319,7 +230,7 @@ def _optimizer_rows() -> list[Patch]:
     )
     return [
         *(
-            Patch(target=f"{optimizer}.{target}", wrapper=functools.partial(_wrap_with_row, _GPU_TYPE_NAMES), why=why)
+            Patch(target=f"{optimizer}.{target}", wrapper=functools.partial(wrap_with_row, GPU_TYPE_NAMES), why=why)
             for target in by_type_name
         ),
         *_fused_kernel_rows(optimizer),
@@ -338,57 +249,13 @@ def _fused_kernel_rows(optimizer: str) -> list[Patch]:
     }
     return [
         *(
-            Patch(target=optimizer + target, wrapper=functools.partial(_instead, replacement), why=why)
+            Patch(target=optimizer + target, wrapper=functools.partial(instead, replacement), why=why)
             for target, replacement in on_cpu.items()
         ),
         Patch(
             target=f"{optimizer}.clip_grads:multi_tensor_scale_tensor_impl",
-            wrapper=functools.partial(_instead, None),
+            wrapper=functools.partial(instead, None),
             why=why,
             versions=">=0.17",
         ),
     ]
-
-
-def _instead(replacement: Any, original: Any) -> Any:
-    return replacement
-
-
-def _type_named_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def type_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(tensor, *args, **kwargs)
-        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
-
-    return type_or_cast
-
-
-# ---- methods of tensors ----------------------------------------------------------------------------------------------
-
-# A method of Tensor can only be replaced globally, so these rows are in force during single calls only.
-_STAY = Patch(
-    target="torch:Tensor.cuda",
-    wrapper=lambda original: lambda tensor: tensor,
-    why="without a GPU a tensor is on the right device already",
-)
-_NO_RECORD = Patch(
-    target="torch:Tensor.record_stream",
-    wrapper=lambda original: _nothing,
-    why="without streams no other stream uses the memory of a tensor",
-)
-_GPU_TYPE_NAMES = Patch(
-    target="torch:Tensor.type",
-    wrapper=_type_named_as_on_gpu,
-    why="the types of floats on the CPU are not among those that the optimizer knows",
-)
-
-
-def _wrap_with_row(row: Patch, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `original` to apply `row` during each call."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with apply_patches([row]):
-            return original(*args, **kwargs)
-
-    return call

@@ -82,6 +82,9 @@ class Runtime(Protocol):
             recomputed_behind: whose gradient starts the recomputation, by a hook that is registered after this call.
         """
 
+    def note_gathered(self, weights: torch.Tensor) -> None:
+        """Note the buffer that weights are gathered into now, in or outside a training step: it never moves."""
+
     def checkpoint_bracket(self, function: Any) -> GroupBracket | None:
         """Return the bracket for the input of what `function` recomputes; None if the running step has none."""
 

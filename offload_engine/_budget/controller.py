@@ -8,16 +8,19 @@ from typing import Final
 
 from offload_engine._budget.decide import Decider, has_outgrown
 from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.idleness import Idleness
 from offload_engine._budget.last_step import LastStep
 from offload_engine._budget.margin import margin_of
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._budget.optimizers import OptimizerWatch
 from offload_engine._budget.state import State, check_following
+from offload_engine._budget.verify import Verifier
 from offload_engine._budget.view import BudgetView
 from offload_engine._devices.base import Device, MemoryGauge
 from offload_engine._policy.keeping import Keeping
 from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._policy.policy import Policy
+from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance, Choices, Slot
@@ -27,13 +30,11 @@ from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_CORRECTIONS: Final = 3
-_FIRST_TIMED_STEP: Final = 3
-"""In the first step host memory grows piece by piece; in the second it may become one piece, which takes as long."""
+_TIMED_STEP: Final = 2
+"""Of those after the first with optimizer state: there host memory may become one piece, and the allocator, which was
+trimmed, reserves what it needs. Both take as long."""
 _MAX_TRIES: Final = 8
 """To measure a step whose chunks can be planned."""
-_CLOSE: Final = 1 / 256
-"""Of the budget: a prediction this close to what is measured is right."""
 _WINDOW_STEPS: Final = 50
 _UNUSED: Final = 1 / 32
 """Of the budget: if as much was left for a whole window, more is kept."""
@@ -54,6 +55,7 @@ class BudgetController(BudgetView):
 
     Attributes:
         state: see `State`.
+        is_idle: the running step, or the last one, needs no groups: see `Idleness`. One in each window has them.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class BudgetController(BudgetView):
     ) -> None:
         assert isinstance(policy, PlannedPolicy)
         self.state: State = State.FLOOR
+        self.is_idle: bool = False
         # Where copies are threads it is left to chance when they complete.
         is_early_certain = not isinstance(gauge, ResidentGauge)
         self._margin = margin_of(gauge) if budget_bytes is None else None
@@ -71,8 +74,10 @@ class BudgetController(BudgetView):
         self._keeping = keeping
         self._optimizers = OptimizerWatch()
         self._recorder: MeasuringRecorder | None = None
+        self._verifier, self._idleness = Verifier(decider), Idleness(is_early_certain)
         self._floor_ms = 0.0
-        self._num_steps = self._num_tries = self._num_corrections = 0
+        self._num_steps = self._num_tries = 0
+        self._num_steps_without_state: int | None = None  # None: an optimizer is yet to step
         self._has_trimmed = False  # for the first decision
         self._wants_measure = False
         self._recomputed: frozenset[Slot] = frozenset()
@@ -86,15 +91,17 @@ class BudgetController(BudgetView):
         Raises:
             BudgetError: if the budget is below what a step takes with everything offloaded.
         """
+        self._last.settle()
         with self.planning(self.state is not State.HOLD):
             self._decide(actions, is_combined)
         if self.state is not State.HOLD:
             self.num_planning_steps += 1
             self._gauge.reset()
+        is_watched = self.state is not State.HOLD or self._num_steps % _WINDOW_STEPS == 0
+        self.is_idle = not is_watched and self._idleness.allows(self.decider.chosen, self.decider.budget_bytes)
         self._num_steps += 1
-        self._optimizers.begin(self._num_steps)
         self._recorder = MeasuringRecorder(self._device, self._gauge) if self.state is State.MEASURE else None
-        self._last.begin(self.state in (State.FLOOR, State.VERIFY))
+        self._last.begin(self.state is not State.HOLD)
         return self._recorder
 
     def _decide(self, actions: Sequence[Action], is_combined: bool) -> None:
@@ -126,6 +133,7 @@ class BudgetController(BudgetView):
     def end(self, stats: IterationStats, num_chunks: int) -> None:
         """Note what the iteration took that is over."""
         self._last.end(stats, num_chunks)
+        self._idleness.note(self._last.chunk_bytes)
         if self._margin is not None and self.state in (State.FLOOR, State.MEASURE):
             self._margin.note(self._last.held_bytes(), self._last.peak_bytes)
 
@@ -155,11 +163,7 @@ class BudgetController(BudgetView):
         """Draw conclusions from the step before."""
         self.decider.check_taken()
         if self.state is State.FLOOR:
-            [lacks_state] = self.decider.meet((int(not self._optimizers.had_state),))  # on a rank
-            if self._num_steps >= _FIRST_TIMED_STEP and not lacks_state:
-                self._floor_ms = self._last.milliseconds()
-                self._optimizers.close()
-                self._go(State.MEASURE)
+            self._conclude_floor()
         elif self.state is State.HOLD:
             self._watch()
         elif not self._is_settled:
@@ -168,6 +172,18 @@ class BudgetController(BudgetView):
             self._conclude_measuring(is_combined)
         else:
             self._verify()
+
+    def _conclude_floor(self) -> None:
+        """Trim once optimizers have their state: what steps reserve in vain from there on, they do in the long run."""
+        if self._num_steps_without_state is None:
+            [lacks_state] = self.decider.meet((int(not self._optimizers.has_state(self._num_steps)),))  # on a rank
+            if not lacks_state:
+                self._num_steps_without_state = self._num_steps
+                self._optimizers.close()
+                self._gauge.trim()
+        elif self._num_steps - self._num_steps_without_state >= _TIMED_STEP:
+            self._floor_ms = self._last.milliseconds
+            self._go(State.MEASURE)
 
     def _conclude_measuring(self, is_combined: bool) -> None:
         recorder = self._recorder
@@ -182,16 +198,17 @@ class BudgetController(BudgetView):
     def _decide_first(self) -> None:
         """Decide by what was measured; what lies in the allocator from before the training must not count."""
         if self._margin is not None:
-            self.decider.budget_bytes = self._margin.budget_bytes()
+            [negative] = self.decider.agree((-self._margin.budget_bytes(),))
+            self.decider.budget_bytes = -negative
         try:
             allowance = self.decider.decide_first()
         except BudgetError:
             if self._has_trimmed:
                 raise
             self._has_trimmed = True
-            self._gauge.trim()
-            return  # to measure again
-        self._num_tries = self._num_corrections = 0
+            return self._gauge.trim()  # to measure again
+        self._num_tries = 0
+        self._verifier.begin()
         self._gauge.trim()  # blocks of steps in which everything left fit badly
         self._allow(allowance)
         self._go(State.VERIFY)
@@ -200,42 +217,28 @@ class BudgetController(BudgetView):
         """Compare what the step took with what was predicted; correct the model, or be content with it."""
         assert self.decider.chosen is not None
         best = self.decider.chosen.best
-        self.measured_bytes = self._last.held_bytes()
-        self.measured_ms = self._last.milliseconds()
+        self.measured_bytes, self.measured_ms = self._last.held_bytes(), self._last.milliseconds
         grown = has_outgrown(self.decider, self._last.chunk_bytes)
         own = self.measured_bytes - best.held_bytes, int(grown), round(_US * self.measured_ms)
         error, is_outgrown, measured_us = self.decider.agree(own)
         if is_outgrown:
             return self._measure_again("activations have grown")
         self.decider.correct_time(measured_us / _US)
-        if not self._corrects(error) or self._num_corrections >= _MAX_CORRECTIONS:
+        allowance = self._verifier.judge(error)
+        if allowance is None:
             self._gauge.reset()
             self._go(State.HOLD)
-            self.log()
-
-    def _corrects(self, error: int) -> bool:
-        """Correct the model of memory by what a step held beyond what was predicted; return whether it was wrong."""
-        assert self.decider.chosen is not None
-        best, budget_bytes = self.decider.chosen.best, self.decider.budget_bytes
-        is_over, close = best.held_bytes + error > budget_bytes, _CLOSE * budget_bytes
-        if is_over and self.decider.is_at_floor:
-            return False  # nothing more can leave
-        is_slower, is_first = best.stalled_ms > 0 or bool(best.recomputed_bytes), not self._num_corrections
-        is_wrong = error > close or is_over or (-error > close and is_slower and is_first)  # else it might swing
-        if is_wrong:
-            self._num_corrections += 1
-            self._correct(error, is_over)
-        return is_wrong
+            return self.log()
+        self._allow(allowance)
+        self._gauge.trim()  # what the decision before has left fits badly
 
     def _watch(self) -> None:
         """Keep less at once where a step went over the budget, more where it was well below for long."""
         self.measured_bytes = self._last.held_bytes()
         self._wants_measure |= has_outgrown(self.decider, self._last.chunk_bytes)
         is_window_over = self._num_steps % _WINDOW_STEPS == 0
-        if is_window_over or self.decider.is_alone:
-            [wants_measure] = self.decider.agree((int(self._wants_measure),))
-            if wants_measure:
-                return self._measure_again("activations have grown")
+        if (is_window_over or self.decider.is_alone) and self.decider.agree((int(self._wants_measure),)) != (0,):
+            return self._measure_again("activations have grown")
         if is_window_over:
             self._use_what_is_left()
         if not self._is_settled:
@@ -249,9 +252,9 @@ class BudgetController(BudgetView):
 
     def _answer_excess(self, over: int) -> None:
         is_of_step = self._last.peak_bytes + self.decider.extra_bytes > self.decider.budget_bytes
-        if is_of_step and self.decider.is_at_floor:
-            return  # as has been said; nothing more can leave
         if is_of_step:
+            if self.decider.is_at_floor:
+                return  # as has been said; nothing more can leave
             logger.warning("a step held %.2f GiB more than its gpu_budget: less is kept from now on", over / _GIB)
             self._keep_less(over)
         self._gauge.trim()  # else evaluation, or an optimizer, has left the allocator with more
@@ -263,7 +266,7 @@ class BudgetController(BudgetView):
             self._wants_measure = True  # the plan that was given does not fit
             self._allow(Allowance(Choices(recomputed=self._recomputed)))  # other ranks go on with that
         else:
-            self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_over=True, is_alone=True)
+            self._correct(max(over, self.measured_bytes - chosen.best.held_bytes), is_alone=True)
 
     def _use_what_is_left(self) -> None:
         if self.decider.level():
@@ -272,13 +275,11 @@ class BudgetController(BudgetView):
         chosen = self.decider.chosen
         is_unused = self.decider.budget_bytes - need > _UNUSED * self.decider.budget_bytes
         if chosen is not None and is_unused and chosen.best.stalled_ms > 0:
-            self._correct((need - chosen.best.held_bytes) // 2, is_over=False)
+            self._correct((need - chosen.best.held_bytes) // 2)
 
-    def _correct(self, error: int, is_over: bool, is_alone: bool = False) -> None:
+    def _correct(self, error: int, is_alone: bool = False) -> None:
         self.decider.correct(error)
         self._allow(self.decider.decide(is_alone=is_alone))
-        if is_over:
-            self._gauge.trim()
 
     def _allow(self, allowance: Allowance) -> None:
         self._keeping.allow(allowance)
@@ -295,10 +296,14 @@ class BudgetController(BudgetView):
 
 
 def make_budget(
-    gpu_budget: int | str | None, context: TransferContext, policy: Policy, keeping: Keeping, gauge: MemoryGauge
+    gpu_budget: int | str | None, context: TransferContext, policy: Policy, keeping: Keeping, counters: ByteCounters
 ) -> BudgetController | None:
-    """Make the controller of an engine; None without a budget. One that is not in bytes, "auto", is measured."""
+    """Make the controller of an engine; None without a budget. One that is not in bytes, "auto", is measured.
+
+    Where the device does not tell its memory, what `counters` count as resident stands for it.
+    """
     if gpu_budget is None:
         return None
     nbytes = gpu_budget if isinstance(gpu_budget, int) else None
+    gauge = context.device.memory or ResidentGauge(counters)
     return BudgetController(nbytes, context, policy, keeping, gauge)

@@ -37,6 +37,10 @@ class ResidentGauge:
         """See `MemoryGauge`."""
         return self.peak_bytes()
 
+    def outside_bytes(self) -> int:
+        """See `MemoryGauge`."""
+        return 0
+
     def total_bytes(self) -> int:
         """See `MemoryGauge`."""
         return 0

@@ -19,6 +19,7 @@ class LastStep:
         has_ended: it was not abandoned.
         peak_bytes: the most that was allocated in it, or since an earlier reset of the gauge.
         chunk_bytes: saved by each of its chunks, on average.
+        milliseconds: that it took, if it was timed, up to the next one; see `settle`.
     """
 
     def __init__(self, device: Device, gauge: MemoryGauge) -> None:
@@ -26,11 +27,13 @@ class LastStep:
         self.has_ended: bool = False
         self.peak_bytes: int = 0
         self.chunk_bytes: float = 0.0
+        self.milliseconds: float = 0.0
         self._held_bytes = 0
         self._device = device
         self._is_timed = False
         self._begin_mark: TimeMark = None
         self._end_mark: TimeMark = None
+        self._between_ms = float("inf")  # at the least, of all steps so far
 
     def begin(self, is_timed: bool) -> None:
         """Note that a step begins."""
@@ -46,9 +49,17 @@ class LastStep:
         self._end_mark = self._mark()
         self.has_ended = True
 
-    def milliseconds(self) -> float:
-        """Return how long it took, if it was timed; blocks until the device has come to its end."""
-        return self._device.milliseconds_between(self._begin_mark, self._end_mark)
+    def settle(self) -> None:
+        """Take the time of a timed step that is over, when the next one begins. Waits for the device.
+
+        What lies between two steps, such as an optimizer, counts as it was where it took the least: an evaluation
+        between two steps is of neither.
+        """
+        if self._is_timed and self.has_ended:
+            between = self._device.milliseconds_between(self._end_mark, self._mark())
+            self._between_ms = min(self._between_ms, between)
+            within = self._device.milliseconds_between(self._begin_mark, self._end_mark)
+            self.milliseconds = within + self._between_ms
 
     def held_bytes(self) -> int:
         """Return what the process held in it and behind it, where another engine may have reset the peak."""

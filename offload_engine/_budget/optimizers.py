@@ -11,20 +11,15 @@ _MAX_WAIT_STEPS: Final = 64
 
 
 class OptimizerWatch:
-    """Watches all optimizers of the process. Close it outside the step of one, which calls the hooks in turn.
-
-    Attributes:
-        had_state: one had stepped when the running, or last, iteration began.
-    """
+    """Watches all optimizers of the process. Close it outside the step of one, which calls the hooks in turn."""
 
     def __init__(self) -> None:
-        self.had_state: bool = False
         self._has_stepped = False
         self._handle: Any = register_optimizer_step_post_hook(self._note)
 
-    def begin(self, number: int) -> None:
-        """Begin an iteration, the first with number 1."""
-        self.had_state = self._has_stepped or number > _MAX_WAIT_STEPS
+    def has_state(self, num_steps: int) -> bool:
+        """Return whether an optimizer has stepped, or none is to be expected after so many iterations."""
+        return self._has_stepped or num_steps >= _MAX_WAIT_STEPS
 
     def close(self) -> None:
         """Watch no more. Idempotent."""

@@ -30,7 +30,8 @@ class BudgetView:
         decider: has the decision, and the hooks of the caller.
         measured_bytes: what the process held at the most in the last step that was verified or watched.
         measured_ms: of the last step that was verified.
-        planning_ms: host time between steps, of the decisions so far and the measurement of the link.
+        planning_ms: host time between steps, of the decisions so far and the measurement of the link. Waiting for the
+            device to come to the end of a step is none: from there on it idles.
         num_planning_steps: steps so far that were measured or verified; they precede those in which a decision holds.
     """
 

@@ -59,6 +59,9 @@ class MemoryGauge(Protocol):
     def held_bytes(self) -> int:
         """Return what the process held at the most since `reset`: reserved by its allocator, and outside of it."""
 
+    def outside_bytes(self) -> int:
+        """Return what the process holds outside of its allocator."""
+
     def total_bytes(self) -> int:
         """Return the memory of the device; 0: it is not known."""
 

@@ -28,9 +28,12 @@ class CudaMemory:
 
     def held_bytes(self) -> int:
         """See `MemoryGauge`."""
+        return self.outside_bytes() + self._stat("reserved_bytes", "peak")
+
+    def outside_bytes(self) -> int:
+        """See `MemoryGauge`."""
         free, total = torch.cuda.mem_get_info(self._device)
-        outside = total - free - self._stat("reserved_bytes", "current")
-        return outside + self._stat("reserved_bytes", "peak")
+        return int(total - free) - self._stat("reserved_bytes", "current")
 
     def total_bytes(self) -> int:
         """See `MemoryGauge`."""

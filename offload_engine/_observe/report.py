@@ -13,6 +13,7 @@ from rich.table import Table
 from offload_engine._observe.fold import ModuleRow, ModuleSums, RankSums, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import ADVICE
 from offload_engine._observe.record import StepRecord
+from offload_engine.sizes import short_size
 from offload_engine.stats import IterationStats
 
 WIDTH: Final = 140
@@ -37,18 +38,15 @@ def why_text(records: Sequence[StepRecord], pattern: str = "") -> str:
 
 def summary_of_stats(stats: IterationStats) -> str:
     """Summarize the counters of an iteration that was not recorded."""
-    lines = [
-        f"{stats.num_offloaded_groups} of {stats.num_groups} groups offloaded: {_mib(stats.copied_out_bytes)} MiB "
-        f"copied out, {_mib(stats.copied_in_bytes)} MiB copied in",
-        f"peak on the device {_mib(stats.peak_resident_bytes)} of {_mib(stats.managed_bytes)} MiB saved, on the host "
-        f"{_mib(stats.peak_host_bytes)} MiB",
-    ]
+    lines = [f"{stats.num_offloaded_groups} of {stats.num_groups} groups offloaded: {stats}"]
     if stats.num_kept_groups:
-        lines.append(f"{stats.num_kept_groups} groups kept, {_mib(stats.kept_bytes)} MiB: their backward comes at once")
+        lines.append(
+            f"{stats.num_kept_groups} groups kept, {short_size(stats.kept_bytes)}: their backward comes at once"
+        )
     if stats.num_host_limit_groups:
         lines.append(f"{stats.num_host_limit_groups} groups stayed, the host tier had no room: raise host_limit_bytes")
     if stats.prefetch_misses:
-        lines.append(f"{stats.prefetch_misses} storages came back late: raise horizon_bytes, or offload less")
+        lines.append("late: their backward waited for the whole copy. Raise horizon_bytes, or offload less")
     if not stats.num_offloaded_groups and stats.num_groups:
         lines.append(
             "nothing was offloaded: record a step to see why"

@@ -18,6 +18,9 @@ _STRIDED: Final = torch.strided
 _read_plain: Final[Any] = reads.read_plain
 _MIN_PRUNED: Final = 1024  # number of excluded storages from which on expired ones are removed
 
+Lasting = dict[int, StorageWeakRef]
+"""Excluded storages, by their address as objects."""
+
 
 class Eligibility:
     """Decides for each storage whether it may move or stays on the device.
@@ -25,13 +28,20 @@ class Eligibility:
     Args:
         torch_device: only tensors on this device move.
         min_tensor_bytes: smaller storages stay.
+        lasting: storages that are excluded for good; the caller keeps them when it begins new books. None: none yet.
     """
 
-    def __init__(self, torch_device: torch.device, min_tensor_bytes: int) -> None:
+    def __init__(
+        self,
+        torch_device: torch.device,
+        min_tensor_bytes: int,
+        lasting: Lasting | None = None,
+    ) -> None:
         self._torch_device = torch_device
         self._min_storage_bytes = max(1, min_tensor_bytes)  # empty storages never move
         self._weights: frozenset[int] = frozenset()
-        self._excluded: dict[int, StorageWeakRef] = {}
+        self._lasting: Lasting = {} if lasting is None else lasting
+        self._excluded: Lasting = dict(self._lasting)
         self._prune_at: int = _MIN_PRUNED
 
     def begin(self, weights: Iterable[torch.Tensor]) -> None:
@@ -40,11 +50,21 @@ class Eligibility:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the excluded storages, at the end of the iteration."""
-        self._excluded.clear()
+        """Forget the storages that were excluded for the iteration, at its end."""
+        for key in [key for key, weak in self._lasting.items() if weak.expired()]:
+            del self._lasting[key]
+        self._excluded = dict(self._lasting)
 
-    def exclude(self, tensor: torch.Tensor) -> None:
-        """Exclude the storage of `tensor` from moves in this iteration."""
+    def exclude(self, tensor: torch.Tensor, for_good: bool = False) -> None:
+        """Exclude the storage of `tensor` from moves in this iteration.
+
+        Args:
+            tensor: or a view of it; for good, also one made of others.
+            for_good: in all iterations, by the identity of the storage, also while it has no bytes.
+        """
+        if for_good:
+            self._exclude_for_good(tensor)
+            return
         storage = tensor.untyped_storage()
         # The weak reference keeps the address from being reused, without keeping the bytes alive.
         self._excluded[storage._cdata] = StorageWeakRef(storage)
@@ -52,6 +72,12 @@ class Eligibility:
         if len(self._excluded) >= self._prune_at:
             self._excluded = {key: weak for key, weak in self._excluded.items() if not weak.expired()}
             self._prune_at = max(_MIN_PRUNED, 2 * len(self._excluded))
+
+    def _exclude_for_good(self, tensor: torch.Tensor) -> None:
+        for part in with_storage((tensor,)):
+            storage = part.untyped_storage()
+            if storage._cdata not in self._lasting:
+                self._lasting[storage._cdata] = self._excluded[storage._cdata] = StorageWeakRef(storage)
 
     def read_movable(self, tensor: torch.Tensor) -> Reads | None:
         """Return what the engine needs to know of `tensor` if the bytes of its storage may move, else None."""

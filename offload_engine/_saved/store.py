@@ -13,7 +13,7 @@ from offload_engine._observe.reasons import Reason
 from offload_engine._saved.abandon import abandon
 from offload_engine._saved.alloc_streams import AllocStreams
 from offload_engine._saved.counters import ByteCounters
-from offload_engine._saved.eligibility import Eligibility
+from offload_engine._saved.eligibility import Eligibility, Lasting
 from offload_engine._saved.failures import CopyFailures
 from offload_engine._saved.group_moves import GroupMoves
 from offload_engine._saved.handles import PackedTensor
@@ -53,9 +53,10 @@ class ActivationStore:
         unawaited: UnawaitedCopies,
         counters: ByteCounters,
         config: OffloadConfig,
+        lasting: Lasting,
     ) -> None:
         self.counters: ByteCounters = counters
-        self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes)
+        self.eligibility: Eligibility = Eligibility(context.device.torch_device, config.min_tensor_bytes, lasting)
         self.alloc_streams: AllocStreams = AllocStreams()
         self._mover = StorageMover(context, pool, unawaited, self.counters, config.host_policy == "error")
         self.live: dict[SavedStorage, None] = self._mover.live

@@ -99,6 +99,10 @@ class ManagedActivations(RecordsSteps):
         """Return the counters of the running step, or of the last one. A step begins with its first saved tensor."""
         return self._groups.session.stats
 
+    def __str__(self) -> str:
+        """Return what the last step did, as one line; the first use makes the engine, and this is none."""
+        return super().__str__() if "_groups" in vars(self) else f"{type(self).__name__}: no step yet"
+
     def __enter__(self) -> ManagedActivations:
         """Enter the hooks.
 

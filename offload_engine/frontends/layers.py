@@ -60,6 +60,11 @@ class LayerOffload(RecordsSteps):
         """Return the counters of the running or last iteration: from a forward to the backward that ends it."""
         return self._session.stats
 
+    def __str__(self) -> str:
+        """Return which layers are offloaded and what the last step did, as one line: `print(handle)`."""
+        which = f"{len(self.layers)} layers, {self.layers[0]} to {self.layers[-1]}"
+        return f"offload of {which}: {self.engine}"
+
     def forward(self) -> AbstractContextManager[None]:
         """Return a context manager for code that calls the layers one by one, outside the forward of their module.
 
@@ -83,7 +88,7 @@ class LayerOffload(RecordsSteps):
 
 def enable_activation_offloading(
     model: nn.Module,
-    strategy: str,
+    strategy: str | None = None,
     enable_ckpt: bool = False,
     *,
     config: OffloadConfig | None = None,
@@ -99,7 +104,8 @@ def enable_activation_offloading(
 
     Args:
         model: wrapped or sharded already.
-        strategy: "fsdp" (FullyShardedDataParallel), "fsdp2" (`fully_shard`), "ddp" or "none".
+        strategy: "fsdp" (FullyShardedDataParallel), "fsdp2" (`fully_shard`), "ddp" or "none", which is checked; None:
+            as the model is.
         enable_ckpt: checkpoint each layer as well, so that only its input is kept, and offloaded. Switches the model's
             own checkpointing off. With False, a model's own checkpointing stays on, and the inputs of its layers are
             offloaded.
@@ -110,10 +116,11 @@ def enable_activation_offloading(
         meter: counts resident bytes as well.
 
     Raises:
-        ValueError: if the strategy is unknown or does not fit the model, or the layers are not found.
+        ValueError: if a strategy is given and unknown or does not fit the model, or the layers are not found.
         OffloadError: if the model is offloaded already.
     """
-    check_strategy(model, strategy)
+    if strategy is not None:
+        check_strategy(model, strategy)
     found = find_layers(model, layers)
     if any(map(_has_groups, found)):
         raise OffloadError(

@@ -38,8 +38,11 @@ def fit_resident_bytes(lines: Sequence[Line], step: Step, limit_bytes: int) -> l
     Where everything that may leave has left, the step exceeds the budget.
     """
     walk = _Walk(lines, step, limit_bytes)
-    new = [Line(line.boundary, walk.at(position)) for position, line in enumerate(lines)]
-    return [Line(b, tuple(move for move in moves if move.group in walk.released)) for b, moves in new]
+    new = [walk.at(position) for position in range(len(lines))]
+    return [
+        Line(line.boundary, tuple(move for move in moves if move.group in walk.released) if moves else ())
+        for line, moves in zip(lines, new, strict=True)
+    ]
 
 
 class _Walk:
@@ -61,13 +64,16 @@ class _Walk:
         """Return the moves of the line at `position`; lines come in order."""
         boundary, moves = self._lines[position]
         leaving = [move for move in moves if move.op is OUT]
-        self._leaving |= {move.group: self._step.size(move.group) for move in leaving}
+        for move in leaving:
+            self._leaving[move.group] = self._step.size(move.group)
         if boundary.kind is BACKWARD_END:
             self._resident_bytes -= self._step.size(boundary.group)
         dropped = self._make_room()
         self._resident_bytes += self._begun_behind(position)
         coming = self._order.at(boundary)
         self._bring_back(coming)
+        if not (leaving or dropped or coming):
+            return ()
         return (
             *leaving,
             *(PlannedMove(DROP, group) for group in dropped),
@@ -106,11 +112,12 @@ class _Walk:
 
     def _make_room(self) -> list[GroupKey]:
         """Choose groups to release, so that the largest group would fit."""
-        dropped = []
+        dropped: list[GroupKey] = []
         while self._leaving and self._resident_bytes + self._step.largest_bytes > self._limit:
             group = next(iter(self._leaving))
             self._resident_bytes -= self._leaving.pop(group)
             self._away.add(group)
             dropped.append(group)
-        self.released.update(dropped)
+        if dropped:
+            self.released.update(dropped)
         return dropped

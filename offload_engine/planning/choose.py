@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor, with_busy_ratio
+from offload_engine.planning.predict import Costs, Prediction, Predictor, held_with, with_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, cheapest_first, evenly
+from offload_engine.planning.steps import Decision, Steps
 from offload_engine.planning.worth import ms_per_byte, order_to_keep
 
 _CURVE_POINTS: Final = 4
@@ -37,6 +38,8 @@ class Chosen(NamedTuple):
     """With nothing that moves."""
     curve: tuple[Prediction, ...]
     """More memory and less time from each to the next; from the floor to a step in which nothing moves."""
+    busy_ratio: float = 1.0
+    """That these times are predicted with; see `Costs`."""
 
 
 def choose(
@@ -47,6 +50,8 @@ def choose(
     *,
     must_fit: bool = True,
     recomputed: frozenset[Slot] | None = None,
+    steps: Steps | None = None,
+    guard_bytes: int = 0,
 ) -> Chosen:
     """Choose what becomes of each group.
 
@@ -57,12 +62,14 @@ def choose(
         costs: of moves.
         must_fit: if even the floor does not, raise; else choose the floor.
         recomputed: what is to be recomputed, and nothing else; None: what is best.
+        steps: of this job with this link and these options, planned before; None: none.
+        guard_bytes: of the budget, to be left, unless not even the floor does.
 
     Raises:
         BudgetError: if the budget is below what the step takes with everything offloaded, or recomputed.
     """
-    predictor = Predictor(job, model, costs)
-    chooser = _Chooser(predictor, budget_bytes, recomputed)
+    predictor = Predictor(job, model, costs, steps)
+    chooser = _Chooser(predictor, budget_bytes - guard_bytes, recomputed)
     curve = chooser.curve()
     everything, top = curve[0], curve[-1]
     floor = min([everything, *chooser.all_recomputed()], key=lambda each: each.held_bytes)
@@ -71,23 +78,44 @@ def choose(
     if floor.held_bytes > budget_bytes:
         if must_fit:
             raise BudgetError(below_floor_text(budget_bytes, floor))
-        return Chosen(floor, floor, top, _improving([*curve, floor]))
-    if top.held_bytes <= budget_bytes:
-        return Chosen(top, floor, top, _improving([*curve, floor]))
+        return Chosen(floor, floor, top, _improving([*curve, floor]), costs.busy_ratio)
+    limit = chooser.limit_bytes = max(budget_bytes - guard_bytes, floor.held_bytes)
+    if top.held_bytes <= limit:
+        return Chosen(top, floor, top, _improving([*curve, floor]), costs.busy_ratio)
     tried = [*curve, floor]
-    if everything.held_bytes <= budget_bytes:
+    if everything.held_bytes <= limit:
         tried += chooser.candidates()
-    tried += chooser.recomputing(_best(tried, budget_bytes))
-    return Chosen(_best(tried, budget_bytes), floor, top, _improving(tried))
+    tried += chooser.recomputing(_best(tried, limit))
+    return Chosen(_best(tried, limit), floor, top, _improving(tried), costs.busy_ratio)
 
 
-def retimed(chosen: Chosen, before: float, after: float) -> Chosen:
+def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps) -> Chosen:
+    """Return what was chosen, with the memory of a corrected model.
+
+    Args:
+        chosen: before.
+        held_bytes: measured, with the best.
+        model: that was corrected by that.
+        steps: of the job.
+    """
+
+    def again(prediction: Prediction) -> Prediction:
+        return prediction._replace(held_bytes=held_with(model, steps, prediction.decision))
+
+    best, floor, top = chosen.best._replace(held_bytes=held_bytes), again(chosen.floor), again(chosen.top)
+    ends = {floor.decision: floor, top.decision: top, best.decision: best}
+    curve = [ends.get(each.decision) or again(each) for each in chosen.curve]
+    return Chosen(best, ends[floor.decision], ends[top.decision], _improving(curve), chosen.busy_ratio)
+
+
+def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
     """Return what was chosen, with the times of another ratio; see `Costs.busy_ratio`."""
 
     def again(prediction: Prediction) -> Prediction:
-        return with_busy_ratio(prediction, before, after)
+        return with_busy_ratio(prediction, chosen.busy_ratio, busy_ratio)
 
-    return Chosen(again(chosen.best), again(chosen.floor), again(chosen.top), tuple(map(again, chosen.curve)))
+    best, floor, top, curve, _ = chosen
+    return Chosen(again(best), again(floor), again(top), tuple(map(again, curve)), busy_ratio)
 
 
 def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:
@@ -111,13 +139,13 @@ class _Chooser:
 
     Args:
         predictor: of the steps.
-        budget_bytes: to fill.
+        limit_bytes: of the budget, to fill.
         recomputed: in each step, and nothing else; None: what is best.
     """
 
-    def __init__(self, predictor: Predictor, budget_bytes: int, recomputed: frozenset[Slot] | None) -> None:
+    def __init__(self, predictor: Predictor, limit_bytes: int, recomputed: frozenset[Slot] | None) -> None:
         self._predictor = predictor
-        self._budget_bytes = budget_bytes
+        self.limit_bytes: int = limit_bytes
         self._is_free = recomputed is None
         self._recomputed = recomputed or frozenset()
         self._floor = predictor.predict(Decision(self._choices()))
@@ -146,20 +174,20 @@ class _Chooser:
     def _with_room(self, choices: Choices) -> Decision:
         """Give what does not stay as much room as fits the budget; less than the floor takes would be none."""
         least = self._floor.resident_bytes
-        low = max(self._predictor.model.room_bytes(self._budget_bytes), least)  # fits wherever groups are at their peak
+        low = max(self._predictor.model.room_bytes(self.limit_bytes), least)  # fits wherever groups are at their peak
         held = self._held_bytes(choices, low)
-        if held > self._budget_bytes and choices.recomputed:  # what is recomputed is there besides
-            low = max(least, low - (held - self._budget_bytes))
+        if held > self.limit_bytes and choices.recomputed:  # what is recomputed is there besides
+            low = max(least, low - (held - self.limit_bytes))
             held = self._held_bytes(choices, low)
-        if held > self._budget_bytes:
+        if held > self.limit_bytes:
             return Decision(choices)
-        spare = self._budget_bytes - held  # more room takes at most as much, and less where the peak is elsewhere
+        spare = self.limit_bytes - held  # more room takes at most as much, and less where the peak is elsewhere
         for _ in range(_ROOM_TRIES):
             if spare <= 0:
                 break
             held = self._held_bytes(choices, low + spare)
-            is_in = held <= self._budget_bytes
-            low, spare = (low + spare, self._budget_bytes - held) if is_in else (low, spare // 2)
+            is_in = held <= self.limit_bytes
+            low, spare = (low + spare, self.limit_bytes - held) if is_in else (low, spare // 2)
         return Decision(choices, low)
 
     def _held_bytes(self, choices: Choices, room: int) -> int:
@@ -169,7 +197,7 @@ class _Chooser:
         """Return what can always stay: in order, until the budget is full."""
 
         def fits(kept: Sequence[Slot]) -> bool:
-            return self._predictor.held_bytes(Decision(self._choices(kept))) <= self._budget_bytes
+            return self._predictor.held_bytes(Decision(self._choices(kept))) <= self.limit_bytes
 
         low, high = 0, len(order)
         while low < high:
@@ -189,7 +217,7 @@ class _Chooser:
         """Predict steps that recompute what costs less to recompute than to copy, where compute waits for copies."""
         if best.stalled_ms < (_EQUAL - 1) * best.step_ms and not best.decision.choices.recomputed:
             return []
-        is_needed = self._floor.held_bytes > self._budget_bytes
+        is_needed = self._floor.held_bytes > self.limit_bytes
         limit = float("inf") if is_needed else ms_per_byte(self._predictor)
         options = [option for option in self._options() if option.ms_per_byte < limit]
         if not options:
@@ -206,7 +234,7 @@ class _Chooser:
         return self._predictor.predict(self._with_room(_recomputed(evenly(options, share))))
 
     def _rank(self, each: Prediction) -> tuple[bool, float]:
-        return each.held_bytes > self._budget_bytes, each.step_ms
+        return each.held_bytes > self.limit_bytes, each.step_ms
 
 
 def _recomputed(options: Iterable[RecomputeOption]) -> Choices:

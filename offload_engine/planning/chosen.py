@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from offload_engine.planning.choices import Choice, slots_of
 from offload_engine.planning.copy_ins import Step
@@ -23,6 +23,9 @@ def keep_chosen(lines: Sequence[Line], step: Step) -> list[Line]:
     }
     if not staying:
         return list(lines)
-    return [
-        Line(b, tuple(m for m in moves if (m.group.chunk.stage, m.group.index) not in staying)) for b, moves in lines
-    ]
+    return [line if not line.moves else _without(line, staying) for line in lines]
+
+
+def _without(line: Line, staying: Collection[tuple[int, int]]) -> Line:
+    left = [move for move in line.moves if (move.group.chunk.stage, move.group.index) not in staying]
+    return line if len(left) == len(line.moves) else Line(line.boundary, tuple(left))

@@ -37,9 +37,15 @@ class Span(NamedTuple):
 
 
 class Clocks:
-    """Times in ms from the begin of the step; work is issued in the order of the host."""
+    """Times in ms from the begin of the step; work is issued in the order of the host.
 
-    def __init__(self, link: Link) -> None:
+    Args:
+        link: of the copies.
+        is_drawn: spans are noted.
+    """
+
+    def __init__(self, link: Link, is_drawn: bool = True) -> None:
+        self.is_drawn: bool = is_drawn
         self.compute: float = 0.0
         self.host: float = 0.0
         self.stalled: dict[str, float] = {}
@@ -48,19 +54,19 @@ class Clocks:
         self._link = link
         self._copy_out = self._copy_in = 0.0
 
-    def run(self, milliseconds: float, label: str) -> None:
+    def run(self, milliseconds: float, label: str = "") -> None:
         """Launch kernels."""
         if milliseconds:
             start = max(self.compute, self.host)
             self.compute = start + milliseconds
             self.host += self._link.host_share * milliseconds
-            self.spans.append(Span("compute", start, self.compute, label))
+            self._draw("compute", start, self.compute, label)
 
     def wait(self, until: float, label: str) -> None:
         """Make compute wait for a copy that completes at `until`."""
         if until > self.compute:
             self.stalled[label] = self.stalled.get(label, 0.0) + until - self.compute
-            self.spans.append(Span("wait", self.compute, until, label))
+            self._draw("wait", self.compute, until, label)
             self.compute = until
 
     def receive(self, at: float) -> None:
@@ -71,16 +77,20 @@ class Clocks:
         """Issue a copy-out that waits until `after`; returns when it completes."""
         start = max(self._copy_out, after, self.host)
         self._copy_out = start + nbytes / self._link.out_gbps / 1e6
-        self.spans.append(Span("copy-out", start, self._copy_out, label))
+        self._draw("copy-out", start, self._copy_out, label)
         return self._copy_out
 
     def copy_in(self, nbytes: int, label: str) -> float:
         """Issue a copy-in, after the work that compute has been given by now; returns when it completes."""
         start = max(self._copy_in, self.compute, self.host)
         self._copy_in = start + nbytes / self._link.in_gbps / 1e6
-        self.spans.append(Span("copy-in", start, self._copy_in, label))
+        self._draw("copy-in", start, self._copy_in, label)
         return self._copy_in
 
     def is_over(self, at: float) -> bool:
         """Return whether a copy that completes at `at` is complete for a host that asks now."""
         return self.host >= at
+
+    def _draw(self, track: str, start: float, end: float, label: str) -> None:
+        if self.is_drawn:
+            self.spans.append(Span(track, start, end, label))

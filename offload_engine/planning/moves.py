@@ -30,6 +30,8 @@ from offload_engine.schedule import ChunkKey
 class Op(enum.Enum):
     """What happens to a group."""
 
+    __hash__ = object.__hash__  # that of an enumeration is a function in Python, and plans look up each boundary
+
     OUT = "OUT"
     """Its copy-out is issued."""
     DROP = "DROP"
@@ -40,6 +42,8 @@ class Op(enum.Enum):
 
 class BoundaryKind(enum.Enum):
     """The kinds of boundary, with their text: `{c}` is the chunk, `{i}` an index or a count of groups."""
+
+    __hash__ = object.__hash__  # see `Op`
 
     FORWARD = "F{c}"
     COMMIT = "F{c}:{i}"

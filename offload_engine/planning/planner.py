@@ -28,6 +28,7 @@ from offload_engine.planning.moves import (
     OUT,
     TAIL,
     UNKEEP,
+    Boundary,
     GroupKey,
     PlannedMove,
 )
@@ -47,6 +48,7 @@ def plan_step(
     choices: Choices | None = None,
     is_combined: bool = False,
     skip: Collection[str] = (),
+    boundaries: Sequence[Boundary] | None = None,
 ) -> Plan:
     """Plan one step of one rank.
 
@@ -57,6 +59,7 @@ def plan_step(
         choices: what becomes of each group; None: all are offloaded.
         is_combined: forward and backward of two chunks run together, as in the all-to-all overlap.
         skip: names of `PASSES` to leave out.
+        boundaries: of the step, if they are known, as `step_boundaries` lists them.
 
     Raises:
         ValueError: for a name in `skip` that is none of them, and for an action without a shape.
@@ -67,7 +70,7 @@ def plan_step(
     at_once = backward_at_once(actions, is_combined)
     largest, chosen = largest_bytes(shapes), choices or Choices()
     step = Step(tuple(actions), shapes, bounds or Bounds(), is_combined, at_once, largest, chosen)
-    lines = [Line(boundary, ()) for boundary in step_boundaries(actions, shapes)]
+    lines = [Line(boundary, ()) for boundary in boundaries or step_boundaries(actions, shapes)]
     for each in PASSES:
         if each.__name__ not in skip:
             lines = each(lines, step)
@@ -113,11 +116,12 @@ def everything_leaves(lines: Sequence[Line], step: Step) -> list[Line]:
     A copy-out at the commit overlaps the rest of the forward, so the link is in use from the first group on. Without
     the other passes no copy-in overlaps anything: this is the plan of horizon 0.
     """
-    ops = {COMMIT: OUT, BACKWARD: IN}
     result = []
-    for boundary, _ in lines:
-        is_moved = boundary.kind in ops and step.size(boundary.group)
-        result.append(Line(boundary, (PlannedMove(ops[boundary.kind], boundary.group),) if is_moved else ()))
+    for line in lines:
+        kind = line.boundary.kind
+        if (kind is COMMIT or kind is BACKWARD) and step.size(group := line.boundary.group):
+            line = Line(line.boundary, (PlannedMove(OUT if kind is COMMIT else IN, group),))
+        result.append(line)
     return result
 
 
@@ -128,7 +132,16 @@ def keep_turn_around(lines: Sequence[Line], step: Step) -> list[Line]:
     each name, not the last layer: a layer does not always run its modules in the order of their names.
     """
     kept = _kept(step)
-    return [Line(boundary, tuple(move for move in moves if move.group not in kept)) for boundary, moves in lines]
+    return (
+        [
+            Line(line.boundary, tuple(move for move in line.moves if move.group not in kept))
+            if any(move.group in kept for move in line.moves)
+            else line
+            for line in lines
+        ]
+        if kept
+        else list(lines)
+    )
 
 
 def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
@@ -137,6 +150,8 @@ def leave_when_unkept(lines: Sequence[Line], step: Step) -> list[Line]:
     This is so where a module runs twice in a chunk: its first run cannot know that only the last one has its backward
     next.
     """
+    if all(group.unkeep_count is None for shape in step.shapes for group in shape.groups):
+        return list(lines)
     result = []
     for boundary, moves in lines:
         staying = tuple(m for m in moves if m.op is not OUT or _unkeep_count(step, m.group) is None)
@@ -157,7 +172,7 @@ def delay_before_experts(lines: Sequence[Line], step: Step) -> list[Line]:
     Under a budget of resident bytes nothing is delayed, because delayed bytes would take its room. (A reactive policy
     also stops delaying once the link has fallen behind, which a plan cannot know.)
     """
-    if step.bounds.resident_bytes is not None:
+    if step.bounds.resident_bytes is not None or not any(g.may_delay for shape in step.shapes for g in shape.groups):
         return list(lines)
     half = step.inflight_limit() / 2
     delayed: list[PlannedMove] = []
@@ -193,7 +208,10 @@ def drop_before_peaks(lines: Sequence[Line], step: Step) -> list[Line]:
     if step.bounds.resident_bytes is not None:
         return list(lines)
     releases = Releases(step, _kept(step))
-    return [_add(line, [PlannedMove(DROP, group) for group in releases.at(line)]) for line in lines]
+    return [
+        _add(line, [PlannedMove(DROP, group) for group in released]) if (released := releases.at(line)) else line
+        for line in lines
+    ]
 
 
 def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
@@ -210,9 +228,12 @@ def place_copy_ins(lines: Sequence[Line], step: Step) -> list[Line]:
     away = {move.group for line in lines for move in line.moves if move.op is OUT}
     order = CopyInOrder(step, away, HorizonRoom(_horizon(step)), step.bounds.horizon_bytes is None)
     result = []
-    for boundary, moves in lines:
-        staying = tuple(move for move in moves if move.op is not IN)
-        result.append(_add(Line(boundary, staying), [PlannedMove(IN, group) for group in order.at(boundary)]))
+    for line in lines:
+        coming = order.at(line.boundary)
+        if coming or any(move.op is IN for move in line.moves):
+            staying = [move for move in line.moves if move.op is not IN]
+            line = Line(line.boundary, (*staying, *(PlannedMove(IN, group) for group in coming)))
+        result.append(line)
     return result
 
 

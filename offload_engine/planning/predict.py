@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
 from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
 from offload_engine.planning.moves import OUT, GroupKey
-from offload_engine.planning.planner import plan_step
-from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
-from offload_engine.planning.residents import residents_of
+from offload_engine.planning.recompute import RecomputeOption
 from offload_engine.planning.shapes import group_keys
-from offload_engine.planning.simulate import PipelineJob, RankJob, RankOutcome, simulate
+from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
 _BUSY_LIMITS: Final = (0.75, 1.5)
 """What clocks can do. All beyond is something else, of one step."""
-
-
-class Decision(NamedTuple):
-    """What a step does about its memory."""
-
-    choices: Choices = Choices()
-    resident_bytes: int | None = None
-    """Of groups on the device, by which all others stay as long as there is room; None: they leave as early as they
-    can, and come back as late."""
 
 
 class Prediction(NamedTuple):
@@ -78,13 +67,16 @@ class Predictor:
         job: with bytes and times.
         model: of its memory.
         costs: of moves.
+        steps: of this job with this link and these options, planned before; None: none.
 
     Attributes:
+        steps: planned and simulated.
         nbytes: of each slot, for one microbatch.
         floor: a step in which everything is offloaded.
     """
 
-    def __init__(self, job: Job, model: MemoryModel, costs: Costs) -> None:
+    def __init__(self, job: Job, model: MemoryModel, costs: Costs, steps: Steps | None = None) -> None:
+        self.steps: Steps = steps or Steps(job, costs.link, costs.options)
         self.job: Job = job
         self.model: MemoryModel = model
         self.costs: Costs = costs
@@ -104,41 +96,34 @@ class Predictor:
         """Predict a step, by a simulation."""
         found = self._predictions.get(decision)
         if found is None:
-            found = self._predictions[decision] = self._simulate(decision)
+            found = self._predictions[decision] = self._predict(decision)
         return found
 
-    def _simulate(self, decision: Decision) -> Prediction:
-        job, choices = self._job_with(decision), decision.choices
-        plan = plan_step(job.actions, job.shapes, job.bounds, choices=choices, is_combined=job.is_combined)
-        rank = RankJob(job.actions, job.shapes, job.bounds)
-        [outcome] = simulate(PipelineJob((rank,), self.costs.link), [plan]).ranks
+    def _predict(self, decision: Decision) -> Prediction:
+        outcome = self.steps.outcome(decision)
         if not self._predictions:
             self._calibrate(outcome)
         busy = self._busy_share(outcome)
-        residents = residents_of(job.actions, job.shapes, job.bounds, plan)
+        job, plan, residents = self.steps.planned(decision)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
         return Prediction(
             decision,
-            self.model.held_with(
-                residents.before,
-                self.model.early_share(job, choices),
-                self.model.correction_share(residents),
-            ),
+            self.held_bytes(decision),
             residents.most,
             max(0.0, self._fitted_ms(outcome)) * _slower(self.costs.busy_ratio, busy),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
-            *self._bytes_of(job, choices, moved),
+            *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
             busy=busy,
         )
 
-    def _fitted_ms(self, outcome: RankOutcome) -> float:
+    def _fitted_ms(self, outcome: Outcome) -> float:
         return outcome.milliseconds + self._rest_ms - (1.0 - self._stall_share) * outcome.stalled_ms
 
-    def _busy_share(self, outcome: RankOutcome) -> float:
+    def _busy_share(self, outcome: Outcome) -> float:
         return max(0.0, 1.0 - outcome.stalled_ms / self._floor_stalled_ms) if self._floor_stalled_ms else 0.0
 
-    def _calibrate(self, floor: RankOutcome) -> None:
+    def _calibrate(self, floor: Outcome) -> None:
         """Fit simulated times to what was measured with everything offloaded.
 
         Waits for copies come first: how early a copy completes is what a simulation knows least of. (16 layers on one
@@ -152,10 +137,6 @@ class Predictor:
         if floor.stalled_ms:
             self._stall_share = min(1.0, max(0.0, over_ms / floor.stalled_ms))
         self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
-
-    def _job_with(self, decision: Decision) -> Job:
-        shapes = with_recomputation(self.job.shapes, options_of(self.costs.options, decision.choices.recomputed))
-        return replace(self.job, shapes=shapes).within(decision.resident_bytes)
 
     def _bytes_of(
         self, job: Job, choices: Choices, moved: Sequence[GroupKey]
@@ -181,7 +162,14 @@ class Predictor:
 
     def held_bytes(self, decision: Decision) -> int:
         """Predict what the process holds at the most, without a simulation."""
-        return self.model.held_bytes(self._job_with(decision), decision.choices)
+        return held_with(self.model, self.steps, decision)
+
+
+def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
+    """Predict what the process holds at the most, with a decision about a step."""
+    job, _, residents = steps.planned(decision)
+    early, correction = model.early_share(job, decision.choices), model.correction_share(residents)
+    return model.held_with(residents.before, early, correction)
 
 
 def with_busy_ratio(prediction: Prediction, before: float, after: float) -> Prediction:

@@ -27,7 +27,13 @@ class Residents(NamedTuple):
     """Copied out."""
 
 
-def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan: Plan) -> Residents:
+def residents_of(
+    actions: Sequence[Action],
+    shapes: Shapes,
+    bounds: Bounds,
+    plan: Plan,
+    boundaries: Sequence[Boundary] | None = None,
+) -> Residents:
     """Return the bytes of groups on the device in a planned step.
 
     A group counts from its commit, which comes after all of it was saved, to the end of its backward.
@@ -37,10 +43,11 @@ def residents_of(actions: Sequence[Action], shapes: Shapes, bounds: Bounds, plan
         shapes: of its chunks.
         bounds: of the plan.
         plan: of the step.
+        boundaries: of the step, if they are known, as `step_boundaries` lists them.
     """
     walk = _Walk(shapes, bounds)
     found = {}
-    for boundary in step_boundaries(actions, shapes):
+    for boundary in boundaries or step_boundaries(actions, shapes):
         walk.come_to(boundary)
         found[boundary] = walk.resident_bytes + walk.recomputed_bytes
         walk.move(boundary, plan)

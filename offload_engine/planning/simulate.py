@@ -37,6 +37,13 @@ class RankJob:
     actions: tuple[Action, ...]
     shapes: Shapes
     bounds: Bounds = field(default_factory=Bounds)
+    boundaries: tuple[tuple[Boundary, ...], ...] | None = None
+    """Of each action, as `step_boundaries` lists them, if they are known."""
+
+    def of_actions(self) -> Iterator[tuple[Action, Sequence[Boundary]]]:
+        """Iterate over the actions and their boundaries."""
+        known = self.boundaries or (step_boundaries([action], self.shapes)[:-1] for action in self.actions)
+        return zip(self.actions, known, strict=True)
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,13 @@ class Simulation(NamedTuple):
     ranks: list[RankOutcome]
 
 
-def simulate(job: PipelineJob, plans: Sequence[Plan]) -> Simulation:
+def simulate(job: PipelineJob, plans: Sequence[Plan], *, is_drawn: bool = True) -> Simulation:
     """Simulate two steps, of which the first makes the host pools grow; the outcome is the second.
 
     Args:
         job: with bytes and times.
         plans: of each rank.
+        is_drawn: the outcome has a timeline, which takes a fifth of the time.
 
     Raises:
         ValueError: for another number of plans than ranks, or if the ranks wait for each other for ever.
@@ -85,8 +93,8 @@ def simulate(job: PipelineJob, plans: Sequence[Plan]) -> Simulation:
     if len(plans) != len(job.ranks):
         raise ValueError(f"{len(plans)} plans for {len(job.ranks)} ranks")
     hosts = [HostBytes() for _ in plans]
-    _run_step(job, plans, hosts)
-    outcomes = [rank.outcome for rank in _run_step(job, plans, hosts)]
+    _run_step(job, plans, hosts, is_drawn=False)
+    outcomes = [rank.outcome for rank in _run_step(job, plans, hosts, is_drawn)]
     return Simulation(max(outcome.milliseconds for outcome in outcomes), outcomes)
 
 
@@ -94,8 +102,8 @@ _Over = dict[tuple[str, int, int], float]
 """When the forward or backward of a stage for a microbatch was over, on any rank."""
 
 
-def _run_step(job: PipelineJob, plans: Sequence[Plan], hosts: Sequence[HostBytes]) -> list[_Rank]:
-    ranks = [_Rank(job, rank, plan, host) for rank, (plan, host) in enumerate(zip(plans, hosts, strict=True))]
+def _run_step(job: PipelineJob, plans: Sequence[Plan], hosts: Sequence[HostBytes], is_drawn: bool) -> list[_Rank]:
+    ranks = [_Rank(job, rank, plan, host, is_drawn) for rank, (plan, host) in enumerate(zip(plans, hosts, strict=True))]
     over: _Over = {}
     running, num_over = [rank.run(over) for rank in ranks], -1
     while running:
@@ -107,12 +115,12 @@ def _run_step(job: PipelineJob, plans: Sequence[Plan], hosts: Sequence[HostBytes
 
 
 class _Rank:
-    def __init__(self, job: PipelineJob, rank: int, plan: Plan, host: HostBytes) -> None:
+    def __init__(self, job: PipelineJob, rank: int, plan: Plan, host: HostBytes, is_drawn: bool) -> None:
         self._job = job.ranks[rank]
         self._rank = rank
         self._num_ranks = len(job.ranks)
         self._last_stage = sum(len(other.shapes) for other in job.ranks) - 1
-        self._clocks = Clocks(job.link)
+        self._clocks = Clocks(job.link, is_drawn)
         host.begin_step(self._clocks)
         self._executor = SimulatedExecutor(plan, self._job.shapes, self._job.bounds, self._clocks, host)
 
@@ -123,7 +131,7 @@ class _Rank:
 
     def run(self, over: _Over) -> Iterator[bool]:
         """Run all actions; yields while another rank has to go on first."""
-        for action in self._job.actions:
+        for action, boundaries in self._job.of_actions():
             step = -1 if action.kind == "F" else 1
             stage, microbatch = action.chunk.stage * self._num_ranks + self._rank, action.chunk.microbatch
             before = (action.kind, stage + step, microbatch)
@@ -131,7 +139,7 @@ class _Rank:
                 while before not in over:
                     yield True
                 self._clocks.receive(over[before])
-            for boundary in step_boundaries([action], self._job.shapes)[:-1]:
+            for boundary in boundaries:
                 self._run_to(boundary)
             over[action.kind, stage, microbatch] = self._clocks.compute
         self._executor.at(Boundary(ITERATION_END))
@@ -168,8 +176,10 @@ class _Rank:
         return 0.0, (shape.rest_backward_ms if kind is CHUNK_BACKWARD and not shape.has_head else 0.0)
 
     def _run(self, milliseconds: float, boundary: Boundary, where: str = "") -> None:
-        if milliseconds:
+        if milliseconds and self._clocks.is_drawn:
             self._clocks.run(milliseconds, f"{where}{boundary} {self._name(boundary)}".rstrip())
+        elif milliseconds:
+            self._clocks.run(milliseconds)
 
     def _name(self, boundary: Boundary) -> str:
         if boundary.chunk is None or boundary.kind not in (COMMIT, BACKWARD, BACKWARD_END):

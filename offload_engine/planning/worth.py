@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from offload_engine.planning.choices import Choices, Slot
 from offload_engine.planning.moves import OUT
-from offload_engine.planning.plan import Plan
-from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Predictor, summed
-from offload_engine.planning.residents import groups_before, residents_of
+from offload_engine.planning.residents import groups_before
+from offload_engine.planning.steps import Decision
 
 
 def order_to_keep(predictor: Predictor) -> list[Slot]:
@@ -32,14 +31,9 @@ def ms_per_byte(predictor: Predictor) -> float:
     return (1 / link.out_gbps + 1 / link.in_gbps) / 1e6
 
 
-def _plan(predictor: Predictor, choices: Choices) -> Plan:
-    job = predictor.job
-    return plan_step(job.actions, job.shapes, job.bounds, choices=choices, is_combined=job.is_combined)
-
-
 def _num_moves(predictor: Predictor) -> dict[Slot, int]:
     """Count the copy-outs of each slot that moves, when everything is offloaded."""
-    moves = _plan(predictor, Choices()).moves()
+    moves = predictor.steps.planned(Decision()).plan.moves()
     return summed((predictor.slot_of(move.group), 1) for _, move in moves if move.op is OUT)
 
 
@@ -55,13 +49,14 @@ def _worth(predictor: Predictor, num_moves: Mapping[Slot, int]) -> dict[Slot, fl
 def _peak_costs(predictor: Predictor) -> dict[Slot, int]:
     """Return how much the peak would grow by keeping each slot: at the peak of a step that keeps all, or none."""
     job = predictor.job
-    plans = [_plan(predictor, choices) for choices in (Choices(), Choices(frozenset(predictor.nbytes)))]
+    decisions = [Decision(), Decision(Choices(frozenset(predictor.nbytes)))]
+    steps = [predictor.steps.planned(decision) for decision in decisions]
     costs = dict.fromkeys(predictor.nbytes, 0)
-    for plan in plans:
-        peak = predictor.model.peak_boundary(residents_of(job.actions, job.shapes, job.bounds, plan).before)
+    for step in steps:
+        peak = predictor.model.peak_boundary(step.residents.before)
         if peak is None:
             continue
-        none, every = (groups_before(job.actions, job.shapes, job.bounds, each, peak) for each in plans)
+        none, every = (groups_before(job.actions, job.shapes, job.bounds, each.plan, peak) for each in steps)
         growth = summed((slot := predictor.slot_of(group), predictor.nbytes[slot]) for group in every - none)
         costs |= {slot: max(costs[slot], nbytes) for slot, nbytes in growth.items()}
     return costs

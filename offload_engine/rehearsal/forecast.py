@@ -19,7 +19,7 @@ CONTEXT_BYTES: Final = 600 << 20
 _HOST_SHARE: Final = 0.8
 """Of a host's memory that may be pinned."""
 RESERVED_SHARE: Final = 1.08
-"""What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/benchmarks.md, up to 1.4 at 65,536 tokens."""
+"""What the allocator reserves, of what it hands out. 1.05 to 1.13 in docs/results, up to 1.4 at 65,536 tokens."""
 
 
 CHOSEN: Final = "chosen within the budget"

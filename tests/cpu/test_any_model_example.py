@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.dist.programs import ROOT, run_program
+
 EXAMPLE = ROOT / "examples" / "any_model.py"
 
 
 def run(device: str, folder: Path, *options: str) -> str:
-    command = [sys.executable, str(EXAMPLE), "--steps", "3", "--device", device, *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_program(EXAMPLE, "--steps", "3", "--device", device, *options, cwd=folder)[0].out
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

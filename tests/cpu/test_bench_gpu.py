@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,18 +50,6 @@ def test_every_preset_fits_its_gpus() -> None:
         settings.incumbent_modules(setup.modules)
 
 
-def test_repeated_modules_make_a_contender_for_each_set_and_no_offload_once() -> None:
-    found = settings.parse(["--setup", "b", "--modules", "core_attn", "--modules", "core_attn,router_fc1"])
-    labels = [entry.label for entry in found.entries]
-    assert labels == [
-        "ours core_attn",
-        "none",
-        "incumbent core_attn",
-        "ours core_attn,router_fc1",
-        "incumbent core_attn,expert_fc1",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,75 +77,6 @@ def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys:
     with pytest.raises(SystemExit):
         settings.parse(arguments.split())
     assert message in capsys.readouterr().err
-
-
-def test_rounds_begin_with_the_next_contender_where_that_is_asked_for() -> None:
-    rounds = {
-        rotate: ["".join(settings.in_turn("ABC", number, rotate)) for number in range(4)] for rotate in (False, True)
-    }
-    assert rounds == {False: ["ABC"] * 4, True: ["ABC", "BCA", "CAB", "ABC"]}
-    assert [settings.parse(flags).rotate for flags in ([], ["--rotate"])] == [False, True]
-    assert not settings.parse([]).single_thread
-
-
-def test_modules_of_ours_alone_need_not_be_known_to_the_incumbent() -> None:
-    found = settings.parse(["--modules", "mlp_fc1", "--contenders", "ours,none", "--engine", "horizon_bytes=1024"])
-    assert [entry.modules for entry in found.entries] == [("mlp_fc1",), ()]
-    assert found.engine == {"horizon_bytes": 1024}
-
-
-@pytest.mark.parametrize(("rank", "host", "gpu"), [(0, "host 0", 0), (1, "host 0", 1), (5, "host 2", 1)])
-def test_processes_that_share_gpus_are_of_several_hosts_to_nccl(
-    rank: int, host: str, gpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_node(monkeypatch, rank, num_processes=8, num_gpus=2)
-    assert settings.parse(["--share-gpus"]).share_gpus and model.num_gpus(8) == 2
-    assert model._shared_gpu() == torch.device("cuda", gpu)
-    assert os.environ["NCCL_HOSTID"] == host
-
-
-def test_sharing_is_for_one_node_and_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_node(monkeypatch, 5, num_processes=8, num_gpus=8)
-    assert model._own_gpu() == torch.device("cuda", 5) and model.num_gpus(4) == 4
-    set_node(monkeypatch, 5, num_processes=8, num_gpus=2)
-    with pytest.raises(SystemExit, match="process 5 has no GPU, there are 2: pass --share-gpus"):
-        model._own_gpu()
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(SystemExit, match="of one node"):
-        model._shared_gpu()
-
-
-def set_node(monkeypatch: pytest.MonkeyPatch, rank: int, num_processes: int, num_gpus: int) -> None:
-    """Set the environment that torchrun gives a process, on a machine with so many GPUs."""
-    for name, value in {"LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}.items():
-        monkeypatch.setenv(name, str(value))
-    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-
-
-def test_overlap_goes_into_the_configuration_as_megatron_names_it() -> None:
-    flags = ["--setup", "fine-2", "--overlap-a2a", "--contenders", "ours,none"]
-    assert settings.parse(flags).overlap == {
-        "overlap_moe_expert_parallel_comm": True,
-        "delay_wgrad_compute": False,
-    }
-    assert settings.parse([*flags, "--delay-wgrad"]).overlap["delay_wgrad_compute"]
-    assert settings.parse(["--setup", "fine-2"]).overlap == {}
-
-
-def test_with_the_overlap_the_schedule_asks_for_the_plan_of_a_chunk() -> None:
-    class Chunk:
-        def __call__(self, *args: Any, **kwargs: Any) -> str:
-            return "output"
-
-        def build_schedule_plan(self, *args: Any, **kwargs: Any) -> str:
-            return "plan"
-
-    training = model.Training.__new__(model.Training)
-    training._tokens = training._positions = torch.zeros(1)
-    assert training._forward(iter(()), Chunk())[0] == "output"
-    assert training._forward(iter(()), Chunk(), return_schedule_plan=True)[0] == "plan"
 
 
 class Delaying(torch.nn.Linear):
@@ -191,18 +108,6 @@ def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_back
     assert float(delayed.of(module.weight)) == 8.0 and delayed.of(plain.weight) is None
 
 
-def test_each_of_several_traces_has_a_file_of_its_own() -> None:
-    file, entry = Path("folder/trace.json.gz"), settings.Entry("ours", ("core_attn", "expert_fc1"))
-    assert settings.file_of(file, entry, is_only=True) == file
-    named = settings.file_of(file, entry, is_only=False)
-    assert named == Path("folder/trace-ours-core_attn-expert_fc1.json.gz")
-
-
-def test_recomputation_takes_part_once_and_offloads_nothing() -> None:
-    found = settings.parse(["--modules", "core_attn", "--modules", "qkv_linear", "--contenders", "ours,recompute,none"])
-    assert [e.label for e in found.entries] == ["ours core_attn", "recompute", "none", "ours qkv_linear"]
-
-
 @pytest.mark.parametrize(
     ("changes", "world_size", "message"),
     [
@@ -216,14 +121,6 @@ def test_recomputation_takes_part_once_and_offloads_nothing() -> None:
 def test_shapes_that_do_not_fit(changes: dict[str, int], world_size: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings.Shape(**changes).check(world_size)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="would start the benchmark")
-def test_without_a_gpu_the_script_says_what_to_do() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "bench_gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "bench_cpu.py" in done.stderr
 
 
 # ---- gradients ----
@@ -242,18 +139,6 @@ def test_fingerprints_notice_one_bit_and_the_order() -> None:
         difference = gradients.compare(own, gradients.fingerprint({"w": other, "b": None}, [torch.tensor(1.5)]))
         assert difference.num_differing == 1 and difference.max_relative > 0
         assert not difference.is_bitwise_equal
-
-
-def test_a_digest_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    grad = {"w": torch.randn(1001)}
-    whole = gradients.fingerprint(grad, []).digests
-    monkeypatch.setattr(gradients, "_PIECE", 17)
-    assert gradients.fingerprint(grad, []).digests == whole
-
-
-def test_losses_count_too() -> None:
-    one, other = (gradients.fingerprint({}, [torch.tensor(loss)]) for loss in (1.0, 1.0 + 2**-23))
-    assert not gradients.compare(one, other).is_bitwise_equal
 
 
 # ---- statistics and tables ----
@@ -394,20 +279,6 @@ def test_where_the_bytes_do_not_fit_the_time_the_limit_is_the_link(pp: int, boun
     assert "ours qkv_linear: step time over no offload" not in met
 
 
-def test_a_difference_is_shown_beside_the_spread_of_no_offload() -> None:
-    records = [r for r in run_records() if r["kind"] != "parity"]
-    records += [parity("none", 0, True), parity("none", 1, False, 3), parity("ours qkv_linear", 0, False, 4)]
-    found = {s["label"]: s for s in report.summarize(records) if s["rank"] == 0}
-    assert (found["none"]["num_differing"], found["ours qkv_linear"]["num_differing"]) == (3, 4)
-
-
-def test_pictures_call_contenders_by_words_of_their_own() -> None:
-    assert throughput.in_words("none") == "no offload"
-    assert throughput.in_words("incumbent core_attn") == "megatron-core's own offload: core_attn"
-    both = "ours core_attn,experts+moe_act @resident_bytes=1"
-    assert throughput.in_words(both) == "this engine: core_attn, experts; recomputing moe_act; resident_bytes=1"
-
-
 def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     shape = {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}
     records = [{"kind": "run", "shape": shape, "world_size": 4}, *run_records()]
@@ -419,33 +290,6 @@ def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
     assert throughput.throughput_table(list(found.values())).row_count == 4
     assert throughput.throughput(summaries, run_records()) == [], "its shape is unknown"
-
-
-def test_tables_show_every_contender_and_target() -> None:
-    from rich.console import Console
-
-    records = run_records()
-    screen = io.StringIO()
-    Console(file=screen, width=200).print(report.tables("setup a", report.summarize(records), records))
-    shown = screen.getvalue()
-    for word in ("ours qkv_linear", "incumbent", "none", "1.0100", "MISSED", "not measured", "8.600", "retries"):
-        assert word in shown
-
-
-def test_tables_of_a_run_with_one_contender_alone() -> None:
-    from rich.console import Console
-
-    records = [ours(0, 0, [1.0])]
-    screen = io.StringIO()
-    Console(file=screen, width=200).print(report.tables("x", report.summarize(records), records))
-    shown = screen.getvalue()
-    assert "ours qkv_linear" in shown and "nan" not in shown and "None" not in shown
-
-
-def test_plot_is_an_image(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report.plot_memory([measure.MemoryTimeline("ours", [0.0, 1.0], [1 << 30] * 2, [2 << 30] * 2)], tmp_path / "m.png")
-    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- turns, on a tiny model without a GPU ----
@@ -508,96 +352,6 @@ def take_turns() -> dict[str, Any]:
     assert timeline.allocated_bytes[-1] == 1
     assert _num_hooks(chunks) == hooks
     return {"turns": turns, "parity": bench.parity(), "steps": len(steps)}
-
-
-def recompute_turns(kind: str) -> dict[str, Any]:
-    """Run in a process with megatron-core's parallel state: none, recomputation, none; how often each ran a layer."""
-    from tests.dist import tiny
-
-    chunks = tiny.make_chunks(tiny.make_config(kind))
-    training = model.Training(TINY, chunks, "cpu")
-    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 1), lambda what: None, FakeEvent)
-    entry = settings.Entry("recompute")
-    none, recompute = contenders.NoOffload(settings.Entry("none")), contenders.make_contender(entry, chunks, {})
-    ran: list[int] = []
-    layer = chunks[0].decoder.layers[1]
-    hook = layer.register_forward_pre_hook(lambda module, args: ran.append(1))
-    counts = []
-    for number, contender in enumerate((none, recompute, none)):
-        ran.clear()
-        bench.turn(contender, number)
-        counts.append(len(ran))
-    hook.remove()
-    return {"counts": counts, "parity": bench.parity(), "left": chunks[0].config.recompute_granularity}
-
-
-class CountedCopies:
-    """In place of `PlainCopies`, which needs a GPU."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.counter = nbytes, None
-
-    def copy_out(self) -> None:
-        self._count("copy_out")
-
-    def copy_in(self) -> None:
-        self._count("copy_in")
-
-    def _count(self, way: str) -> None:
-        if self.counter is not None:
-            with getattr(self.counter, way)(self.nbytes, None):
-                pass
-
-
-def copies_turns() -> dict[str, Any]:
-    """Run in a process with megatron-core's parallel state: copies before ours, ours three times, copies."""
-    from tests.dist import tiny
-
-    contenders.PlainCopies = CountedCopies
-    chunks = tiny.make_chunks(tiny.make_config())
-    training = model.Training(TINY, chunks, "cpu")
-    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 1), lambda what: None, FakeEvent)
-    dry = settings.Entry("ours", OURS.modules, engine=(("dry_run", True),))
-    entries = [settings.Entry("ours", OURS.modules), settings.Entry("ours", ("core_attn",)), dry]
-    defaults = {"min_tensor_bytes": 0, "directory": "none"}
-    plain = contenders.make_contender(settings.Entry("copies", OURS.modules), chunks, {})
-    hooks = _num_hooks(chunks)
-    with pytest.raises(RuntimeError, match="copies qkv_linear,core_attn: ours has moved nothing so far"):
-        bench.turn(plain, 0)
-    turns = []
-    for entry in entries:
-        turns.append(bench.turn(contenders.make_contender(entry, chunks, defaults), 0))
-        plain.follow(turns[-1], TINY.nmb)
-    turns.append(bench.turn(plain, 0))
-    assert _num_hooks(chunks) == hooks
-    return {"turns": turns, "parity": bench.parity()}
-
-
-@pytest.mark.dist
-def test_copies_are_as_large_as_those_of_ours_with_the_same_modules_and_no_settings() -> None:
-    pytest.importorskip("megatron.core")
-    from tests.dist.launch import run_ranks
-
-    (found,) = run_ranks(copies_turns)
-    own, _, dry, plain = found["turns"]
-    assert dry["copied_out_bytes"] == 0
-    num_calls = TINY.layers * TINY.nmb
-    assert plain["copied_out_bytes"] == plain["copied_in_bytes"] == own["copied_out_bytes"] // num_calls * num_calls > 0
-    assert plain["num_copies_out"] == num_calls and plain["host_bytes_max"] == 0
-    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 4
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_recomputation_is_switched_on_and_off_on_the_same_model(kind: str) -> None:
-    pytest.importorskip("megatron.core")
-    from tests.dist.launch import run_ranks
-
-    (found,) = run_ranks(recompute_turns, kind)
-    once = 3 * TINY.nmb  # warm-up, the counted step, the timed one
-    assert found["counts"] == [once, 2 * once, once]
-    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 3
-    assert found["left"] is None
 
 
 def _raise() -> Any:
@@ -666,24 +420,6 @@ def test_switching_the_incumbent_gives_the_flags_of_a_model_built_with_it(kind: 
     assert on == built
     assert off_again == off != on
     assert places == {"qkv_linear": 4, "core_attn": 4}
-
-
-class FakeExperts(torch.nn.Module):
-    """The attributes that grouped experts copy from the configuration when they are constructed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear_fc1 = torch.nn.Linear(1, 1)
-        self.linear_fc1.save_original_input = False
-        self.offload_expert_fc1 = self.offload_moe_act = self.offload_fused_group_mlp = False
-
-
-def test_experts_save_their_original_input_while_fc1_is_offloaded() -> None:
-    experts = FakeExperts()
-    assert contenders.switch_incumbent([experts], ["expert_fc1"]) == {"expert_fc1": 1}
-    assert experts.offload_expert_fc1 and experts.linear_fc1.save_original_input and not experts.offload_moe_act
-    assert not contenders.switch_incumbent([experts], [])
-    assert not experts.offload_expert_fc1 and not experts.linear_fc1.save_original_input
 
 
 def run_everything(directory: str) -> list[str]:

@@ -388,7 +388,7 @@ def test_a_budget_beside_other_bounds_is_refused_by_a_sentence_that_names_both(s
     assert config(gpu_budget=1, policy=Planned()).gpu_budget == 1
     with pytest.raises(ValueError, match="dry_run moves nothing: leave one out"):
         config(gpu_budget=1, dry_run=True)
-    with pytest.raises(TypeError, match="gpu_budget must be an integer number of bytes, got '60GiB'"):
+    with pytest.raises(TypeError, match="gpu_budget must be an integer number of bytes, .*got '60GiB'"):
         config(gpu_budget="60GiB")
     with pytest.raises(ValueError, match="gpu_budget must not be negative"):
         config(gpu_budget=-1)
@@ -428,6 +428,9 @@ class Allocator:
         self._note()
         return self._reserved
 
+    def outside_bytes(self) -> int:
+        return 0
+
     def total_bytes(self) -> int:
         return 1 << 30
 
@@ -458,7 +461,7 @@ def test_what_is_reserved_and_not_allocated_counts() -> None:
     summary = summary_of(job.engine)
     assert summary is not None and job.states[-1] is State.HOLD
     assert summary.measured_peak_bytes <= summary.predicted_peak_bytes <= base + KIB + round(0.7 * most)
-    assert summary.kept_bytes > 0 and gauge.num_trims == 1  # what the floor had left
+    assert summary.kept_bytes > 0 and gauge.num_trims == 2  # with optimizer state, and what the floor had left
 
 
 def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
@@ -469,28 +472,131 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     job.steps(10)
     assert_same_training(job, reference)
     assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
-    assert 2 <= gauge.num_trims <= 4
+    assert 3 <= gauge.num_trims <= 5
     controller = job.engine.budget
     assert controller is not None and controller.decider._model is not None
     assert controller.decider._model.correction_bytes > 0
     assert gauge.held_bytes() <= budget
 
 
-def test_a_model_that_was_too_careful_is_corrected_once_where_it_costs_time() -> None:
-    base, most = 1 << 20, max(all_kept(ByHand).peaks)
-    job, _ = on_gpu(base + KIB + round(0.7 * most), base)
-    job.steps(8)
+class Fragments(Allocator):
+    """Reserves in vain what `of_steps` says, step by step from the first that is planned, and `in_floor` before."""
+
+    engine: OffloadEngine
+    of_steps: tuple[int, ...] = ()
+    in_floor = 0
+    before_trim = 0
+    """More, until memory is returned for the first time."""
+
+    def _note(self) -> None:
+        controller = self.engine.budget
+        assert controller is not None
+        number = controller.num_planning_steps - 5
+        wasted = self.in_floor if number < 0 else self.of_steps[min(number, len(self.of_steps) - 1)]
+        self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
+
+
+def on_fragments(budget: int, in_floor: int, *of_steps: int) -> tuple[ByHand, Fragments]:
+    job, plain = on_gpu(budget, 1 << 20)
+    gauge = Fragments(job.engine, 1 << 20)
+    gauge.engine, gauge.in_floor, gauge.of_steps = job.engine, in_floor, of_steps or (in_floor,)
+    assert job.engine.budget is not None
+    job.engine.budget._last.gauge = gauge
+    return job, gauge
+
+
+def waiting(job: ByHand) -> ByHand:
+    """A job in which compute waits for copies, so that more on the device would be worth something."""
     controller = job.engine.budget
-    assert controller is not None and controller.decider.chosen is not None
-    corrected = []
-    for waited_ms, recomputed in ((0.0, {}), (1.0, {}), (0.0, {"layer": 1})):
-        chosen, controller._num_corrections = controller.decider.chosen, 0
-        best = chosen.best._replace(exposed_ms={"layer": waited_ms}, recomputed_bytes=recomputed)
-        controller.decider.chosen = chosen._replace(best=best)
-        corrected.append(controller._corrects(-most // 2))
-    assert corrected == [False, True, True]
-    controller._num_corrections = 1
-    assert not controller._corrects(-most // 2)
+    assert controller is not None
+    decide = type(controller.decider)._choose.__get__(controller.decider)
+
+    def choose(*arguments: Any) -> Any:
+        found = decide(*arguments)
+        best = found.best._replace(exposed_ms={"layer": 1.0}, step_ms=found.best.step_ms + found.best.num_moves)
+        return found._replace(best=best)
+
+    controller.decider._choose = choose  # type: ignore[method-assign]
+    return job
+
+
+@pytest.mark.parametrize("make", [ByHand, ByLayers, ByBytes])
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_window(make: Make, fits: bool) -> None:
+    reference, base = make(config(dry_run=True)).steps(9), 1 << 20
+    most = base + max(reference.peaks)
+    job = make(config(gpu_budget=most * 5 // 4 if fits else most * 17 // 16, recompute="off"))
+    controller = job.engine.budget
+    assert controller is not None
+    controller._idleness.is_measured, controller._last.gauge = True, Allocator(job.engine, base)
+    started: list[int] = []
+    start_chunk = job.engine.start_chunk
+    job.engine.start_chunk = lambda *args, **kwargs: (started.append(1), start_chunk(*args, **kwargs))[1]  # type: ignore[assignment, func-returns-value]
+    for _ in range(9):
+        started.clear()
+        job.step()
+    assert job.states[-1] is State.HOLD and job.engine.stats.copied_out_bytes == 0
+    assert_same_training(job, reference)
+    is_by_hand = make is ByHand  # who opens groups in spite of it is served
+    assert bool(started) == (is_by_hand or not fits or make is ByBytes)
+    assert job.engine.is_idle == fits
+
+
+def test_steps_that_differ_have_groups() -> None:
+    base, most = 1 << 20, max(all_kept(ByLayers).peaks)
+    job = ByLayers(config(gpu_budget=base + 4 * most, recompute="off"))
+    controller = job.engine.budget
+    assert controller is not None
+    controller._idleness.is_measured, controller._last.gauge = True, Allocator(job.engine, base)
+    job.steps(1, rows=ROWS * 17 // 16).steps(8)
+    assert job.states[-1] is State.HOLD and not job.engine.is_idle
+
+
+def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_count() -> None:
+    """At 32,768 tokens predictions were 4 GiB too high: the first steps had left as much in pieces."""
+    most = max(all_kept(ByHand).peaks)
+    job, gauge = on_fragments(1 << 40, 10 * KIB)
+    gauge.before_trim = most
+    job.steps(8)
+    summary = summary_of(job.engine)
+    assert summary is not None
+    controller = job.engine.budget
+    assert controller is not None and controller.decider._model is not None
+    # Copies are threads: a step before may have held more at its peak than the measured one.
+    assert 10 * KIB <= controller.decider._model.overhead_bytes < most // 4
+
+
+def test_the_first_decision_leaves_half_of_what_the_floor_reserves_in_vain() -> None:
+    """Fragments of a decision are not those of the floor: planned steps held 770 MiB more than their budget."""
+    most, wasted = max(all_kept(ByHand).peaks), 100 * KIB
+    budget = (1 << 20) + wasted + round(0.8 * most)
+    job, gauge = on_fragments(budget, wasted, wasted * 3 // 2)
+    job.steps(9)
+    controller = job.engine.budget
+    assert controller is not None
+    first = job.states.index(State.VERIFY)
+    assert controller.decider.guard_bytes >= wasted // 2
+    assert gauge.held_bytes() <= budget and controller.measured_bytes <= budget
+    assert job.states[first + 1] is State.HOLD  # no step was above, so nothing is corrected
+    summary = summary_of(job.engine)
+    assert summary is not None and summary.predicted_peak_bytes == controller.measured_bytes
+
+
+def test_what_a_first_decision_leaves_is_used_and_given_back_where_it_was_too_much() -> None:
+    most, wasted = max(all_kept(ByHand).peaks), 400 * KIB
+    budget = (1 << 20) + wasted + round(0.6 * most)
+    for second in (wasted // 2, 3 * wasted):
+        job, gauge = on_fragments(budget, wasted, wasted // 2, second, wasted // 2)
+        moved = []
+        for _ in range(10):
+            waiting(job).step()
+            moved.append(job.engine.stats.copied_out_bytes)
+        assert job.states[-1] is State.HOLD
+        first, used, last = moved[4], moved[5], moved[-1]
+        assert used < first
+        verified = job.states.count(State.VERIFY)
+        assert (verified, last) == ((2, used) if second < wasted else (3, first))
+        assert gauge.held_bytes() <= budget
 
 
 def test_keeps_less_at_once_where_all_else_has_grown_and_more_after_a_while() -> None:
@@ -514,7 +620,7 @@ def test_a_peak_between_two_steps_changes_no_decision() -> None:
     gauge.held_bytes()  # as an evaluation may have
     gauge._base -= 10 * most
     job.steps(2)
-    assert gauge.num_trims == 2  # the first is of the decision
+    assert gauge.num_trims == 3  # the first two are of the decision
     after = summary_of(job.engine)
     assert before is not None and after is not None
     assert after.predicted_peak_bytes == before.predicted_peak_bytes
@@ -548,9 +654,9 @@ def test_ranks_decide_alike_by_the_worst_of_each_figure() -> None:
     alone = run(base, [])
     worst = run(base + most // 4, [])
     both = run(base, exchanged[base + most // 4])
-    decisions = [job.engine.budget.decider.chosen.best for job in (alone, worst, both)]  # type: ignore[union-attr]
-    assert decisions[2].held_bytes >= decisions[1].held_bytes
-    assert min(decisions[1].num_moves, decisions[2].num_moves) > decisions[0].num_moves
+    chosen = [job.engine.budget.decider.chosen for job in (alone, worst, both)]  # type: ignore[union-attr]
+    assert chosen[2].floor.held_bytes >= chosen[1].floor.held_bytes
+    assert min(chosen[1].best.num_moves, chosen[2].best.num_moves) > chosen[0].best.num_moves
 
 
 def test_memory_is_measured_at_every_boundary_of_groups() -> None:
@@ -633,7 +739,7 @@ def test_auto_measures_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_needs_a_gpu() -> None:
     with pytest.raises(ValueError, match="gpu_budget='auto' depends on the memory of a GPU, and there is none here"):
         OffloadEngine(config(gpu_budget="auto"))
-    with pytest.raises(TypeError, match="gpu_budget must be an integer number of bytes, got 'all'"):
+    with pytest.raises(TypeError, match="gpu_budget must be an integer number of bytes, .*got 'all'"):
         config(gpu_budget="all")
     with pytest.raises(ValueError, match="gpu_budget='auto' and policy=ResidentBudget"):
         config(gpu_budget="auto", policy=ResidentBudget(5))

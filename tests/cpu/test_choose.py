@@ -21,9 +21,11 @@ from offload_engine.planning.moves import (
     ITERATION_END,
     Boundary,
 )
-from offload_engine.planning.predict import Costs, Decision, Prediction, Predictor
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.predict import Costs, Prediction, Predictor
 from offload_engine.planning.recompute import RecomputeOption, evenly, with_recomputation
-from offload_engine.planning.simulate import PipelineJob, RankJob
+from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
+from offload_engine.planning.steps import Decision, Outcome, Steps
 from offload_engine.schedule import no_pipelining
 from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
 from tests.engine_on_clocks import SCALE, EngineRank, _run_step
@@ -169,10 +171,10 @@ def test_compute_is_slower_the_less_it_waits() -> None:
     assert slower.floor.step_ms == plain.floor.step_ms and plain.top.stalled_ms == 0.0
     assert slower.top.step_ms == pytest.approx(1.2 * plain.top.step_ms)
     assert plain.best.step_ms < slower.best.step_ms < 1.2 * plain.best.step_ms
-    again = retimed(plain, 1.0, 1.2)
+    again = retimed(plain, 1.2)
     assert [each.step_ms for each in again.curve] == pytest.approx([each.step_ms for each in slower.curve])
     assert again.best.step_ms == pytest.approx(slower.best.step_ms) and again.floor == plain.floor
-    assert retimed(again, 1.2, 1.0).best.step_ms == pytest.approx(plain.best.step_ms)
+    assert retimed(again, 1.0).best.step_ms == pytest.approx(plain.best.step_ms)
 
 
 def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_the_floor() -> None:
@@ -187,6 +189,34 @@ def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_th
     decider.correct_time(10 * before.best.step_ms)  # no clock does that
     assert decider.chosen.top.step_ms == pytest.approx(1.5 * before.top.step_ms)
     assert decider.chosen is decider._decisions[()]
+
+
+@each_job
+def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
+    """What is known of all decisions is not found anew for each: the plans, bytes and times are the same."""
+    job, link = job_of(JOBS[name].ranks[0]), Link()
+    recomputable = options(job, "core_attn", 2.0)
+    steps = Steps(job, link, recomputable)
+    slots = slots_of(0, job.shapes[0].groups)
+    for choices in (Choices(), Choices(frozenset(slots[::3])), Choices(recomputed=recomputable[0].replaces)):
+        for room in (None, 2 * GIB, 4 * GIB):
+            decision = Decision(choices, room)
+            own = [option for option in recomputable if option.replaces <= choices.recomputed]
+            alone = dataclasses.replace(job, shapes=with_recomputation(job.shapes, own)).within(room)
+            plan = plan_step(alone.actions, alone.shapes, alone.bounds, choices=choices)
+            assert steps.planned(decision) == (alone, plan, alone.residents(choices))
+            rank = RankJob(alone.actions, alone.shapes, alone.bounds)
+            [outcome] = simulate(PipelineJob((rank,), link), [plan]).ranks
+            assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls)
+
+
+@each_job
+def test_steps_that_were_planned_before_change_no_choice(name: str) -> None:
+    job, budget = job_of(JOBS[name].ranks[0]), budgets(name)[2]
+    costs = dataclasses.replace(COSTS, options=options(job, "mlp_act", 0.5))
+    model, steps = flat_model(job), Steps(job, costs.link, costs.options)
+    for corrected in (model, model.corrected(300 * MIB), model.corrected(-300 * MIB)):
+        assert choose(job, corrected, budget, costs, steps=steps) == choose(job, corrected, budget, costs)
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------

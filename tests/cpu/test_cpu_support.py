@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_patches import apply_cpu_support
-from megatron_patches._rows.cpu import CudaWithoutGpu, TorchWithoutGpu, cpu_rows
+from megatron_patches._rows.cpu import cpu_rows
 from megatron_patches._rows.registry import PatchError
+from megatron_patches._rows.without_gpu import CudaWithoutGpu, TorchWithoutGpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 

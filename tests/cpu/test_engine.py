@@ -331,6 +331,22 @@ def test_exclusion_ends_with_its_tensor(engine: OffloadEngine) -> None:
         assert engine._store.eligibility.read_movable(kept) is None
 
 
+def test_what_is_excluded_for_good_stays_in_later_iterations_and_when_it_was_emptied(engine: OffloadEngine) -> None:
+    buffer = torch.ones(NUMEL)
+    engine.exclude(buffer.view(2, -1), for_good=True)
+    for is_torn in (False, True, False):
+        with engine.iteration():
+            chunk = engine.start_chunk()
+            assert chunk.tensor_push(buffer) is buffer
+        buffer.untyped_storage().resize_(0)
+        buffer.untyped_storage().resize_(4 * NUMEL)
+        if is_torn:
+            engine.reset_iteration()
+    del buffer
+    with engine.iteration():
+        assert not engine._store.eligibility._excluded
+
+
 def test_a_small_view_of_a_large_storage_moves_with_it() -> None:
     """Were it kept as it is, it would hold the whole storage on the device."""
     engine = make_engine(min_tensor_bytes=1024)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.dist.programs import ROOT, run_program
+
 EXAMPLES = ROOT / "examples"
 LOSS = re.compile(r"loss'?:? '?(\d+\.\d+)")
 
@@ -30,22 +28,19 @@ def skip_without(*packages: str) -> None:
             pytest.skip(f"{package} is not installed: pip install -e '.[integrations]' makes this run")
 
 
-def losses(name: str, *options: str) -> list[str]:
+def losses(name: str, cwd: Path, *options: str) -> list[str]:
     """Read the losses that the example prints, in two steps."""
     skip_without(*NEEDS[name])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*(launcher if name == "with_pipelining.py" else []), str(EXAMPLES / name), "--steps", "2", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=240)
-    assert run.returncode == 0, run.stdout + run.stderr
-    found = LOSS.findall(run.stdout)
-    assert len(found) >= 2, run.stdout + run.stderr
+    num_ranks = 2 if name == "with_pipelining.py" else 1
+    printed = run_program(EXAMPLES / name, "--steps", "2", *options, cwd=cwd, num_ranks=num_ranks)
+    found = LOSS.findall("".join(of_rank.out for of_rank in printed))
+    assert len(found) >= 2, printed
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
-def test_losses_are_those_without_offload(name: str) -> None:
-    with_offload = losses(name)
-    assert with_offload == losses(name, "--no-offload")
+def test_losses_are_those_without_offload(name: str, tmp_path: Path) -> None:
+    with_offload = losses(name, tmp_path)
+    assert with_offload == losses(name, tmp_path, "--no-offload")
     assert float(with_offload[-1]) < float(with_offload[0])

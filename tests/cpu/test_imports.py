@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 # is dotted, without the package's; "" is the package itself.
 LAYERS = {
     "offload_engine": (
-        ("schedule", "stats", "meter", "policies", "sizes", "traits"),
+        ("schedule", "meter", "policies", "sizes", "traits"),
+        ("stats",),
         ("planning", "planning.moves"),
         ("_compat", "_compat.build", "_compat.smp", "_compat.te_base", "_compat.torch_private"),
         ("_compat.tensor_reads",),
@@ -44,7 +45,8 @@ LAYERS = {
         ("_observe.record",),
         ("_observe.notes", "_observe.fold", "_observe.chrome_trace"),
         ("_observe.assemble", "_observe.pending", "_observe.storages", "_observe.report"),
-        ("_observe.recorder", "rank_reports", "report"),
+        ("_observe.recorder", "_observe.goals", "rank_reports", "report"),
+        ("_observe.waits",),
         ("_observe.observer",),
         ("_devices.host_memory", "_devices.copy_worker", "_devices.cuda_runtime", "_devices.cuda_memory"),
         ("_devices.file_slab", "_devices.memory_slab", "_devices.pinned"),
@@ -56,6 +58,7 @@ LAYERS = {
         ("planning.host_bytes",),
         ("planning.simulated",),
         ("planning.simulate",),
+        ("planning.steps",),
         ("planning.predict",),
         ("planning.worth",),
         ("planning.choose",),
@@ -85,8 +88,9 @@ LAYERS = {
         ("chunk", "_budget", "_budget.gauge", "_budget.link", "_budget.measure", "_budget.optimizers"),
         ("_budget.last_step", "_budget.margin", "_budget.state"),
         ("_budget.times", "_budget.agreement", "_budget.allowing", "_budget.shortage", "_budget.summary"),
-        ("_budget.taken",),
+        ("_budget.taken", "_budget.learn", "_budget.idleness"),
         ("_budget.decide",),
+        ("_budget.verify",),
         ("_budget.view",),
         ("_budget.controller",),
         ("functions", "engine_view", "graph_captures"),
@@ -113,7 +117,7 @@ LAYERS = {
         ("frontends._layers.recompute_choice",),
         ("frontends", "frontends.checkpoint"),
         ("frontends.any_model", "frontends.layers", "frontends.wrapper"),
-        ("frontends.integrations", "frontends.integrations._training"),
+        ("frontends.integrations", "frontends.integrations._reporters", "frontends.integrations._training"),
         (
             "frontends.integrations.lightning",
             "frontends.integrations.pipelining",
@@ -131,6 +135,7 @@ LAYERS = {
         (
             "_model.unshared",
             "_model.experts",
+            "_model.fsdp",
             "_model.graphs",
             "_model.gpu_budget",
             "_model.peers",
@@ -149,9 +154,12 @@ LAYERS = {
             "_rows.recompute",
             "_rows.moe",
             "_rows.fused_wgrad",
-            "_rows.cpu",
+            "_rows.fsdp",
+            "_rows.without_gpu",
         ),
-        ("_arguments", "_plan_files", "_second_step"),
+        ("_rows.cpu_fsdp",),
+        ("_rows.cpu",),
+        ("_arguments", "_command_line", "_plan_files", "_second_step", "_training_log"),
         ("_runtime",),
         ("_handle",),
         ("",),
@@ -349,4 +357,4 @@ def test_the_reader_itself() -> None:
     }
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]
-    assert _layer("offload_engine", "config") == 7 and _layer("offload_engine", "nonsense") is None
+    assert _layer("offload_engine", "config") == 8 and _layer("offload_engine", "nonsense") is None

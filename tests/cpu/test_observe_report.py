@@ -195,10 +195,18 @@ def test_moves_are_lines_of_one_group_or_chunk() -> None:
 
 def test_without_a_recording_the_counters_are_told() -> None:
     stats = IterationStats(
-        num_groups=4, num_offloaded_groups=3, num_kept_groups=1, kept_bytes=MIB, copied_out_bytes=3 * MIB
+        num_groups=4,
+        num_offloaded_groups=3,
+        num_kept_groups=1,
+        kept_bytes=MIB,
+        copied_out_bytes=3 * MIB,
+        managed_bytes=4 * MIB,
     )
     text = summary_of_stats(stats)
-    assert text.startswith("3 of 4 groups offloaded: 3.0 MiB copied out") and "1 groups kept, 1.0 MiB" in text
+    assert (
+        text.startswith("3 of 4 groups offloaded: moved 3 MiB, 75% of the 4 MiB saved")
+        and "1 groups kept, 1 MiB" in text
+    )
     assert "late" not in text and "no room" not in text and "record a step" not in text
     stats = IterationStats(num_groups=4, prefetch_misses=2, num_host_limit_groups=4)
     text = summary_of_stats(stats)

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import functools
-import importlib
-import keyword
-import os
+import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -20,8 +14,8 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron_patches import add_offload_arguments, known_names
-from megatron_patches._arguments import Settings, config_rows
+from megatron_patches import add_offload_arguments
+from megatron_patches._arguments import Settings
 from megatron_patches._handle import patch_rows
 from megatron_patches._model.modules import MODULES, ModuleRow
 from megatron_patches._runtime import ModelRuntime
@@ -29,49 +23,32 @@ from megatron_patches._versions import SUPPORTED
 from offload_engine import OffloadConfig
 from offload_engine.planning.moves import BoundaryKind, Op, parse_boundary
 from offload_engine.policies import PolicySettings
+from tests.dist.programs import ROOT, run_code, run_program
 
-ROOT = Path(__file__).parents[2]
 README, ARCHITECTURE, PLAN = ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "docs" / "plan.md"
-MIGRATION = ROOT / "docs" / "migration.md"
-PAGES = sorted((ROOT / "docs" / "frontends").glob("*.md"))
+MIGRATION, MEGATRON = ROOT / "docs" / "migration.md", ROOT / "docs" / "megatron.md"
+CONCEPTS, COMPATIBILITY = ROOT / "docs" / "concepts.md", ROOT / "docs" / "compatibility.md"
+TROUBLESHOOTING, RESULTS = ROOT / "docs" / "troubleshooting.md", ROOT / "docs" / "results"
+PAGES = sorted((ROOT / "docs" / "pytorch").glob("*.md"))
+# Those whose code runs.
 DOCUMENTS = [
     README,
     ARCHITECTURE,
     PLAN,
+    CONCEPTS,
+    MEGATRON,
     ROOT / "docs" / "budget.md",
+    ROOT / "docs" / "getting-started.md",
     ROOT / "docs" / "observe.md",
     MIGRATION,
     *PAGES,
 ]
+# Those whose links lead somewhere.
+LINKED = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("offload_engine", "megatron_patches")
-
-# Names in the documentation that are not ours.
-FOREIGN = {
-    "Accelerator.prepare", "ModuleList", "Trainer", "Trainer.fit", "TrainingArguments", "apex",
-    "apply_activation_checkpointing",
-    "checkpoint_wrapper", "context_fn", "debug", "determinism_check", "device_type", "early_stop", "fully_shard",
-    "generate", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "megatron.core",
-    "MLATransformerConfig", "nn.Module", "no_grad", "none", "preserve_rng_state", "record_stream", "save_on_cpu",
-    "act", "emit_nvtx", "fc1", "jacrev", "torch.func.grad", "torch.profiler", "vjp", "vmap",
-    "str", "torch", "torch.cuda", "torch.distributed.pipelining", "torch.compile", "torch.utils.checkpoint.checkpoint",
-    "TransformerConfig",
-    # TransformerEngine
-    "AsyncDoubleBufferGroupOffloadHandler", "manual_synchronization", "model_layers", "num_layers", "offload_stream",
-    "retain_pinned_cpu_buffers",
-    "cpu_offloading_num_layers", "cpu_offloading_weights", "cpu_offloading_double_buffering",
-    "cpu_offloading_retain_pinned_cpu_buffers",
-    # SMP
-    "offload_activations", "sm_activation_offloading",
-    # megatron-core
-    "NVTE_CPU_OFFLOAD_V1", "activation_offload_fraction", "cuda_graph_impl", "delay_offload_until_cuda_graph",
-    "delta_offload_bytes_across_pp_ranks", "fine_grained_activation_offloading",
-    "fine_grained_offloading_max_inflight_offloads", "min_offloaded_tensor_size", "use_transformer_engine_op_fuser",
-}  # fmt: skip
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-SPAN = re.compile(r"`([^`\n]+)`")
-PATH = re.compile(r"(?:\w[\w.-]*/)+[\w.-]*|\w+\.(?:py|md|sh)")
 
 
 def name_of(document: Path) -> str:
@@ -110,14 +87,6 @@ def table(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def run_python(*arguments: str, cwd: Path) -> str:
-    """Run Python in a process of its own, with the packages of this checkout; return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 # ---- code ----
 
 
@@ -125,7 +94,7 @@ def run_python(*arguments: str, cwd: Path) -> str:
 def test_python_block_runs(block: str, tmp_path: Path) -> None:
     if "megatron" in block:
         pytest.importorskip("megatron.core")
-        assert "None" in run_python("-c", block, cwd=tmp_path)
+        assert "no step yet" in run_code(block, cwd=tmp_path)
     else:
         if "transformers" in block:
             pytest.importorskip("transformers")
@@ -133,11 +102,11 @@ def test_python_block_runs(block: str, tmp_path: Path) -> None:
         if "print(" in block:
             assert_it_offloads(block, tmp_path)
         else:
-            run_python("-c", block, cwd=tmp_path)  # it attaches, and leaves the steps to the reader
+            run_code(block, cwd=tmp_path)  # it attaches, and leaves the steps to the reader
 
 
 def assert_it_offloads(code: str, directory: Path) -> None:
-    assert re.search(r"copied_out_bytes=[1-9]", run_python("-c", code, cwd=directory))
+    assert re.search(r"moved [1-9]", run_code(code, cwd=directory))
 
 
 # What the blocks of the migration page find: a model whose layers save tensors of 2 MiB.
@@ -194,7 +163,7 @@ def test_each_front_end_has_its_page() -> None:
 
 
 def test_plain_pytorch_example(tmp_path: Path) -> None:
-    printed = run_python(str(ROOT / "examples" / "plain_pytorch.py"), "2", cwd=tmp_path)
+    printed = run_program(ROOT / "examples" / "plain_pytorch.py", "2", cwd=tmp_path)[0].out
     assert "equal to the last bit: True" in printed
     peaks = re.findall(r"(\d+) MiB", printed)
     assert int(peaks[1]) < 0.5 * int(peaks[0])
@@ -211,7 +180,7 @@ def module_cells(row: ModuleRow) -> list[str]:
 def test_module_names() -> None:
     expected = [module_cells(row) for row in MODULES]
     text = "\n".join("| " + " | ".join(cells) + " |" for cells in expected)
-    assert table(section(README, "Module names")) == expected, f"the table must read\n{text}"
+    assert table(section(MEGATRON, "Module names")) == expected, f"the table must read\n{text}"
 
 
 def test_flags() -> None:
@@ -220,7 +189,7 @@ def test_flags() -> None:
     for action in parser._actions:
         stated = re.search(r"Default: (.*?)\.(?: |$)", action.help or "")
         expected[action.option_strings[0]] = stated[1] if stated else "off"
-    rows = table(section(README, "Flags"))
+    rows = table(section(MEGATRON, "Flags"))
     assert {flag.strip("`").split()[0]: default.strip("`") for flag, default, _ in rows} == expected
 
 
@@ -257,12 +226,12 @@ def test_rules_of_the_executor() -> None:
 
 def test_rules_of_order() -> None:
     stated = re.findall(r"^ (\d)\. (.+?)\. ", (ROOT / "offload_engine/_saved/transfers.py").read_text(), re.MULTILINE)
-    assert stated == re.findall(r"^(\d)\. (.+?): ", section(README, "How it works"), re.MULTILINE)
+    assert stated == re.findall(r"^(\d)\. (.+?): ", section(CONCEPTS, "Concepts"), re.MULTILINE)
 
 
 def test_versions() -> None:
-    cells = {row[0]: row[1:] for row in table(section(README, "What is supported")) if len(row) == 3}
-    setup = (ROOT / "setup.py").read_text()
+    cells = {row[0]: row[1:] for row in table(section(COMPATIBILITY, "What is supported")) if len(row) == 3}
+    setup = (ROOT / "pyproject.toml").read_text()
     pins = [dict(re.findall(r"^([\w-]+)==([\w.]+)$", path.read_text(), re.MULTILINE)) for path in constraints()]
     oldest, newest = re.findall(r"[\d.]+\d", SUPPORTED)
     assert newest == "0.20" and cells["megatron-core"][0] == f"{oldest} to 0.19.x"
@@ -278,10 +247,111 @@ def constraints() -> list[Path]:
     return sorted(ROOT.glob("constraints-py3*.txt"))
 
 
+def package_text() -> str:
+    return "".join(path.read_text() for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py")))
+
+
+def test_messages_that_troubleshooting_explains_are_raised() -> None:
+    """The first column has parts of messages, with `...`, `N` and `M` for what varies."""
+    source = re.sub(r'"\s*\n\s*f?"', "", package_text())  # one string of those that Python would join
+    for heading in ("Warnings", "Errors"):
+        for message, *_ in table(section(TROUBLESHOOTING, heading)):
+            for part in re.split(r"\.\.\.|\b[NM]\b", message.partition(" (`")[0].replace("`", "")):
+                assert part.strip() in source, f"no message has {part.strip()!r}"
+
+
+# ---- figures ----
+
+MARK = re.compile(r"\]\((?:docs/)?results/([\w-]+\.jsonl?)\)")
+FIGURE = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?:\.\d+)?(?![\d,])|(?<![\w.,])\d+\.\d+(?![\w.])")
+
+
+def figures_of(text: str) -> list[str]:
+    """Return the numbers of a text that are measured: those with decimals, or with a comma for thousands."""
+    return FIGURE.findall(text)
+
+
+def measured(names: list[str]) -> list[float]:
+    """Return all numbers in result files."""
+    text = " ".join((RESULTS / name).read_text() for name in names)
+    return [float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", text)]
+
+
+def is_measured(figure: str, found: list[float]) -> bool:
+    """Return whether a figure is one of those found, to its own number of digits."""
+    value, digits = float(figure.replace(",", "")), len(figure.partition(".")[2])
+    return any(abs(value - number) <= 0.5000001 * 10**-digits for number in found)
+
+
+def test_figures_of_the_performance_page_are_measured() -> None:
+    """A part that begins with the link of a result file has its figures from it, up to the next heading or link."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    parts = re.split(r"^(?=\[\d{4}-)|^## ", text, flags=re.MULTILINE)
+    checked = 0
+    for part in parts:
+        if names := MARK.findall(part.split("\n", 1)[0]):
+            found = measured(names)
+            wrong = [figure for figure in figures_of(part) if not is_measured(figure, found)]
+            assert not wrong, f"{names} has none of {wrong}"
+            checked += len(figures_of(part))
+    assert checked > 100
+
+
+MEGATRON_RESULTS, FRONTENDS_RESULTS = "2026-11-23_megatron_h200.json", "2026-11-23_frontends_h200.json"
+# Row by row of the front page's table: file, table, what is in the cells of the row there, and the column.
+FRONT_PAGE = [
+    (MEGATRON_RESULTS, "long sequences", ("dense, 65,536", "this engine"), "throughput over full recomputation"),
+    (MEGATRON_RESULTS, "long sequences", ("dense, 65,536", "this engine"), "over full recomputation"),
+    (MEGATRON_RESULTS, "one GPU", ("b, this engine, `core_attn,expert_fc1`",), "over none"),
+    (MEGATRON_RESULTS, "one GPU", ("b, megatron-core, `core_attn,expert_fc1`",), "over none"),
+    (MEGATRON_RESULTS, "one GPU", ("b, this engine, `core_attn,expert_fc1`",), "allocated"),
+    (MEGATRON_RESULTS, "one GPU", ("b, megatron-core, `core_attn,expert_fc1`",), "allocated"),
+    (
+        FRONTENDS_RESULTS,
+        "longest sequence",
+        ("checkpointing of norms, attention and MLP each, `offload_wrapper`",),
+        "trained, tokens",
+    ),
+    (FRONTENDS_RESULTS, "longest sequence", ("checkpointing",), "trained, tokens"),
+    (FRONTENDS_RESULTS, "4,096 tokens", ("`enable_activation_offloading`",), "over none"),
+    (FRONTENDS_RESULTS, "4,096 tokens", ("checkpointing",), "over none"),
+]
+
+
+def result(file: str, name: str, cells: tuple[str, ...], column: str) -> str:
+    """Return one figure of a result file: of the first row of a table whose first cells begin so, and end so if one."""
+    (found,) = [t for t in json.loads((RESULTS / file).read_text())["tables"] if t["table"] == name]
+    for row in found["rows"]:
+        values = list(row.values())
+        if all(
+            value == cell if len(cells) == 1 else value.startswith(cell)
+            for value, cell in zip(values, cells, strict=False)
+        ):
+            return str(row[column])
+    raise AssertionError(f"{file} has no row {cells} in {name}")
+
+
+def test_figures_of_the_front_page_are_measured() -> None:
+    (rows,) = re.findall(r"^\| you train today.*?\n\n", README.read_text(), re.MULTILINE | re.DOTALL)
+    figures = [figure for figure in figures_of(re.sub(r"\(?\b(65,536|4,096) tokens", "", rows))]
+    assert len(figures) == len(FRONT_PAGE)
+    for figure, place in zip(figures, FRONT_PAGE, strict=True):
+        assert is_measured(figure, [float(result(*place).replace(",", ""))]), f"{figure}: measured is {result(*place)}"
+
+
+def test_result_files_say_how_they_were_made() -> None:
+    for path in RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        about = result.get("run", result)
+        for run in result.get("tables", [about]):
+            assert (run.get("command") or run["note"]) and run["date"], path.name
+        assert about["device"], path.name
+
+
 # ---- names ----
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", LINKED, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
     for link in LINK.findall(prose(document)):
         if link.startswith("https://"):
@@ -295,129 +365,6 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def headings(document: Path) -> list[str]:
     return re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE) if document.suffix == ".md" else []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
-def test_names_in_the_documents_exist(document: Path) -> None:
-    symbols, options = {*defined_symbols(), *known_names(), *settings(), *FOREIGN}, known_options()
-    unknown = [span for span in SPAN.findall(prose(document)) if not is_known(span, symbols, options)]
-    assert not unknown, f"{document.name} names what is not there: {unknown}"
-    for path in (
-        path for _, code in FENCE.findall(document.read_text()) for path in re.findall(r"\btools/[\w.]+", code)
-    ):
-        assert (ROOT / path).exists(), f"{document.name} calls {path}, which does not exist"
-
-
-def is_known(span: str, symbols: set[str], options: set[str]) -> bool:
-    """Tell whether the words of a code span are names, flags or files of this repository, or known from elsewhere."""
-    words = span.split()
-    if words[0] in ("python", "pip"):
-        return words[0] == "pip" or all(is_file(word) for word in words if PATH.fullmatch(word))
-    if variable := re.fullmatch(r"([A-Z_]+)=\w+", words[0]):  # of the environment, when the package is built
-        return f'"{variable[1]}"' in (ROOT / "setup.py").read_text()
-    word = words[0].removesuffix("()")
-    if word.startswith("--"):
-        return word in options
-    if is_public(word) or is_file(word) or is_target(word) or is_boundary(word):
-        return True
-    return word in symbols or is_code(span, symbols)
-
-
-def is_public(word: str) -> bool:
-    package, _, name = word.partition(".")
-    return package in PACKAGES and name in importlib.import_module(package).__all__
-
-
-def is_code(span: str, symbols: set[str]) -> bool:
-    """Tell whether it is Python of which every name is known, and every string is written somewhere in the packages."""
-    if span in modules():
-        return True
-    strings = re.findall(r'"[^"]*"', span)
-    names = re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"]*"', "", span))
-    known = symbols | members() | set(keyword.kwlist)
-    return all(name in known for name in names) and all(string in package_text() for string in strings)
-
-
-@functools.cache
-def members() -> frozenset[str]:
-    """List functions, classes, attributes and parameters that the packages define, by their bare names."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(package_text())):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.arg):
-            found.add(node.arg)
-        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
-            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
-    return frozenset(found)
-
-
-@functools.cache
-def modules() -> frozenset[str]:
-    """List dotted names of the packages' modules."""
-    files = (path.relative_to(ROOT).with_suffix("") for path in python_files(*PACKAGES))
-    return frozenset(".".join(path.parts) for path in files)
-
-
-@functools.cache
-def package_text() -> str:
-    """Return the source of both packages; one `__future__` import, which must come first, stands for all."""
-    first = "from __future__ import annotations\n"
-    return first + "".join(path.read_text().replace(first, "") for path in python_files(*PACKAGES))
-
-
-def is_file(word: str) -> bool:
-    return PATH.fullmatch(word) is not None and (ROOT / word).exists()
-
-
-def is_target(word: str) -> bool:
-    return ":" in word  # of a patch: `test_patch_rows` looks at these
-
-
-def is_boundary(word: str) -> bool:
-    """Tell whether it is the text of a boundary; `test_boundaries` looks at the table of them."""
-    try:
-        return bool(parse_boundary(word))
-    except ValueError:
-        return False
-
-
-def known_options() -> set[str]:
-    """List every flag of the packages, the tools and the examples; their own parsers are not needed for that."""
-    sources = (path.read_text() for path in python_files(*PACKAGES, "tools", "examples"))
-    options = {option for source in sources for option in re.findall(r"--[a-z][a-z-]+", source)}
-    made = add_offload_arguments(argparse.ArgumentParser(add_help=False))._option_string_actions
-    return options | set(made) | {f"--{name.replace('_', '-')}" for name in settings()}
-
-
-def settings() -> set[str]:
-    """List fields of megatron-core's configuration that we add, and values of its `recompute_modules`."""
-    fields = {row.target.rpartition(".")[2] for row in config_rows() if row.is_new}
-    recomputed = {name for row in MODULES for name in (*row.recomputed_by, *row.discarded_by)}
-    return fields | recomputed | {"offload_modules"}
-
-
-def defined_symbols() -> Iterator[str]:
-    """Modules, classes, functions and variables of the source, and `Class.member`."""
-    for path in (*python_files(*PACKAGES, "tests"), ROOT / "setup.py"):
-        for node in ast.parse(path.read_text()).body:
-            for name in names_of(node):
-                yield name
-                if isinstance(node, ast.ClassDef):
-                    yield from (f"{name}.{member}" for child in node.body for member in names_of(child))
-    yield from PACKAGES
-
-
-def names_of(node: ast.stmt) -> list[str]:
-    """Return what a statement defines."""
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def python_files(*folders: str) -> list[Path]:
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("name", ["plan.svg", "stations.svg"])

@@ -6,18 +6,15 @@ import json
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
-from tests.cpu.test_bench_gpu import FakeGauge, tools_on_path
+from tests.cpu.test_bench_gpu import tools_on_path
 
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
 with tools_on_path():
-    from bench_gpu import measure
     from reserved_memory import growths, main
 
 MIB = 1 << 20
@@ -73,23 +70,6 @@ def test_only_mappings_of_an_expandable_segment_join_to_one_piece() -> None:
     assert (growth.nbytes, growth.request_bytes, growth.free_bytes) == (30 * MIB, 50 * MIB, [20 * MIB])
 
 
-def test_parts_of_a_mapping_are_one_piece_and_the_largest_comes_first() -> None:
-    taken = [event("segment_map", begin, 10) for begin in (0, 10)] + [event("alloc", 0, 20)]
-    grows = [event("free_completed", 0, 20), event("segment_map", 30, 50), event("alloc", 30, 50)]
-    free = segment(-9, (3, "inactive"))
-    ends = [segment(0, (20, "inactive")), segment(30, (50, "active_allocated"))]
-    first, last = growths.replay([free, *ends], [*taken, *grows]).growths
-    assert (first.nbytes, first.free_bytes, last.free_bytes) == (20 * MIB, [3 * MIB], [20 * MIB, 3 * MIB])
-
-
-def test_free_bytes_of_a_stream_serve_no_other_stream() -> None:
-    segments = [segment(0, (90, "inactive")), segment(100, (40, "active_allocated"), stream=7)]
-    more = [segment(200, (8, "inactive"), stream=7)]
-    events = [event("segment_alloc", 100, 40, stream=7), event("alloc", 100, 40, stream=7)]
-    (growth,) = growths.replay([*segments, *more], events).growths
-    assert (growth.free_bytes, growth.reserved_bytes) == ([8 * MIB], 98 * MIB)
-
-
 @pytest.mark.parametrize("is_old", [True, False])
 def test_rest_of_a_split_large_block_is_not_free(is_old: bool) -> None:
     """The allocator gives such a request 12 MiB, or all of its segment. Sizes of blocks are rounded up."""
@@ -109,29 +89,6 @@ def test_a_history_may_end_out_of_memory() -> None:
     assert growths.replay(ends, events) == growths.History(10 * MIB, 3 * MIB, [])
 
 
-def test_the_device_with_the_longest_history_is_read_alone(tmp_path: Path) -> None:
-    other = {**segment(500, (60, "inactive")), "device": 0}
-    own = [{**found, "device": 1} for found in SEGMENTS_AT_END]
-    traces = [FROM_SEGMENTS[:1], FROM_SEGMENTS]
-    history = growths.read_history(written(tmp_path / "h", segments=[other, *own], device_traces=traces))
-    assert history == growths.replay(SEGMENTS_AT_END, FROM_SEGMENTS)
-
-
-def test_a_block_that_waits_for_another_stream_is_not_free() -> None:
-    segments = [segment(0, (10, "active_awaiting_free"), (10, "inactive")), segment(50, (20, "active_allocated"))]
-    events = [event("free_requested", 0, 10), event("segment_alloc", 50, 20), event("alloc", 50, 20)]
-    (growth,) = growths.replay(segments, events).growths
-    assert growth.free_bytes == [10 * MIB]
-
-
-def test_unmapping_cuts_what_is_mapped() -> None:
-    segments = [segment(0, (10, "inactive")), segment(20, (20, "active_allocated"))]
-    events = [event("segment_unmap", 10, 10), event("segment_map", 30, 10), event("alloc", 20, 20)]
-    history = growths.replay(segments, events)
-    assert [growth.free_bytes for growth in history.growths] == [[10 * MIB, 10 * MIB]]
-    assert history.peak_reserved_bytes == 30 * MIB
-
-
 def written(path: Path, **snapshot: Any) -> Path:
     path.write_bytes(pickle.dumps(snapshot))
     return path
@@ -145,69 +102,3 @@ def test_the_command_prints_the_last_growths_and_the_peaks(tmp_path: Path, capsy
     assert "| ours | model.py:7 forward | 40 | 40 | 105 | 80 | 25 | 20 5 |" in printed
     assert "ours: peak reserved 145 MiB, peak allocated 120 MiB" in printed
     assert json.loads(rows.read_text())["free_bytes"] == [20 * MIB, 5 * MIB]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (pickle.dumps({"segments": [], "device_traces": []}), "_record_memory_history() before the step"),
-        (pickle.dumps({"segments": [], "device_traces": [[], []]}), "before you stop the recording"),
-        (pickle.dumps({"segments": [], "device_traces": [[event("alloc", 3, 1)]]}), "no block at 0x300000"),
-        (pickle.dumps([]), "is no snapshot"),
-        (pickle.dumps({"device_traces": []}), "is no snapshot"),
-        (b"", "is no snapshot"),
-        (b"a text", "is no snapshot"),
-    ],
-)
-def test_a_file_of_something_else_is_an_error_that_says_what_to_do(
-    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "h.pickle").write_bytes(content)
-    assert main.main([str(tmp_path / "h.pickle")]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_last_growths_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    events = [event(action, 10 * n, 10) for n in range(3) for action in ("segment_alloc", "alloc")]
-    segments = [segment(10 * n, (10, "active_allocated")) for n in range(3)]
-    file = written(tmp_path / "h.pickle", segments=segments, device_traces=[events])
-    assert main.main([str(file), "--last", "2", "--markdown"]) == 0
-    assert [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()[2:4]] == ["10", "20"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [("absent.pickle", "no file absent.pickle"), ("a=x b=x --last 0", "at least 1"), ("a=x a=y", "same label")],
-)
-def test_nonsense_is_an_error(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main.main(arguments.split())
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("is_rank_0", [True, False])
-def test_the_benchmark_records_a_step_from_empty_caches(is_rank_0: bool, tmp_path: Path) -> None:
-    calls: list[Any] = []
-    gauge = FakeGauge()
-    record = {"enabled": "all", "context": "alloc", "stacks": "python", "max_entries": measure._HISTORY_ENTRIES}
-    with (
-        mock.patch.object(gauge, "start", lambda: calls.append("start")),
-        mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)),
-        mock.patch.object(torch.cuda.memory, "_snapshot", lambda: {"segments": []}),
-    ):
-        measure.record_history(gauge, lambda: calls.append("step"), tmp_path / "h" if is_rank_0 else None)
-    if not is_rank_0:
-        assert calls == ["start", "step"]
-        return
-    assert calls == ["start", record, "step", {"enabled": None}]
-    assert pickle.loads((tmp_path / "h").read_bytes()) == {"segments": []}
-
-
-def test_a_step_that_raises_ends_the_recording(tmp_path: Path) -> None:
-    calls: list[Any] = []
-    with (
-        mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)),
-        pytest.raises(ZeroDivisionError),
-    ):
-        measure.record_history(FakeGauge(), lambda: 1 // 0, tmp_path / "h")
-    assert calls[-1] == {"enabled": None} and not (tmp_path / "h").exists()

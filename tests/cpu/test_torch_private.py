@@ -410,6 +410,8 @@ def test_private_attributes_of_others_are_listed() -> None:
     assert wrong == {
         ("megatron_patches/_arguments.py", "argparse._ArgumentGroup"),
         ("offload_engine/_host/try_lock.py", "lock._is_owned"),
+        # Who calls a callback.
+        ("offload_engine/frontends/integrations/_reporters.py", "sys._getframe"),
         # The plan before the GPU: names of operators, and what each of them says of itself.
         ("offload_engine/rehearsal/attention.py", "aten._scaled_dot_product_efficient_attention"),
         ("offload_engine/rehearsal/attention.py", "aten._scaled_dot_product_flash_attention"),

@@ -20,7 +20,7 @@ pytest.importorskip("tqdm")
 ROOT = Path(__file__).parents[2]
 
 with tools_on_path():
-    from trace_waits import caused, main, pauses, picture, trace
+    from trace_waits import caused, pauses, trace
     from trace_waits.spans import Span, total, union, within, without
 
 MIB = 1 << 20
@@ -91,13 +91,6 @@ def test_a_wait_has_the_name_of_the_operation_that_made_it() -> None:
     ]
 
 
-def test_queries_that_follow_each_other_are_one_wait_and_a_single_one_is_none() -> None:
-    queries = [call("cudaEventQuery", begin, begin + 2) for begin in (10, 15, 20, 500)]
-    other_thread = call("cudaEventQuery", 17, 18, tid=2)
-    found = trace.make_trace([FIRST, *queries, other_thread])
-    assert [(wait.what, wait.span) for wait in found.waits] == [("spin of cudaEventQuery", Span(10, 22))]
-
-
 # ---- whose fault it is ----
 
 
@@ -127,25 +120,6 @@ def test_a_small_read_behind_large_copies_is_the_copies_fault_even_while_the_gpu
         call("cudaEventSynchronize", 100, 4010),
     )
     assert issue.caused_us == 0 and one.caused_us == 4004 - 100
-
-
-def test_a_small_read_is_blamed_on_no_copy_of_the_other_way_or_of_long_ago() -> None:
-    copy_in = event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, 1000, stream=21, bytes=64 * MIB)
-    small = copy_out(1002, 1004, nbytes=256)
-    (other_way,) = judged(kernel(0, 1100), copy_in, small, call("cudaEventSynchronize", 100, 1010))
-    (long_ago,) = judged(kernel(0, 1100), copy_out(0, 500), small, call("cudaEventSynchronize", 100, 1010))
-    assert other_way.caused_us == long_ago.caused_us == 0
-
-
-def test_a_small_write_behind_large_copies_in_is_the_copies_fault_too() -> None:
-    name = "Memcpy HtoD (Pinned -> Device)"
-    large, small = (
-        event("gpu_memcpy", name, *span, stream=21, bytes=nbytes, correlation=9)
-        for span, nbytes in (((0, 1000), 64 * MIB), ((1004, 1006), 256))
-    )
-    calls = call("cudaMemcpyAsync", 90, 95, correlation=9), call("cudaStreamSynchronize", 100, 1010)
-    (_, one) = judged(kernel(0, 5000), large, small, *calls)
-    assert one.caused_us == 1004 - 100
 
 
 def test_a_read_by_a_kernel_waits_for_no_copy() -> None:
@@ -228,10 +202,6 @@ def test_kernels_are_compared_by_what_is_copied_beside_them() -> None:
     }
 
 
-def test_a_small_copy_is_none_of_activations() -> None:
-    assert set(compared(chain([100, 155, 209, 266], copy_out(150, 300, nbytes=64)))) == {pauses.QUIET}
-
-
 def test_a_kernel_that_was_launched_late_in_either_trace_is_the_host_s() -> None:
     late = {1: 140.0}
     assert compared(chain([100, 165, 217, 269], issued=late))[pauses.LATE] == (1, 2.0, 15.0)
@@ -244,31 +214,6 @@ def test_a_kernel_that_was_launched_late_in_either_trace_is_the_host_s() -> None
 
 def test_a_long_pause_of_work_that_is_there_waits_for_another_stream() -> None:
     assert compared(chain([100, 152, 904, 956]), chain([100, 152, 804, 856]))[pauses.STREAM] == (1, 602.0, 702.0)
-
-
-def test_kernel_of_the_other_trace_alone_counts_for_the_pause_behind_it() -> None:
-    extra = kernel(152, 155, name="read")
-    assert compared(chain([100, 157, 209, 261], extra)) == {pauses.QUIET: (3, 6.0, 11.0)}
-
-
-def test_traces_of_different_models_are_an_error() -> None:
-    with pytest.raises(ValueError, match="kernel 3 of 4, c, is in the first one only"):
-        compared(chain([100, 152]))
-
-
-def test_the_picture_shows_the_longest_wait_that_a_copy_caused() -> None:
-    made = trace.make_trace(
-        [
-            FIRST,
-            kernel(0, 300),
-            copy_out(50_000, 60_000),
-            call("cudaStreamSynchronize", 52_000, 59_000),
-            kernel(90_000, 91_000),
-        ]
-    )
-    shown = picture.window(made, caused.judge(made, MIB), 10_000)
-    assert shown == Span(54_000, 64_000)  # around its end
-    assert picture.window(trace.Trace(), [], 10.0).length == 10.0
 
 
 def test_the_program_prints_a_table_draws_and_fails_beyond_the_limit(tmp_path: Path) -> None:
@@ -298,40 +243,3 @@ def test_a_trace_that_torch_wrote_is_read(tmp_path: Path) -> None:
     profiler.export_chrome_trace(str(file))
     found = trace.read_trace(file)
     assert found.end > 0 and found.waits == [], "without a GPU nothing waits for one"
-
-
-def test_file_without_a_trace_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "other.json"
-    file.write_text("{}")
-    with pytest.raises(ValueError, match="no chrome trace"):
-        trace.read_trace(file)
-
-
-def test_pauses_are_compared_with_those_of_the_first_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    for file, begin in zip(files, (152.0, 155.0), strict=True):
-        calls = [call("cudaLaunchKernel", 1, 2, correlation=1), call("cudaLaunchKernel", 3, 4, correlation=2)]
-        kernels = [kernel(100, 150, correlation=1), kernel(begin, begin + 50, correlation=2)]
-        file.write_text(json.dumps({"traceEvents": [FIRST, *calls, *kernels]}))
-    assert main.main([*map(str, files), "--pauses", "--markdown", "--json", str(tmp_path / "rows")]) == 0
-    assert "| b | beside no copy | 1 | 0.00 | 0.01 | 0.00 | 3.00 |" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [row["count"] for row in rows if row.get("pause") == pauses.QUIET] == [1]
-
-
-def test_pauses_of_one_trace_have_nothing_to_be_compared_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.json"
-    file.write_text('{"traceEvents": []}')
-    with pytest.raises(SystemExit):
-        main.main([str(file), "--pauses"])
-    assert "name another one" in capsys.readouterr().err
-
-
-def test_two_traces_of_one_label_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a").mkdir()
-    files = [write_trace(folder / "trace.json", kernel(0, 3)) for folder in (tmp_path, tmp_path / "a")]
-    with pytest.raises(SystemExit):
-        main.main([str(file) for file in files])
-    assert "two files have the same label" in capsys.readouterr().err

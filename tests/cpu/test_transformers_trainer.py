@@ -96,8 +96,11 @@ def test_bitwise_equal(kind: str, checkpointing: bool, tmp_path: Path) -> None:
     assert got.losses[0] != got.losses[2]  # it has learned something in between
     steps = [log for log in got.logs if "loss" in log]
     hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4
-    assert all(log["offload_copied_out_bytes"] >= 3 * hidden_bytes for log in steps)
-    assert not any(key.startswith("offload_") for log in got.logs if "loss" not in log for key in log)
+    assert all(log["offload_moved_gib"] * 2**30 >= 2.99 * hidden_bytes for log in steps)
+    evaluations = [log for log in got.logs if "eval_loss" in log]
+    assert evaluations and not any(key.startswith("offload_") for log in evaluations for key in log)
+    summary = next(log for log in got.logs if "train_runtime" in log)  # also if no step was logged
+    assert summary["offload_moved_gib"] > 0 and summary["offload_waited_ms"] >= 0
 
 
 def test_checkpointing_by_the_callback(tmp_path: Path) -> None:
@@ -107,7 +110,8 @@ def test_checkpointing_by_the_callback(tmp_path: Path) -> None:
     assert_equal(expected, got)
     step = next(log for log in got.logs if "loss" in log)
     hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4
-    assert step["offload_copied_out_bytes"] == (SHAPE["num_hidden_layers"] - 1) * hidden_bytes
+    moved = (SHAPE["num_hidden_layers"] - 1) * hidden_bytes
+    assert step["offload_moved_gib"] * 2**30 == pytest.approx(moved, rel=1e-3)
 
 
 def test_half_precision(tmp_path: Path) -> None:
@@ -144,10 +148,36 @@ def test_layers_that_are_given(tmp_path: Path) -> None:
     got = train(make_model("Qwen2", 0.0), tmp_path, [callback])
     assert_equal(train(make_model("Qwen2", 0.0), tmp_path, []), got)
     everything = train(make_model("Qwen2", 0.0), tmp_path, [OffloadCallback(CONFIG)])
-    moved = [t.logs[0]["offload_copied_out_bytes"] for t in (got, everything)]
+    moved = [t.logs[0]["offload_moved_gib"] for t in (got, everything)]
     assert 0 < moved[0] < moved[1]
 
 
 def hooks(model: torch.nn.Module) -> list[int]:
     """Count the hooks of each module, and tell whether its forward is its own."""
     return [len(m._forward_pre_hooks) + len(m._forward_hooks) + 100 * ("forward" in vars(m)) for m in model.modules()]
+
+
+class Reporter(transformers.TrainerCallback):  # type: ignore[misc]
+    """Notes what a reporter such as that of W&B would send."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self.sent.append(dict(logs))
+
+
+def test_reporters_in_front_get_the_figures(tmp_path: Path) -> None:
+    reporter, last = Reporter(), Reporter()
+    train(make_model("Qwen2"), tmp_path, [reporter, OffloadCallback(CONFIG), last])
+    assert reporter.sent == last.sent and any("loss" in logs for logs in reporter.sent)
+    assert all(logs["offload_moved_percent"] > 0 for logs in reporter.sent if "loss" in logs)
+
+
+def test_settings_in_place_of_a_config() -> None:
+    callback = OffloadCallback(min_tensor_bytes="64KiB", gpu_budget="1GiB")
+    assert callback._offload._config == OffloadConfig(min_tensor_bytes=65536, gpu_budget=1 << 30)
+    with pytest.raises(ValueError, match="give either a config or gpu_budget"):
+        OffloadCallback(CONFIG, gpu_budget=1)
+    with pytest.raises(TypeError, match="resident"):
+        OffloadCallback(resident=1)

@@ -28,6 +28,8 @@ class Pipeline(NamedTuple):
     expert: int = 1
     tensor: int = 1
     context: int = 1
+    instances: int = 1
+    """Of the distributed optimizer: data-parallel ranks are split into so many groups that each share its state."""
 
     @property
     def num_ranks(self) -> int:
@@ -39,6 +41,12 @@ class PlainGroup(NamedTuple):
     """A process group and nothing else: no megatron-core."""
 
 
+class Variables(NamedTuple):
+    """What torchrun tells its processes, and nothing else."""
+
+    port: int
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish; the message holds its traceback."""
 
@@ -47,7 +55,7 @@ def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
     world_size: int | None = None,
-    pipeline: Pipeline | PlainGroup | None = Pipeline(),  # noqa: B008  # immutable
+    pipeline: Pipeline | PlainGroup | Variables | None = Pipeline(),  # noqa: B008  # immutable
     timeout_s: float = 120.0,
 ) -> list[Any]:
     """Run `fn(*args)` on every rank of a new process group and return the results in the order of ranks.
@@ -57,7 +65,7 @@ def run_ranks(
         args: for `fn`; pickled.
         world_size: number of ranks; None: as few as the pipeline takes.
         pipeline: shape of the parallel state; None: one plain process, nothing set up; `PlainGroup()`: that, and a
-            process group of gloo.
+            process group of gloo; `Variables(port)`: that of torchrun, for a program that makes its own.
         timeout_s: for all ranks together.
 
     Raises:
@@ -88,7 +96,7 @@ class Group(NamedTuple):
     rank: int
     world_size: int
     store: str
-    pipeline: Pipeline | PlainGroup | None
+    pipeline: Pipeline | PlainGroup | Variables | None
 
 
 class Outcome(NamedTuple):
@@ -136,6 +144,9 @@ def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: t
     try:
         if isinstance(group.pipeline, Pipeline):
             _set_up(group, group.pipeline)
+        elif isinstance(group.pipeline, Variables):
+            set_variables(group)
+            os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(group.pipeline.port))
         elif group.pipeline is not None:
             set_up_process_group(group)
         outcome = Outcome(result=fn(*args))
@@ -153,12 +164,15 @@ def _set_up(group: Group, shape: Pipeline) -> None:
     set_up_groups(group, shape)
 
 
+def set_variables(group: Group) -> None:
+    rank, size = str(group.rank), str(group.world_size)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, GLOO_SOCKET_IFNAME="lo")
+
+
 def set_up_process_group(group: Group) -> None:
     import torch
 
-    os.environ.update(
-        RANK=str(group.rank), WORLD_SIZE=str(group.world_size), LOCAL_RANK=str(group.rank), GLOO_SOCKET_IFNAME="lo"
-    )
+    set_variables(group)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
@@ -185,5 +199,6 @@ def set_up_parallel_state(shape: Pipeline) -> None:
         virtual_pipeline_model_parallel_size=shape.virtual,
         expert_model_parallel_size=shape.expert,
         context_parallel_size=shape.context,
+        num_distributed_optimizer_instances=shape.instances,
     )
     model_parallel_cuda_manual_seed(123)

@@ -18,8 +18,14 @@ import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402, F401
 import megatron_patches  # noqa: E402, F401
 
 with contextlib.suppress(ImportError):
-    import transformers.models.llama.modeling_llama
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+    from transformers import Trainer  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import lightning  # noqa: F401
+
+# megatron-core has a few functions of routers compiled: in each rank that takes as long as several steps.
+if os.environ.get("OFFLOAD_TESTS_COMPILE_RANKS") != "1":
+    torch.compiler.set_stance("force_eager")
 
 gc.collect()
 gc.freeze()

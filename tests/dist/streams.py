@@ -11,8 +11,8 @@ from typing import Any
 import megatron.core.pipeline_parallel.utils as overlap_utils
 
 import megatron_patches._runtime
-from megatron_patches._rows.cpu import CudaWithoutGpu, TorchWithoutGpu
 from megatron_patches._rows.registry import Patch, apply_patches
+from megatron_patches._rows.without_gpu import CudaWithoutGpu, TorchWithoutGpu
 from offload_engine import OffloadEngine
 from tests.adversarial import AdversarialDevice, AdversarialEvent, AdversarialStream
 

@@ -19,7 +19,7 @@ from offload_engine.sizes import parse_size  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 
-SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2), Pipeline(2, 2, expert=2)]
+SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2, expert=2)]
 NUM_STEPS = 8
 NUM_FREE = 4
 """Steps before the third that goes by a plan: two with everything offloaded, two more to correct what was predicted."""

@@ -15,7 +15,7 @@ import torch  # noqa: E402
 from megatron_patches import apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, check_all, check_in_turns, run_without  # noqa: E402
+from tests.dist.parity import Case, check_all, check_in_turns, run_without  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
 
 SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2)]
@@ -41,16 +41,8 @@ def _grid() -> Iterable[Case]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bitwise_equal(shape: Pipeline) -> None:
     """Microbatches change from step to step, with evaluation before the first step and in between."""
-    run_ranks(check_in_turns, list(_grid()), _microbatches(shape), pipeline=shape)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
-    cases = [Case("mixed", [name]) for name in (*DENSE, *EXPERTS, "router")]
-    cases.append(Case("mixed", [*DENSE, *EXPERTS, "router"]))
-    cases.append(Case("moe", ["moe_act", "shared_fc1", "shared_fc2"], settings=_shared_experts()))
-    cases.append(Case("moe", ["shared_experts", "layer_input"], settings=_shared_experts()))
-    run_ranks(check_all, cases, _microbatches(shape)[:2], pipeline=shape)
+    cases = [case for case in _grid() if case.dtype is torch.bfloat16 or shape.size == 1]
+    run_ranks(check_in_turns, cases, _microbatches(shape), pipeline=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -50,7 +50,7 @@ def test_dense_in_a_pipeline(tmp_path: Path) -> None:
     assert status == 0
     assert "8 GPUs on 1 node(s) of h100x8 (datasheet" in out
     assert re.search(r"│ 1 +│ core_attn +│", out)
-    assert "a step of 512 tokens" in out  # a global batch of 8
+    assert "a step of 256 tokens" in out  # a global batch of 4
     assert re.search(r"full recomputation +│ .* │ +yes │", out)
     assert "It fits h100x8, fastest with: no offload" in out
     assert plot.stat().st_size > 1000
@@ -101,7 +101,7 @@ def test_a_budget_that_needs_offload(tmp_path: Path) -> None:
             ["--hardware", "h200x3", TRAINER, *MODEL, *DATA, "--pipeline-model-parallel-size", "2"],
             "3 GPUs cannot be divided among model replicas of 2",
         ),
-        ([TRAINER, *MODEL, *DATA, "--micro-batch-size", "3"], "--global-batch-size 8 is no multiple of 3"),
+        ([TRAINER, *MODEL, *DATA, "--micro-batch-size", "3"], "--global-batch-size 4 is no multiple of 3"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:

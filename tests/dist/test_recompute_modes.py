@@ -42,8 +42,7 @@ SELECTIVE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("module", SELECTIVE)
+@pytest.mark.parametrize(("module", "shape"), [(m, SHAPES[0]) for m in SELECTIVE] + [("moe", SHAPES[1])], ids=str)
 def test_selective(module: str, shape: Pipeline) -> None:
     kind, model = SELECTIVE[module]
     recompute = {"recompute_granularity": "selective", "recompute_modules": [module]}

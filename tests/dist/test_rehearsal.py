@@ -102,7 +102,7 @@ def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
 
 
 class Measured(NamedTuple):
-    """What GPUs have shown, from docs/benchmarks.md; MiB allocated, and ms of a step of all ranks."""
+    """What GPUs have shown, from docs/results/2026-11-23_h200.md; MiB allocated, and ms of a step of all ranks."""
 
     peaks: list[int]
     offloaded_peaks: list[int]

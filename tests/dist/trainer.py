@@ -34,14 +34,15 @@ class Run:
         return [(step["loss"], step["grad_norm"]) for step in self.steps]
 
 
-def train(directory: Path, *flags: str, num_ranks: int = 1, timeout_s: float = 120.0) -> Run:
-    """Train on `directory/text` with as many ranks; write the metrics below `directory`, too.
+def train(directory: Path, *flags: str, num_ranks: int = 1, timeout_s: float = 120.0, has_data: bool = True) -> Run:
+    """Train on `directory/text`, unless it has no data, with as many ranks; write the metrics below `directory`, too.
 
     Raises:
         AssertionError: if a rank dies or does not finish.
     """
     metrics = directory / f"metrics_{len(list(directory.glob('metrics_*')))}.json"
-    argv = ["--data-path", str(directory / "text"), "--metrics-json", str(metrics), *flags]
+    data = ["--data-path", str(directory / "text")] if has_data else []
+    argv = [*data, "--metrics-json", str(metrics), *flags]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port, ranks = _free_port(), []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -114,13 +114,15 @@ def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Modul
     return model
 
 
-def run(chunks: list[torch.nn.Module], num_microbatches: int) -> list[float]:
-    """Run one forward and backward of all microbatches; return this rank's losses."""
+def run(
+    chunks: list[torch.nn.Module], num_microbatches: int, *, schedule: Callable[..., Any] | None = None
+) -> list[float]:
+    """Run one forward and backward of all microbatches, by `schedule` if there is one; return this rank's losses."""
     for chunk in chunks:
         getattr(chunk, "zero_grad_buffer", chunk.zero_grad)()
     has_stages = ps.get_virtual_pipeline_model_parallel_world_size() is not None
     batches = [_batches(num_microbatches) for _ in chunks]
-    out = get_forward_backward_func()(
+    out = (schedule or get_forward_backward_func())(
         forward_step_func=_forward,
         data_iterator=batches if has_stages else batches[0],
         model=chunks if has_stages else chunks[0],

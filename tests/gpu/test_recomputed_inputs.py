@@ -75,7 +75,7 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
             got = _steps({**settings, **recipe}, num_microbatches)
             stats = handle.stats
     assert got[0] == without[0]
-    assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes
+    assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes, stats
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
     away = stats.copied_out_bytes // num_microbatches  # at the peak, when the first backward begins
     assert without[1] - got[1] > (1 - TOLERANCE) * away, (without[1], got[1], away)

@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the stage, as setup a of docs/benchmarks.md, but without embedding and head."""
+    """Of the stage, as setup a of docs/results/2026-11-23_h200.md, but without embedding and head."""
 
     layers: int = 8
     hidden: int = 4096

@@ -16,6 +16,10 @@ class RecordsSteps(ABC):
     def engine(self) -> OffloadEngine:
         """Return the engine that moves the tensors."""
 
+    def __str__(self) -> str:
+        """Return what the last step did, as one line: `print(handle)`."""
+        return f"{type(self).__name__}: {self.engine}"
+
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins; see docs/observe.md.
 

@@ -69,17 +69,22 @@ class Session:
             key: of the chunk; None: the next microbatch of stage 0.
 
         Returns:
-            The chunk. None under `no_grad`, while a backward runs (recomputation), and inside another forward of this
-            session; do not call `end_forward` then.
+            The chunk. None under `no_grad`, while a backward runs (recomputation), inside another forward of this
+            session, and in iterations without groups; do not call `end_forward` then.
         """
         if self.chunk is not None or not torch.is_grad_enabled() or is_in_backward():
             return None
-        return self.start_saving(key)
+        if self._owns_iterations:
+            self._begin_if_over()
+        return None if self.engine.is_idle else self._start(key)
 
     def start_saving(self, key: ChunkKey | None = None) -> ChunkOffloadHandler:
         """Start a chunk as `start_forward` does, from a pack hook, which autograd calls with gradients disabled."""
         if self._owns_iterations:
             self._begin_if_over()
+        return self._start(key)
+
+    def _start(self, key: ChunkKey | None) -> ChunkOffloadHandler:
         self.chunk = self.engine.start_chunk(key, tensor_need_offloading_checker=may_move)
         return self.chunk
 

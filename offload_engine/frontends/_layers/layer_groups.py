@@ -254,7 +254,7 @@ class LayerGroups:
         forward.chunk.close_group(ends_layer=True)
 
     def _warn_if_outside(self, name: str) -> None:
-        if self._has_warned or not torch.is_grad_enabled() or is_in_backward():
+        if self._has_warned or self.session.engine.is_idle or not torch.is_grad_enabled() or is_in_backward():
             return
         self._has_warned = True
         logger.warning(_OUTSIDE, name, self._body_name)

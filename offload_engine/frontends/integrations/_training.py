@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
 from offload_engine.config import OffloadConfig
 from offload_engine.frontends._layers.find_layers import strategy_of
 from offload_engine.frontends.layers import LayerOffload, enable_activation_offloading
+from offload_engine.stats import StepTimes
 
 FindLayers = Callable[[nn.Module], Sequence[nn.Module]]
 
-_REPORTED = (
-    "copied_out_bytes",
-    "copied_in_bytes",
-    "kept_bytes",
-    "prefetch_misses",
-    "peak_resident_bytes",
-    "peak_host_bytes",
-)
+
+def config_of(config: OffloadConfig | None, settings: dict[str, Any]) -> OffloadConfig | None:
+    """Return the configuration that a callback was given, as an object or as settings.
+
+    Raises:
+        ValueError: if it was given both, or a value is outside its range.
+        TypeError: if a setting is unknown.
+    """
+    if not settings:
+        return config
+    if config is not None:
+        raise ValueError(f"give either a config or {', '.join(settings)}: both say how to offload")
+    return OffloadConfig.from_flags(**settings)
 
 
 class RecordsTraining:
@@ -61,6 +68,8 @@ class TrainingOffload:
         self._handle: LayerOffload | None = None
         self._asks_for: list[str | os.PathLike[str] | None] = []  # the file of a recording, until a model is attached
         self._last_report: str | None = None
+        self._is_timed = False  # a step that is timed has begun since the last metrics
+        self._times: StepTimes | None = None
 
     def attach(self, model: nn.Module) -> None:
         """Offload `model`, wrapped and sharded as it will train.
@@ -102,9 +111,21 @@ class TrainingOffload:
         """Return what `LayerOffload.report` does for the model that trains or has trained last; None before any."""
         return self._last_report if self._handle is None else self._handle.report()
 
-    def metrics(self) -> dict[str, int]:
-        """Return the counters of the last forward and backward by log name; empty while no model is attached."""
+    def time_next_step(self) -> None:
+        """Time the next forward and backward, because they will be logged."""
+        if self._handle is not None:
+            self._handle.engine.timer.ask()
+            self._is_timed = True
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the last forward and backward by log name; empty while no model is attached.
+
+        The times are those of the last forward and backward that were timed. Blocks, once for each of them, until the
+        device has come to their end.
+        """
         if self._handle is None:
             return {}
-        stats = self._handle.stats
-        return {f"offload_{name}": getattr(stats, name) for name in _REPORTED}
+        if self._is_timed:
+            self._is_timed, self._times = False, self._handle.engine.timer.times
+        found = self._handle.stats.metrics(self._times)
+        return {f"offload_{name}": float(f"{value:.4g}") for name, value in found.items()}

@@ -13,7 +13,7 @@ except ModuleNotFoundError:  # the same classes under their older name; a callba
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from offload_engine.config import OffloadConfig
-from offload_engine.frontends.integrations._training import FindLayers, RecordsTraining, TrainingOffload
+from offload_engine.frontends.integrations._training import FindLayers, RecordsTraining, TrainingOffload, config_of
 
 
 class OffloadCallback(RecordsTraining, Callback):
@@ -21,18 +21,28 @@ class OffloadCallback(RecordsTraining, Callback):
 
     `Trainer(callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is detected from the
     model as the trainer's strategy has set it up. Validation, gradient accumulation and resuming need no settings. The
-    bytes moved in the last forward and backward are logged as `offload_*`, as often as the trainer logs.
+    figures of the last forward and backward are logged as `offload_*`, as often as the trainer logs: GiB and percent
+    moved, peaks in GiB on the device and the host, time waited for copies.
 
     Args:
         config: bounds and thresholds.
         enable_ckpt: checkpoint the layers as well, so that only their inputs are kept, and offloaded.
         layers: returns the layers of the model, in the order in which they run; None: they are found.
+        settings: instead of a config, those of `OffloadConfig.from_flags`: `OffloadCallback(gpu_budget="60GiB")`.
+
+    Raises:
+        ValueError, TypeError: if a setting is unknown or outside its range, or there is a config as well.
     """
 
     def __init__(
-        self, config: OffloadConfig | None = None, *, enable_ckpt: bool = False, layers: FindLayers | None = None
+        self,
+        config: OffloadConfig | None = None,
+        *,
+        enable_ckpt: bool = False,
+        layers: FindLayers | None = None,
+        **settings: Any,
     ) -> None:
-        self._offload = TrainingOffload(config, enable_ckpt, layers)
+        self._offload = TrainingOffload(config_of(config, settings), enable_ckpt, layers)
         self._replaced: dict[str, Any] | None = None  # instance attributes of the module that were replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -41,9 +51,14 @@ class OffloadCallback(RecordsTraining, Callback):
         if trainer.strategy.model is pl_module:  # otherwise the wrapper's forward runs `training_step`
             self._bracket_training_step(pl_module)
 
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Time the steps that are logged."""
+        if (trainer.global_step + 1) % max(1, trainer.log_every_n_steps) == 0:
+            self._offload.time_next_step()
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Log the counters."""
-        pl_module.log_dict({name: float(value) for name, value in self._offload.metrics().items()})
+        """Log the figures."""
+        pl_module.log_dict(self._offload.metrics())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the offload from the model."""

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=offload
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=96
+#SBATCH --mem=0
+#SBATCH --exclusive
+# Pretrains on several nodes: one task a node, which starts a process for each GPU. Needs GPUs; not run by the tests.
+#
+#   MEGATRON_LM=/path/to/Megatron-LM sbatch examples/slurm.sh [more flags]
+#
+# --mem=0 is all of the node's memory: what is offloaded is pinned there. The limit below shares four fifths of it among
+# the ranks of the node, so that those which come first do not take what the last ones need.
+set -euo pipefail
+export GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-8} NNODES=$SLURM_NNODES
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
+host_kib=$(awk '/^MemTotal/ {print $2}' /proc/meminfo)
+limit=$((host_kib * 1024 / 5 * 4 / GPUS_PER_NODE))
+here=${SLURM_SUBMIT_DIR:-$PWD}
+srun --kill-on-bad-exit=1 bash -c \
+    "NODE_RANK=\$SLURM_PROCID '$here/examples/megatron_lm.sh' --offload-host-limit-bytes $limit $*"

@@ -1,0 +1,41 @@
+"""`Idleness`: whether a step that moves nothing may run as without an engine, watched from outside."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from offload_engine._budget.allowing import TOLERANCE
+from offload_engine.planning.choose import Chosen
+
+_ALIKE: Final = 65 / 64
+_LEAST_STEPS: Final = 5
+
+
+class Idleness:
+    """Learns whether all steps save as much.
+
+    Where no group is opened, none can leave in the step in which it has grown. So a step goes without them only if all
+    steps so far have saved as much, and if one that takes an eighth more would be within the budget, too.
+
+    Args:
+        is_measured: what the process holds is measured also where there are no groups.
+    """
+
+    def __init__(self, is_measured: bool) -> None:
+        self.is_measured: bool = is_measured
+        self._num_steps = 0
+        self._least = float("inf")
+        self._most = 0.0
+
+    def note(self, chunk_bytes: float) -> None:
+        """Note what a chunk has saved, on average, in a step that is over; 0 where there were no groups."""
+        if chunk_bytes:
+            self._num_steps += 1
+            self._least, self._most = min(self._least, chunk_bytes), max(self._most, chunk_bytes)
+
+    def allows(self, chosen: Chosen | None, budget_bytes: int) -> bool:
+        """Return whether steps with this decision need no groups."""
+        if chosen is None or chosen.best.num_moves or chosen.best.recomputed_bytes:
+            return False
+        is_steady = self._num_steps >= _LEAST_STEPS and self._most <= _ALIKE * self._least
+        return self.is_measured and is_steady and TOLERANCE * chosen.best.held_bytes <= budget_bytes

@@ -1,0 +1,36 @@
+"""Makes of a measured step what decisions are made by: times of groups, and a model of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from offload_engine._budget.agreement import Agree, agreed_job, agreed_model
+from offload_engine._budget.measure import MeasuringRecorder
+from offload_engine._budget.times import with_times
+from offload_engine._devices.base import MemoryGauge
+from offload_engine.planning.choices import Choices
+from offload_engine.planning.memory import Job, MeasuredMemory, MemoryModel, make_memory_model
+
+
+def learned(
+    job: Job, recorder: MeasuringRecorder, gauge: MemoryGauge, agree: Agree, is_early_certain: bool
+) -> tuple[Job, MemoryModel, int]:
+    """Return the job with its times, the model of its memory, and the bytes that were reserved in vain.
+
+    Args:
+        job: of the step, in which everything was offloaded; without times.
+        recorder: of the step; blocks until the device has come to its end.
+        gauge: not reset since the step ended.
+        agree: with the other ranks that decide alike.
+        is_early_certain: see `make_memory_model`.
+    """
+    # Where only groups are measured, none are left between steps; the gauge has the peak of the whole step.
+    between = gauge.peak_bytes() if is_early_certain else 0
+    peak = max([between, *(each.peak_bytes for each in recorder.boundaries)])
+    overhead, wasted = max(0, gauge.held_bytes() - peak), max(0, gauge.held_bytes() - gauge.outside_bytes() - peak)
+    waits = recorder.finish().get().waits
+    job = dataclasses.replace(job, shapes=agreed_job(agree, with_times(job.shapes, recorder.intervals(), waits)))
+    memory = MeasuredMemory(recorder.boundaries, between, overhead)
+    model = make_memory_model(job, memory, is_early_certain=is_early_certain)
+    [wasted] = agree((wasted,))
+    return job, agreed_model(agree, model, job.residents(Choices()).before), wasted

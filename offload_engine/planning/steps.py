@@ -1,0 +1,97 @@
+"""`Steps`: the planned steps of one job, each planned and simulated once, whatever memory is corrected by meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from offload_engine.planning.choices import Choices
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.memory import Job
+from offload_engine.planning.plan import Plan
+from offload_engine.planning.planner import plan_step
+from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
+from offload_engine.planning.residents import Residents, residents_of
+from offload_engine.planning.shapes import step_boundaries
+from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
+
+
+class Decision(NamedTuple):
+    """What a step does about its memory."""
+
+    choices: Choices = Choices()
+    resident_bytes: int | None = None
+    """Of groups on the device, by which all others stay as long as there is room; None: they leave as early as they
+    can, and come back as late."""
+
+
+class PlannedStep(NamedTuple):
+    """A step with some decision: its job, with shapes and bounds of that decision, its plan, and where groups are."""
+
+    job: Job
+    plan: Plan
+    residents: Residents
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the simulation of a step came to."""
+
+    milliseconds: float
+    stalls: dict[str, float]
+    """See `RankOutcome`."""
+
+    @property
+    def stalled_ms(self) -> float:
+        """Return how long compute waits for copies."""
+        return sum(self.stalls.values())
+
+
+class Steps:
+    """Plans and simulates the steps of one job, each decision once.
+
+    Args:
+        job: with bytes and times.
+        link: that it copies over.
+        options: what can be recomputed.
+    """
+
+    def __init__(self, job: Job, link: Link, options: tuple[RecomputeOption, ...] = ()) -> None:
+        self.job: Job = job
+        self._link = link
+        self._options = options
+        self._planned: dict[Decision, PlannedStep] = {}
+        self._outcomes: dict[Decision, Outcome] = {}
+        # Bytes and times differ from decision to decision, boundaries do not.
+        self._of_actions = tuple(tuple(step_boundaries([action], job.shapes)[:-1]) for action in job.actions)
+        self._boundaries = tuple(step_boundaries(job.actions, job.shapes))
+
+    def planned(self, decision: Decision) -> PlannedStep:
+        """Return the plan of a step, and where its groups are."""
+        found = self._planned.get(decision)
+        if found is None:
+            found = self._planned[decision] = self._plan(decision)
+        return found
+
+    def outcome(self, decision: Decision) -> Outcome:
+        """Return what a step comes to, by a simulation."""
+        found = self._outcomes.get(decision)
+        if found is None:
+            job, plan, _ = self.planned(decision)
+            rank = RankJob(job.actions, job.shapes, job.bounds, self._of_actions)
+            [simulated] = simulate(PipelineJob((rank,), self._link), [plan], is_drawn=False).ranks
+            found = self._outcomes[decision] = Outcome(simulated.milliseconds, simulated.stalls)
+        return found
+
+    def _plan(self, decision: Decision) -> PlannedStep:
+        options = options_of(self._options, decision.choices.recomputed)
+        job = replace(self.job, shapes=with_recomputation(self.job.shapes, options)).within(decision.resident_bytes)
+        plan = plan_step(
+            job.actions,
+            job.shapes,
+            job.bounds,
+            choices=decision.choices,
+            is_combined=job.is_combined,
+            boundaries=self._boundaries,
+        )
+        return PlannedStep(job, plan, residents_of(job.actions, job.shapes, job.bounds, plan, self._boundaries))
