@@ -18,6 +18,8 @@ from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings
 from megatron_patches._command_line import OneLineParser, end_run
 from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
+from megatron_patches._runtime import ModelRuntime
+from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig
 from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
 from offload_engine.sizes import parse_size
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.list_modules:
         print(module_table())
         return
+    if args.check is not None:
+        sys.exit(_check(args.check))
     if not script:
         parser.error("no script given: name the Megatron-LM script to run, for instance pretrain_gpt.py")
     if not os.path.isfile(script[0]):
@@ -98,12 +102,36 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list-modules", action="store_true", help="Print the names for --offload-modules and exit.")
     parser.add_argument(
+        "--check",
+        nargs="?",
+        const="show",
+        choices=("show", "accept"),
+        help="Print which patches the installed megatron-core, or the checkout in this directory, would break, and "
+        "exit with 1 if there is one. 'accept' notes its code as one that the patches were read against.",
+    )
+    parser.add_argument(
         "--plan",
         action="store_true",
         help="Do not run the script: print what its training would take on --hardware. No GPU is needed.",
     )
     add_hardware_options(parser)
     return add_offload_arguments(parser)
+
+
+def _check(how: str) -> int:
+    """Check all rows against the megatron-core that is installed; return the exit status."""
+    import megatron.core
+
+    from megatron_patches._check import accept, check_rows, read_known, table_of
+    from megatron_patches._handle import patch_rows
+
+    rows = patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
+    version = installed_version()
+    if how == "accept":
+        accept(rows, version)
+    findings = check_rows(rows, version, read_known())
+    print(table_of(findings, version, os.path.dirname(megatron.core.__file__)))
+    return int(any(finding.state.breaks for finding in findings))
 
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Sequence[str]) -> None:

@@ -139,7 +139,7 @@ class _Installed:
 
 
 def _install(row: Patch, version: str) -> _Installed:
-    owner, name = _locate(row, version)
+    owner, name = locate(row, version)
     in_force = _book(owner).get(name, ())
     if _key(row) in in_force:
         raise PatchError(f"already in force: {row}. Remove it before applying it again.")
@@ -161,7 +161,7 @@ def _replacement(row: Patch, owner: Any, name: str, before: Any) -> Any:
     return row.wrapper(getattr(owner, name))
 
 
-def _locate(row: Patch, version: str) -> tuple[Any, str]:
+def locate(row: Patch, version: str) -> tuple[Any, str]:
     """Return the module or class that holds the target, and the attribute's name."""
     module, _, path = row.target.partition(":")
     *outer, name = path.split(".")

@@ -121,7 +121,8 @@ def check_parity(job: Job, names: Sequence[str]) -> IterationStats:
 def noting_moved_weights(device_class: type[Any], chunks: Sequence[torch.nn.Module]) -> Iterator[list[int]]:
     """Collect the sizes of weights that devices of this class copy out, and of buffers that weights are gathered into.
 
-    Told by the identity of their storages, at the copy, when both are alive.
+    `device_class` may be that of a runtime, whose methods a device takes over. Told by the identity of their storages,
+    at the copy, when both are alive.
     """
     buckets: dict[int, torch.UntypedStorage] = {}
     moved: list[int] = []

@@ -109,14 +109,14 @@ def _check(names: Sequence[str], settings: dict[str, Any], strategy: str, option
 
 def _steps(settings: dict[str, Any], strategy: str, options: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
     """Run three steps; return their bits, and the peak of allocated memory in the last, above what is there before."""
-    from offload_engine._devices.cuda import CudaDevice
+    from offload_engine._devices.cuda_runtime import CudaRuntime
     from tests.dist.megatron_fsdp import Sharding, noting_moved_weights, shard, step
     from tests.gpu.small_gpt import make_chunks, make_config, run
 
     config = make_config(**settings)
     chunks = shard(config, make_chunks(config), Sharding(strategy, options))
     bits, peaks = [], []
-    with noting_moved_weights(CudaDevice, chunks) as moved:
+    with noting_moved_weights(CudaRuntime, chunks) as moved:
         for num_microbatches in MICROBATCHES:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,78 @@
+"""`python -m megatron_patches --check`: the rows fit the installed megatron-core, and what would break is named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+
+from megatron_patches._arguments import Settings  # noqa: E402
+from megatron_patches._check import State, check_rows, read_known, table_of  # noqa: E402
+from megatron_patches._handle import patch_rows  # noqa: E402
+from megatron_patches._rows.registry import Patch  # noqa: E402
+from megatron_patches._runtime import ModelRuntime  # noqa: E402
+from megatron_patches._versions import installed_version  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+
+SCHEDULE = "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining"
+
+
+def rows() -> list[Patch]:
+    return patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
+
+
+def state_of(target: str, version: str = "") -> State:
+    [found] = [
+        each for each in check_rows(rows(), version or installed_version(), read_known()) if each[0].target == target
+    ]
+    return found.state
+
+
+def test_every_row_was_read_against_the_installed_version() -> None:
+    findings = check_rows(rows(), installed_version(), read_known())
+    assert {each.state for each in findings} <= {State.HOLDS, State.NOT_NEEDED}
+    assert {each.row.target for each in findings if not each.row.is_new} <= set(read_known())
+
+
+def test_what_would_break_is_named_and_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_patches.__main__ import main
+
+    def another(*, model: Any, num_microbatches: int) -> None: ...
+
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", another)
+    assert state_of(SCHEDULE) is State.OTHER_ARGUMENTS
+    with pytest.raises(SystemExit) as ended:
+        main(["--check"])
+    first, detail, why, *_, last = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and first.split() == ["BREAKS:", "other", "arguments", SCHEDULE]
+    assert "is now (model, num_microbatches)" in detail and "the order of the chunks" in why
+    assert last.endswith(f"1 of {len(rows())} rows would break")
+    monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
+    assert state_of(SCHEDULE) is State.MISSING
+
+
+def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
+    known = {
+        target: {f"0.{i}": [code[0], "other"] for i, code in enumerate(codes.values())}
+        for target, codes in read_known().items()
+    }
+    found = [each for each in check_rows(rows(), installed_version(), known) if each.row.target == SCHEDULE]
+    assert [each.state for each in found] == [State.CHANGED]
+    assert table_of(found, "0.1", "here").splitlines() == [
+        f"{State.CHANGED.value:<26}{SCHEDULE}",
+        "megatron-core 0.1 in here: 0 of 1 rows would break",
+    ]
+
+
+def test_rows_of_other_versions_are_not_needed_and_new_ones_must_not_exist() -> None:
+    [schedule] = [row for row in rows() if row.target == SCHEDULE]
+    [other] = check_rows([dataclasses.replace(schedule, versions="<0.1")], installed_version(), {})
+    [new] = check_rows([dataclasses.replace(schedule, is_new=True)], installed_version(), {})
+    assert (other.state, new.state) == (State.NOT_NEEDED, State.EXISTS)
