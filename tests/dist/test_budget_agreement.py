@@ -47,6 +47,9 @@ class Skewed:
     def held_bytes(self) -> int:
         return self._gauge.held_bytes() + self.extra
 
+    def outside_bytes(self) -> int:
+        return self._gauge.outside_bytes()
+
     def reset(self) -> None:
         self._gauge.reset()
 
