@@ -244,11 +244,13 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
 
     def bulk_offload_group(self, group_to_offload: int) -> None:
         """Copy out the group with this index. No-op for storages that have been copied out already."""
-        self._executor.copy_out(self._group(group_to_offload))
+        with self._executor.store.retired as retired, retired.lock:
+            self._executor.copy_out(self._group(group_to_offload))
 
     def bulk_reload_group(self, group_to_reload: int) -> None:
         """Copy in the group with this index, or recall its copy-out. No-op for resident storages."""
-        self._executor.copy_in(self._group(group_to_reload))
+        with self._executor.store.retired as retired, retired.lock:
+            self._executor.copy_in(self._group(group_to_reload))
 
     def _group(self, index: int) -> TensorGroup:
         if not 0 <= index < len(self.groups):

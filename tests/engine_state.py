@@ -12,8 +12,9 @@ from offload_engine._host.try_lock import run_if_free
 def release_all(engine: OffloadEngine) -> None:
     """Release every copy-out, as a peak does."""
     executor = engine._executor
-    while executor.leaving.queue:
-        executor.store.moves.release(executor.leaving.pop())
+    with executor.store.retired, executor.store.retired.lock:
+        while executor.leaving.queue:
+            executor.store.moves.release(executor.leaving.pop())
 
 
 def is_in_backward(window: Any, key: ChunkKey) -> bool:

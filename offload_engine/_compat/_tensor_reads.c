@@ -22,10 +22,9 @@ typedef struct {
 static read_t read_layout = {"layout"}, read_storage = {"untyped_storage"}, read_device = {"device"},
               read_is_quantized = {"is_quantized"}, read_is_nested = {"is_nested"}, read_base = {"_base"},
               read_version = {"_version"}, read_offset = {"storage_offset"}, read_shape = {"shape"},
-              read_stride = {"stride"}, read_dtype = {"dtype"}, read_itemsize = {"element_size"},
-              read_is_conj = {"is_conj"}, read_is_neg = {"is_neg"};
+              read_stride = {"stride"}, read_dtype = {"dtype"}, read_is_conj = {"is_conj"}, read_is_neg = {"is_neg"};
 /* Of dtypes. */
-static read_t read_is_complex = {"is_complex"};
+static read_t read_is_complex = {"is_complex"}, read_itemsize = {"itemsize"};
 /* Of storages. */
 static read_t read_nbytes = {"nbytes"}, read_address = {"data_ptr"}, read_key = {"_cdata"};
 
@@ -122,6 +121,17 @@ static int has_all(PyObject *shape, PyObject *stride, Py_ssize_t itemsize, Py_ss
     return numel * itemsize == nbytes;
 }
 
+/* The items of `shape`, whose reference this takes over, as a tuple that is of no class of torch. NULL on error. */
+static PyObject *plain(PyObject *shape)
+{
+    PyObject *items;
+    if (shape == NULL || PyTuple_CheckExact(shape))
+        return shape;
+    items = PyTuple_Check(shape) ? PyTuple_GetSlice(shape, 0, PyTuple_GET_SIZE(shape)) : PySequence_Tuple(shape);
+    Py_DECREF(shape);
+    return items;
+}
+
 /* Offset, shape, strides and dtype of `tensor`; `*is_all` is what `has_all` says of them. NULL on error. */
 static PyObject *place_of(PyObject *tensor, Py_ssize_t nbytes, int *is_all)
 {
@@ -132,11 +142,13 @@ static PyObject *place_of(PyObject *tensor, Py_ssize_t nbytes, int *is_all)
         return NULL;
     for (Py_ssize_t i = 0; i < 4; i++) {
         PyObject *value = read_of(tensor, reads[i]);
+        if (i == 1)
+            value = plain(value);
         if (value == NULL)
             goto failed;
         PyTuple_SET_ITEM(place, i, value);
     }
-    itemsize = number_of(tensor, &read_itemsize);
+    itemsize = number_of(PyTuple_GET_ITEM(place, 3), &read_itemsize);
     if (itemsize < 0)
         goto failed;
     *is_all = has_all(PyTuple_GET_ITEM(place, 1), PyTuple_GET_ITEM(place, 2), itemsize, nbytes);
@@ -150,7 +162,8 @@ failed:
 /* What is read of a plain tensor; `storage` is its. */
 static PyObject *reads_of(PyObject *tensor, PyObject *storage, Py_ssize_t nbytes)
 {
-    PyObject *address = read_of(storage, &read_address), *key, *version = NULL, *place = NULL, *reads = NULL;
+    PyObject *address = read_of(storage, &read_address), *key, *version = NULL, *place = NULL, *size = NULL,
+             *reads = NULL;
     int is_all = 0, is_lazy;
     if (address == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError)) { /* it has a size, and no bytes */
         PyErr_Clear();
@@ -165,9 +178,10 @@ static PyObject *reads_of(PyObject *tensor, PyObject *storage, Py_ssize_t nbytes
         is_lazy = truth_of(tensor, &read_is_conj);
     if (is_lazy == 0)
         is_lazy = truth_of(tensor, &read_is_neg);
-    if (is_lazy >= 0)
-        reads = Py_BuildValue("OOnOOOOO", storage, key, nbytes, address, version, place, is_all ? Py_True : Py_False,
-                              is_lazy ? Py_True : Py_False);
+    if (is_lazy >= 0 && (size = PyLong_FromSsize_t(nbytes)) != NULL)
+        reads = PyTuple_Pack(8, storage, key, size, address, version, place, is_all ? Py_True : Py_False,
+                             is_lazy ? Py_True : Py_False);
+    Py_XDECREF(size);
 done:
     Py_XDECREF(address);
     Py_XDECREF(key);
@@ -296,8 +310,8 @@ static int find_all(PyObject *torch, PyObject *nn)
 {
     read_t *of_tensors[] = {&read_layout, &read_storage,  &read_device, &read_is_quantized, &read_is_nested,
                             &read_base,   &read_version,  &read_offset, &read_shape,        &read_stride,
-                            &read_dtype,  &read_itemsize, &read_is_conj, &read_is_neg,      NULL};
-    read_t *of_dtypes[] = {&read_is_complex, NULL};
+                            &read_dtype,  &read_is_conj,  &read_is_neg, NULL};
+    read_t *of_dtypes[] = {&read_is_complex, &read_itemsize, NULL};
     read_t *of_storages[] = {&read_nbytes, &read_address, &read_key, NULL};
     tensor_type = find_type(torch, "Tensor");
     storage_type = find_type(torch, "UntypedStorage");

@@ -41,7 +41,7 @@ def read_plain(tensor: torch.Tensor, device: torch.device, min_bytes: int) -> Re
         address = storage.data_ptr()
     except RuntimeError:  # it has no bytes, although it has a size: that of a tangent of zeros
         return None
-    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
     # Not `tensor.nbytes`, which torch.compile cannot trace with dynamic shapes: it may compile these frames, too.
     has_all = tensor.is_contiguous() and tensor.numel() * tensor.element_size() == nbytes
     is_lazy = tensor.is_conj() or tensor.is_neg()

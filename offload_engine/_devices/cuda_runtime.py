@@ -175,7 +175,7 @@ class CudaRuntime:
         if stream == _current_stream(self._index):  # nearly always; saves a context manager
             if spec is None or not self._is_current:
                 return new_buffer(nbytes, spec, self._device)
-            buffer: torch.Tensor = _empty_strided(tuple(spec[1]), spec[2], spec[3])
+            buffer: torch.Tensor = _empty_strided(spec[1], spec[2], spec[3])
             return buffer
         with self.on(stream):
             return new_buffer(nbytes, spec, self._device)

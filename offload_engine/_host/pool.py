@@ -15,7 +15,6 @@ from typing import Any
 from offload_engine._devices.base import Device, Event
 from offload_engine._devices.regions import HostRegion
 from offload_engine._host.slabs import HostSlabs
-from offload_engine._host.try_lock import run_if_free
 from offload_engine._host.unawaited import UnawaitedCopies
 from offload_engine.errors import OffloadError
 
@@ -60,7 +59,7 @@ class HostPool:
     """Lends host bytes of a device, within a limit.
 
     `give_back` may be called at any time, also by the garbage collector in the middle of another call of this pool
-    or from another thread: it then only queues the lease, and the call in progress processes it.
+    or from another thread: it only queues the lease, for the next call that needs to know.
 
     Args:
         device: where slabs come from.
@@ -70,9 +69,7 @@ class HostPool:
 
     Attributes:
         alignment: of the bytes lent, in bytes.
-        lent_bytes: lent now.
         peak_lent_bytes: the most that were lent at once since `reset_peak`.
-        num_leases: not returned yet.
 
     Raises:
         ValueError: if the limit is negative or the slab size is not positive.
@@ -98,9 +95,21 @@ class HostPool:
         self._age = 0  # of the books
         self._peak_ever = 0
         self._peak_at_consolidation = 0
-        self.lent_bytes = 0
+        self._lent_bytes = 0
         self.peak_lent_bytes = 0
-        self.num_leases = 0
+        self._num_leases = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """Return the bytes that are lent now."""
+        self._settle()
+        return self._lent_bytes
+
+    @property
+    def num_leases(self) -> int:
+        """Return the number of leases that are not returned yet."""
+        self._settle()
+        return self._num_leases
 
     @property
     def slab_bytes_total(self) -> int:
@@ -127,13 +136,9 @@ class HostPool:
         """
         if nbytes <= 0:
             raise ValueError(f"a lease needs at least one byte, got {nbytes}")
-        if self._returns:
-            self._settle()
         with self._lock:
-            lease = self._lend(nbytes)
-        if self._returns:  # queued by the garbage collector while the lock was held
-            self._settle()
-        return lease
+            self._take_returns()
+            return self._lend(nbytes)
 
     def give_back(self, lease: HostLease, events: Sequence[Event] = ()) -> None:
         """Return a lease; its bytes may be lent again at once, together with `events`.
@@ -148,7 +153,6 @@ class HostPool:
         if lease._age != self._age:
             return
         self._returns.append((lease, events))
-        self._settle()
 
     def take_all_back(self) -> None:
         """Take back all that is lent, and drop all returned events; call it when no copy is in flight.
@@ -161,7 +165,7 @@ class HostPool:
         self._lock = threading.RLock()
         self._returns = deque()
         self._slabs.free_all()
-        self.lent_bytes = self.num_leases = 0
+        self._lent_bytes = self._num_leases = 0
 
     def freeze(self) -> None:
         """Lend only what the pool has, from now on: while a CUDA graph is captured nothing can be pinned.
@@ -194,7 +198,7 @@ class HostPool:
         """Restart `peak_lent_bytes` from the bytes lent now."""
         self._settle()
         self._peak_ever = max(self._peak_ever, self.peak_lent_bytes)
-        self.peak_lent_bytes = self.lent_bytes
+        self.peak_lent_bytes = self._lent_bytes
 
     def trim(self) -> int:
         """Close the slabs that are entirely free and that no copy reads.
@@ -213,9 +217,9 @@ class HostPool:
             RuntimeError: if leases are out; no slab is closed then.
         """
         self._settle()
-        if self.num_leases:
+        if self._num_leases:
             raise RuntimeError(
-                f"host pool closed with {self.num_leases} leases ({self.lent_bytes:,} bytes) out. "
+                f"host pool closed with {self._num_leases} leases ({self._lent_bytes:,} bytes) out. "
                 "Finish the iteration or call reset_iteration() first."
             )
         with self._lock:
@@ -223,9 +227,8 @@ class HostPool:
             self._slabs.close_free()
 
     def _settle(self) -> None:
-        """Process the queued returns, unless a call in progress holds the lock and processes them at its end."""
-        while self._returns and run_if_free(self._lock, self._take_returns):
-            pass
+        with self._lock:
+            self._take_returns()
 
     def _take_returns(self) -> None:
         while self._returns:
@@ -234,13 +237,13 @@ class HostPool:
 
     def _take_back(self, lease: HostLease, events: Sequence[Event]) -> None:
         self._slabs.free.put(lease._slab, lease.region.offset, lease._extent_bytes, events)
-        self.lent_bytes -= lease.region.nbytes
-        self.num_leases -= 1
+        self._lent_bytes -= lease.region.nbytes
+        self._num_leases -= 1
 
     def _lend(self, nbytes: int) -> HostLease | None:
         if self._closed:
             raise RuntimeError("the host pool has been closed")
-        if not self.num_leases and not self._is_frozen:
+        if not self._num_leases and not self._is_frozen:
             self._consolidate()
         slabs = self._slabs
         need = slabs.round_up(nbytes)
@@ -249,10 +252,10 @@ class HostPool:
             taken = slabs.free.take(need)
         if taken is None:
             return None
-        self.num_leases += 1
-        self.lent_bytes += nbytes
-        if self.lent_bytes > self.peak_lent_bytes:
-            self.peak_lent_bytes = self.lent_bytes
+        self._num_leases += 1
+        self._lent_bytes += nbytes
+        if self._lent_bytes > self.peak_lent_bytes:
+            self.peak_lent_bytes = self._lent_bytes
         region = HostRegion(slabs.by_index[taken.slab], taken.start, nbytes)
         return HostLease(self, taken.slab, need, region, taken.events)
 

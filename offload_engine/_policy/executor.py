@@ -81,6 +81,7 @@ class Executor:
         self.policy: Policy = policy
         self.leaving: LeavingQueue = leaving
         self._moves = store.moves
+        self._retired = store.retired
         self._is_complete = device.is_complete
         self.is_capturing: Callable[[], bool] = bool if device.graphs is None else device.graphs.is_capturing
         self._dry_run = dry_run
@@ -105,11 +106,8 @@ class Executor:
             OffloadError: if the host tier is full and `host_policy` is "error".
             KeyboardInterrupt: if one has come in a destructor, where Python drops it.
         """
-        try:
+        with self._retired, self._retired.lock:  # once, not for each move: it takes as long as the books of a move
             self._at(kind, chunk, group)
-        except BaseException as error:
-            self.store.failures.note(error)
-            raise
 
     def _at(self, kind: BoundaryKind, chunk: ChunkProgress | None, group: TensorGroup | None) -> None:
         store, late_from = self.store, -1
@@ -200,9 +198,10 @@ class Executor:
         """
         if self._context.recorder is not None:
             self._note_boundary(self._context.recorder, TURN_AROUND, chunk, None)
-        for group in chunk.groups:
-            if group.leaving_bytes:
-                self._recall(group)
+        with self._retired, self._retired.lock:
+            for group in chunk.groups:
+                if group.leaving_bytes:
+                    self._recall(group)
 
     def keep(self, group: TensorGroup) -> None:
         """Commit a group that stays resident, because its backward comes at once."""

@@ -6,32 +6,28 @@ from collections.abc import Sequence
 
 from offload_engine._devices.base import Event
 from offload_engine._saved.mover import CopyOut, StorageMover
-from offload_engine._saved.retirement import RetireQueue
 from offload_engine._saved.storage import COPYING_IN, COPYING_OUT, ON_HOST, TensorGroup
 from offload_engine._saved.transfers import TransferContext, record_produced
 
 
 class GroupMoves:
-    """Moves the storages of a group together, for the executor. Each move is an operation: see `RetireQueue`.
+    """Moves the storages of a group together, for the executor, which holds the lock of `RetireQueue` meanwhile.
 
     Args:
         mover: moves storages.
-        retired: retires, after an operation, what autograd has dropped meanwhile.
         context: device and copy streams.
     """
 
-    def __init__(self, mover: StorageMover, retired: RetireQueue, context: TransferContext) -> None:
+    def __init__(self, mover: StorageMover, context: TransferContext) -> None:
         self._mover = mover
-        self._retired = retired
         self._context = context
 
     def record_produced(self, group: TensorGroup) -> list[Event]:
         """Record, for a copy-out that is issued later, events after all work of `group` queued so far."""
-        with self._retired, self._retired.lock:
-            storages = list(group.storages)
-            for saved in storages:
-                saved.is_leaving = True
-            return record_produced(storages, self._context) if storages else []
+        storages = list(group.storages)
+        for saved in storages:
+            saved.is_leaving = True
+        return record_produced(storages, self._context) if storages else []
 
     def issue_copy_out(self, group: TensorGroup, produced: Sequence[Event] | None = None) -> CopyOut | None:
         """Issue the copy-out of the own storages of `group`; return it, or None if there is nothing to copy.
@@ -43,8 +39,7 @@ class GroupMoves:
         Raises:
             OffloadError: if the host tier has no room and `host_policy` is "error".
         """
-        with self._retired, self._retired.lock:
-            return self._mover.copy_out(group, produced)
+        return self._mover.copy_out(group, produced)
 
     def release(self, issued: CopyOut) -> None:
         """Release the device bytes of storages copied out together, except those recalled or retired since.
@@ -52,23 +47,20 @@ class GroupMoves:
         Raises:
             CopyError: if the copy-out failed; names the group.
         """
-        with self._retired, self._retired.lock:
-            self._mover.release(issued.storages)
+        self._mover.release(issued.storages)
 
     def recall(self, group: TensorGroup) -> None:
         """Recall the storages of `group` that are being copied out: they stay on the device."""
-        with self._retired, self._retired.lock:
-            for saved in group.storages:
-                if saved.residency is COPYING_OUT:
-                    self._mover.recall(saved)
+        for saved in group.storages:
+            if saved.residency is COPYING_OUT:
+                self._mover.recall(saved)
 
     def issue_copy_in(self, group: TensorGroup) -> int:
         """Issue the copy-in of the storages of `group` that are on host; return their number."""
-        with self._retired, self._retired.lock:
-            on_host = [saved for saved in group.storages if saved.residency is ON_HOST]
-            if on_host:
-                self._mover.copy_in(on_host)
-            return len(on_host)
+        on_host = [saved for saved in group.storages if saved.residency is ON_HOST]
+        if on_host:
+            self._mover.copy_in(on_host)
+        return len(on_host)
 
     def await_copy_in(self, group: TensorGroup) -> None:
         """Make the current stream wait for the copy-in of `group`, if one is issued.
@@ -76,7 +68,6 @@ class GroupMoves:
         Raises:
             CopyError: if the copy-in failed; names the group.
         """
-        with self._retired, self._retired.lock:
-            arriving = [saved for saved in group.storages if saved.residency is COPYING_IN]
-            if arriving:
-                self._mover.await_copy_in(arriving)  # early wait: unpack waits as well
+        arriving = [saved for saved in group.storages if saved.residency is COPYING_IN]
+        if arriving:
+            self._mover.await_copy_in(arriving)  # early wait: unpack waits as well

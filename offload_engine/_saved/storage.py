@@ -73,7 +73,10 @@ def move(storages: list[SavedStorage], to: Residency) -> None:
             if group is not None:
                 group.count(before, to, nbytes)
             group, before, nbytes = saved.group, saved.residency, 0
-            if to not in before.following:
+            for legal in before.following:  # in line: `in` would compare, where identity will do
+                if legal is to:
+                    break
+            else:
                 expected = ", ".join(legal.value for legal in before.following) or "nothing"
                 raise AssertionError(f"{saved!r}: cannot go from {before.value} to {to.value}; expected {expected}")
         saved.residency = to

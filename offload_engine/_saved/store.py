@@ -35,7 +35,7 @@ from offload_engine.stats import IterationStats
 
 
 class ActivationStore:
-    """Owns every saved storage. Its operations, and those of `moves`, take turns: see `RetireQueue`.
+    """Owns every saved storage. Its operations, and those of the executor, take turns: see `RetireQueue`.
 
     Attributes:
         counters: bytes saved and resident.
@@ -44,6 +44,7 @@ class ActivationStore:
         alloc_streams: allocating streams of tensors that another stream saves.
         live: storages with a handle left.
         moves: moves groups between device and host.
+        retired: retires, after an operation, what autograd has dropped meanwhile.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class ActivationStore:
         self.live: dict[SavedStorage, None] = self._mover.live
         self._by_key = self._mover.by_key
         self.failures: CopyFailures = self._mover.failures
-        self._retired = RetireQueue(context.device.is_copy_thread, self._mover.retire, self.failures)
-        self.moves: GroupMoves = GroupMoves(self._mover, self._retired, context)
-        self._lock = self._retired.lock
-        self._dropped = self._retired.dropped
+        self.retired: RetireQueue = RetireQueue(context.device.is_copy_thread, self._mover.retire, self.failures)
+        self.moves: GroupMoves = GroupMoves(self._mover, context)
+        self._lock = self.retired.lock
+        self._dropped = self.retired.dropped
         self.context: TransferContext = context  # the engine and the executor reach recorder and ranges by it
         self._context = context
         self._torch_device = context.device.torch_device
@@ -110,7 +111,7 @@ class ActivationStore:
             KeyboardInterrupt: if one has come while a handle was freed.
         """
         self.failures.raise_deferred()
-        self._retired.check(self.live)
+        self.retired.check(self.live)
         return bool(self.live)
 
     def check_handles(self, group: TensorGroup) -> None:
@@ -119,7 +120,7 @@ class ActivationStore:
         Raises:
             KeyboardInterrupt: if one has come while a handle was freed.
         """
-        self._retired.check(list(group.storages))
+        self.retired.check(list(group.storages))
 
     @property
     def lent_bytes(self) -> int:
@@ -129,13 +130,13 @@ class ActivationStore:
 
     def retire_dropped(self) -> None:
         """Retire the storages that have lost their last handle and wait for the next operation."""
-        self._retired.drain()
+        self.retired.drain()
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
-        # Long, and without `with self._retired`: it runs for each saved tensor, and a call costs as much as its work.
+        # Long, and without `with self.retired`: it runs for each saved tensor, and a call costs as much as its work.
         found, recorder = self.eligibility.read_movable(tensor), self._context.recorder
         if found is None or found[2] < group.min_bytes:
             if recorder is not None:
@@ -163,13 +164,13 @@ class ActivationStore:
                     group.add(saved)
                 if recorder is not None:
                     recorder.note_saved(tensor, group, storage=saved)
-                return PackedTensor(tensor, found, saved, self._retired, is_first)
+                return PackedTensor(tensor, found, saved, self.retired, is_first)
         except BaseException:
             self.failures.tear()  # whatever it is: perhaps there is a storage without a handle
             raise
         finally:
             if self._dropped:
-                self._retired.drain()
+                self.retired.drain()
 
     def note_staying(self, tensor: torch.Tensor, group: TensorGroup, reason: Reason) -> None:
         """Record, while a step is recorded, why a tensor stays that never came to `pack`."""
@@ -186,7 +187,7 @@ class ActivationStore:
         found = self.eligibility.read_movable(tensor)
         if found is None:
             return False
-        with self._retired, self._lock:
+        with self.retired, self._lock:
             saved = self._by_key.get(found[1])
             return saved is None or saved.group.is_ungrouped or _is_another_save(saved, found)
 
@@ -221,7 +222,7 @@ class ActivationStore:
 
     def empty_for_holders(self, holders: Sequence[torch.Tensor], num_copies: int) -> None:
         """Declare that `holders`, tensors over one storage, are not read again before its backward; see the engine."""
-        with self._retired, self._lock:
+        with self.retired, self._lock:
             saved = self._by_key.get(holders[0].untyped_storage()._cdata)
             if saved is None or saved.emptied is not None or saved.version != holders[0]._version:
                 return
@@ -240,7 +241,7 @@ class ActivationStore:
         """Recall or copy in a storage that prefetch missed, and make the current stream wait for it."""
         if saved.residency is RETIRED:
             raise OffloadError(f"a saved tensor of {saved.group} was dropped by reset_iteration(); run forward again")
-        with self._retired, self._lock:
+        with self.retired, self._lock:
             if saved.residency is COPYING_OUT:
                 self._note_copy_in(saved)
                 self._mover.recall(saved)
@@ -257,7 +258,7 @@ class ActivationStore:
 
     def _hand_over(self, saved: SavedStorage) -> None:
         """Leave the buffer to the tensor just made from it, unless another handle may need it soon."""
-        with self._retired, self._lock:
+        with self.retired, self._lock:
             if saved.may_be_handed_over() and self._current_stream() == saved.stream:
                 self._mover.hand_over(saved)
 

@@ -16,10 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import (
     IS_COMPILED,
-    ChunkKey,
     ChunkOffloadHandler,
     FixedBounds,
-    GroupTraits,
     OffloadConfig,
     OffloadEngine,
     ResidencyMeter,
@@ -31,6 +29,7 @@ from offload_engine._devices import CpuDevice
 from offload_engine._devices.memory_slab import MemorySlab
 from offload_engine._saved import store
 from offload_engine._saved.storage import SavedStorage, TensorGroup
+from offload_engine.planning.moves import TAIL
 from tests.adversarial import AdversarialDevice
 from tests.engine_state import is_free, release_all
 
@@ -222,7 +221,6 @@ def test_an_interrupt_leaves_no_step_under_way() -> None:
     """Whenever it comes: a lock that is never released would block the reset as well."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), CpuDevice("none"))
     store, num_interrupts = engine._store, 0
-    group = TensorGroup(ChunkKey(0, 0), 0, "empty", GroupTraits())
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     end = time.monotonic() + 0.5
     try:
@@ -230,7 +228,7 @@ def test_an_interrupt_leaves_no_step_under_way() -> None:
             with suppress(KeyboardInterrupt):
                 signal.setitimer(signal.ITIMER_REAL, 0.0005)
                 while True:
-                    store.moves.issue_copy_in(group)
+                    engine._executor.at(TAIL)
             num_interrupts += 1
             assert is_free(store._lock), f"after {num_interrupts} interrupts"
     finally:

@@ -20,10 +20,10 @@ from tests.tool_scripts import load_tool
 forward_groups = load_tool("group_cost").forward_groups
 
 PACKAGE = str(Path(offload_engine.__file__).parent)
-# Python functions of the engine that a group with three saved tensors runs, forward and backward. Of them 15 read
+# Python functions of the engine that a group with three saved tensors runs, forward and backward. Of them 9 read
 # tensors, and are in C where the core is compiled (`_compat/reads.py`).
-MAX_CALLS = 233
-MAX_DEVICE_CALLS = 32  # of which 7 ask for the current stream, 6 are told of a release, 3 ask whether a thread copies
+MAX_CALLS = 224
+MAX_DEVICE_CALLS = 29  # of which 7 ask for the current stream, 6 are told of a release, 3 ask whether a thread copies
 NUMEL = 64
 
 

@@ -108,14 +108,9 @@ def test_a_lock_that_is_held_is_not_waited_for() -> None:
 
 
 @pytest.mark.skipif(IS_COMPILED, reason="compiled attributes cannot be replaced")
-@pytest.mark.parametrize("owner", ["_retired", "pool"])
-def test_the_step_after_an_interrupt_runs(engine: OffloadEngine, owner: str) -> None:
+def test_the_step_after_an_interrupt_runs(engine: OffloadEngine) -> None:
     step(engine)
-    lock = Lock()
-    if owner == "pool":
-        engine.pool._lock = lock
-    else:
-        engine._store._lock = engine._store._retired.lock = lock
+    lock = engine._store._lock = engine._store.retired.lock = Lock()
     lock.num_left = 2
     with pytest.raises(KeyboardInterrupt):
         step(engine)
@@ -247,13 +242,13 @@ def test_an_interrupt_in_a_destructor_ends_the_backward_of_a_front_end(number: i
 
 @pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
 def test_an_interrupt_while_a_storage_is_retired_ends_the_step(engine: OffloadEngine, ignored: list[Any]) -> None:
-    retire = engine._store._retired._retire
+    retire = engine._store.retired._retire
 
     def interrupted(saved: Any) -> None:
-        engine._store._retired._retire = retire
+        engine._store.retired._retire = retire
         raise KeyboardInterrupt
 
-    engine._store._retired._retire = interrupted
+    engine._store.retired._retire = interrupted
     with pytest.raises(KeyboardInterrupt):
         step(engine)
     assert not ignored and not engine.has_saved and engine.pool.num_leases == 0
