@@ -69,7 +69,9 @@ def make_config(**overrides: Any) -> TransformerConfig:
 def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
     """Return this rank's model chunks, one for each virtual stage, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
-    model_parallel_cuda_manual_seed(1)
+    # Generators that a capture of whole steps can register; another model begins with a tracker of its own kind.
+    is_captured = config.cuda_graph_impl == "full_iteration"
+    model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=is_captured, force_reset_rng=True)
     num_stages = config.virtual_pipeline_model_parallel_size
     return [_make_chunk(config, stage) for stage in (range(num_stages) if num_stages else [None])]
 

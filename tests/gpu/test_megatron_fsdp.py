@@ -16,7 +16,7 @@ from tests.gpu.ranks import GpuRanks
 pytest.importorskip("einops", reason="Megatron-FSDP arranges its ranks with it")
 
 SHARDED = "optim_grads_params"
-DENSE = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
+DENSE = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
 EXPERTS = ["core_attn", "attn_proj", "mlp_norm", "router", "dispatched_tokens", "moe_act", "router_fc2"]
 HAS_EXPERTS: dict[str, Any] = {"num_moe_experts": 4}
 OVERLAP: dict[str, Any] = {**HAS_EXPERTS, "overlap_moe_expert_parallel_comm": True}
