@@ -21,7 +21,8 @@ import pytest
 NOT_FOR_MUTANTS = (
     "any_model_example bench_cpu bench_frontends bench_gpu bench_gpu_copies bench_recomputation "
     "budget_curve checkpointed_example compile cuda_calls environment examples host_cost imports lightning_trainer "
-    "mutation_check random_interrupts readme show_plan tools torch_private trace_waits transformers_trainer"
+    "mutation_check random_interrupts readme reserved_memory show_plan soak tools torch_private trace_waits "
+    "transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""
 OUTPUT = "TESTED_LINES_OUTPUT"  # in the environment of the recording process: the package, and the file that it writes
@@ -111,7 +112,7 @@ def _record(files: Sequence[str], root: Path, package: str) -> TestedLines:
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tested_lines", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ended = subprocess.run([*command, *files], cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
-    if not output.exists():
+    if ended.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not output.exists():
         raise SystemExit(f"the tests could not be recorded:\n{ended.stdout[-3000:]}")
     return load(output)
 

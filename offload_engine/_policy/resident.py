@@ -13,7 +13,7 @@ from offload_engine._policy.reactive import Reactive
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.budget import SHARE_IN_FORWARD
-from offload_engine.planning.moves import BACKWARD, DROP, FORWARD, IN, ITERATION_END, OUT, TAIL, BoundaryKind
+from offload_engine.planning.moves import BACKWARD, DROP, FORWARD, IN, ITERATION_END, OUT, BoundaryKind
 from offload_engine.schedule import Action, ChunkKey
 
 
@@ -60,14 +60,11 @@ class ResidentBudgetPolicy(Reactive):
                 self._expected_bytes = self.counters.saved_bytes
                 self._is_in_forward = False
             self._within_budget.clear()  # backward needs them now: they are not copied out any more
-        elif kind is TAIL and chunk is not None:
-            chunk.begin_tail()
         elif kind is ITERATION_END:
             return ((DROP, left) for left in self.leaving.groups)
         return super().at(kind, chunk, group)
 
     def _commit(self, chunk: ChunkProgress, group: TensorGroup) -> Iterator[Move]:
-        self._horizon.count_committed(group)
         if not group.is_kept and not self._may_stay(chunk, group):
             yield OUT, group
         while (ahead := self._next_ahead()) is not None:

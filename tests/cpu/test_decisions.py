@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from offload_engine import ChunkKey, OffloadConfig, OffloadEngine
 from offload_engine._chunk.progress import ChunkProgress
-from offload_engine._policy.horizon import HorizonGroups
+from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
 from offload_engine._policy.leaving import LeavingQueue
+from offload_engine._policy.lowest_peak import GroupWindowPolicy, LowestPeakPolicy, PrefetchWindowPolicy
 from offload_engine._policy.resident import ResidentBudgetPolicy, ResidentLayersPolicy
 from offload_engine._policy.window import BackwardWindow
 from offload_engine._saved import eligibility
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.storage import TensorGroup
+from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.planning.planner import Planner
+from offload_engine.schedule import Action
 from tests.adversarial import AdversarialDevice
 from tests.cpu.test_host_pool import make_pool
 from tests.engine_state import release_all
@@ -124,3 +130,133 @@ def test_a_tensor_that_no_copy_in_has_brought_back_is_counted_as_missed() -> Non
         del handle
         assert engine.stats.prefetch_misses == 1
     engine.close()
+
+
+def chunks_with_a_group(count: int) -> list[ChunkProgress]:
+    chunks = [ChunkProgress(ChunkKey(0, microbatch)) for microbatch in range(count)]
+    for chunk in chunks:
+        chunk.groups.append(TensorGroup(chunk.key, 0, "group"))
+    return chunks
+
+
+def leaving_with(*groups: TensorGroup) -> LeavingQueue:
+    leaving = LeavingQueue()
+    for one in groups:
+        issued: Any = SimpleNamespace(group=one, nbytes=8, number=0)
+        leaving.push(issued)
+    return leaving
+
+
+def test_chunks_whose_backward_has_begun_are_not_predicted_again() -> None:
+    first, second, third = chunks_with_a_group(3)
+    window = BackwardWindow()
+    for chunk in (first, second, third):
+        window.begin_forward(chunk)
+    window.begin_backward(third)
+    window.begin_backward(second)  # before `third` has brought its group back
+    second.prefetch_index = -1
+    assert window.next_chunk() is first
+
+
+def test_a_wrong_prediction_forgets_the_chunks_before_it() -> None:
+    first, second, third = chunks_with_a_group(3)
+    window = BackwardWindow()
+    window.begin_forward(first)
+    window.begin_forward(second)
+    window.begin_backward(second)
+    assert window.begin_forward(third)
+    window.begin_backward(third)
+    third.prefetch_index = -1
+    assert window.next_chunk() is None
+
+
+def test_groups_passed_by_count_again_once_their_backward_comes() -> None:
+    counters = ByteCounters(None)
+    horizon = HorizonBytes(counters, 8)
+    passed, other = group(0, arriving_bytes=8), group(1, arriving_bytes=8)
+    for one in (passed, other):
+        one.storages = {object(): None}  # type: ignore[dict-item]
+        horizon.count_issued(one)
+    horizon.count_passed()
+    counters.prefetched_bytes = 16
+    waiting = group(2, on_host_bytes=8)
+    assert horizon.has_room(waiting, False)
+    horizon.count_reached(passed)
+    assert not horizon.has_room(waiting, False)  # 8 are ahead: those of `other` are still left out
+    counters.prefetched_bytes = 8
+    assert horizon.has_room(waiting, False)
+    other.storages = {}
+    horizon.count_reached(passed)
+    assert not horizon.has_room(waiting, False)
+
+
+def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> None:
+    (chunk,) = chunks_with_a_group(1)
+    policy = PrefetchWindowPolicy(ByteCounters(None), LeavingQueue(), 1, None)
+    policy._horizon.count_issued(group(0, own_device_bytes=8))
+    assert not policy._horizon.has_room(group(1), False)
+    policy.begin((), False)
+    assert policy._horizon.has_room(group(1), False)
+    layers = ResidentLayersPolicy(ByteCounters(None), LeavingQueue(), 2)
+    for _ in range(2):  # iterations of one layer, which is the same in each
+        layers.begin((Action("F", chunk.key), Action("B", chunk.key)), False)
+        assert layers._window.has_schedule
+        list(layers._commit(chunk, group(0, own_bytes=8, ends_layer=True)))
+        assert layers._room.limit_bytes == 16
+
+
+def test_a_forward_that_was_abandoned_says_nothing_about_the_next() -> None:
+    (chunk,) = chunks_with_a_group(1)
+    policy = ResidentBudgetPolicy(ByteCounters(None), LeavingQueue(), 64, expected_bytes=8)
+    policy.at(FORWARD, chunk, None)
+    policy.clear()
+    policy.at(BACKWARD, chunk, None)
+    assert policy._expected_bytes == 8
+
+
+def test_all_copy_outs_are_released_at_the_end_of_an_iteration() -> None:
+    left = group(0)
+    policy = LowestPeakPolicy(ByteCounters(None), leaving_with(left))
+    assert list(policy.at(ITERATION_END, None, None)) == [(DROP, left)]
+    assert list(policy.at(HEAD, None, None)) == []
+
+
+@pytest.mark.parametrize("policy_type", [PrefetchWindowPolicy, GroupWindowPolicy])
+def test_a_bound_of_bytes_in_flight_replaces_the_wait_at_a_backward(policy_type: Any) -> None:
+    left = group(0)
+    (chunk,) = chunks_with_a_group(1)
+    chunk.key = ChunkKey(0, 1)
+    for max_inflight_bytes, moves in ((None, [(DROP, left)]), (64, [])):
+        policy = policy_type(ByteCounters(None), leaving_with(left), 2, max_inflight_bytes)
+        policy.at(TAIL, chunk, None)
+        assert list(policy.at(CHUNK_BACKWARD, chunk, None)) == moves
+
+
+def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
+    pool, fake = make_pool(slab_bytes=64, capacity=96)
+    assert pool._slabs.grow(16, 64) and fake.open_bytes == 64  # one, and not one of each size
+    assert pool._slabs.grow(16, 64) and fake.open_bytes == 80
+    assert pool._slabs.grow(32, 64) and fake.open_bytes == 32  # the idle ones have made room
+
+
+def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
+    pool, _ = make_pool(slab_bytes=64)
+    old = pool.lend(64)
+    assert old is not None
+    pool._slabs.nbytes = 0  # as if interrupted before it was counted
+    pool.take_all_back()
+    assert pool.slab_bytes_total == 64
+    new = pool.lend(64)
+    pool.give_back(old, ())
+    assert new is not None and pool.num_leases == 1 and pool.lent_bytes == 64
+
+
+def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
+    pool, fake = make_pool(slab_bytes=64)
+    assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
+    pool._is_frozen = True
+    lease = pool.lend(16)
+    assert lease is not None and len(pool._slabs.by_index) == 2
+    pool.give_back(lease, ())
+    pool.thaw()
+    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
