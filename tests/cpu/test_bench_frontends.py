@@ -1,9 +1,8 @@
-"""tools/bench_frontends.py, as far as it runs without a GPU."""
+"""benchmarks/run.py frontends, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import FixedBounds, GroupWindow
-from tests.cpu.test_bench_gpu import tools_on_path
-from tests.dist.programs import ROOT, run_program
+from tests.dist.programs import BENCHMARK, run_program
 
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
@@ -24,20 +21,17 @@ pytest.importorskip(
     "transformers", reason="the benchmark's model is one of transformers: pip install '.[integrations]'"
 )
 
-with tools_on_path():
-    from bench_frontends import (
-        contenders,
-        gauges,
-        link_bound,
-        longest,
-        report,
-        rivals,
-        settings,
-        turns,
-        watch,
-    )
-    from bench_frontends.workload import Attached, Workload
-
+from benchmarks.frontends import (
+    contenders,
+    gauges,
+    link_bound,
+    longest,
+    report,
+    settings,
+    turns,
+    watch,
+)
+from benchmarks.frontends.workload import Attached, Workload
 from offload_engine import ResidencyMeter, SavedTensorTracker  # noqa: E402  # after the tools, as they import it
 
 TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
@@ -47,42 +41,11 @@ ON_CPU = [name for name in settings.CONTENDERS if name not in settings.NEED_GPU]
 # ---- the command line ----
 
 
-def test_defaults_are_the_model_of_qwen2_7b() -> None:
-    shape = settings.parse([]).shape
-    assert (shape.hidden, shape.ffn, shape.heads, shape.kv_heads) == (3584, 18944, 28, 4)
-    assert (shape.seq, shape.layers) == (32768, 4)
-    assert settings.parse(["--seq", "4096"]).shape.layers == 12
-    assert settings.parse(["--quick", "--layers", "5"]).shape.layers == 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--contenders ours,none", "ours"),
-        ("--heads 5", "do not divide"),
-        ("--layers 0", "at least 1"),
-        ("--rounds 0", "at least 1"),
-        ("--host-gib 0", "--host-gib must be positive"),
-        ("--engine horizon_bytes", "NAME=VALUE"),
-        ("--rivals no/such/folder", "not a folder"),
-        ("--total-seconds 9", "of --longest: add --longest"),
-        ("--resume trials.jsonl", "of --longest: add --longest"),
-        ("--longest --resume nowhere.jsonl", "nowhere.jsonl is not a file"),
-        ("--recording --longest", "give one of them"),
-        ("--documents 3000", "do not divide a sequence of 32,768"),
-    ],
-)
-def test_nonsense_is_an_error_that_says_so(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        settings.parse(arguments.split())
-    assert message in capsys.readouterr().err
-
-
 FLAGS = ("--device", "cpu", "--tiny", "--contender-seconds", "100")  # a busy machine is no reason to stop one
 
 
 def run_tool(directory: Path, *arguments: str) -> str:
-    return run_program(ROOT / "tools" / "bench_frontends.py", *FLAGS, *arguments, cwd=directory)[0].out
+    return run_program(BENCHMARK, "frontends", *FLAGS, *arguments, cwd=directory)[0].out
 
 
 def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path) -> None:
@@ -223,14 +186,6 @@ def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int,
     assert len(set(tried) | set(known)) == found.num_trials, "no length is tried twice"
 
 
-def test_checkpointed_inputs_have_the_least_horizon_unless_there_is_another() -> None:
-    plain = contenders.Ours({})
-    assert plain.checkpoint_config == plain.config
-    lowest = contenders.Ours({}, horizon=1)
-    assert lowest.checkpoint_config.policy == GroupWindow(1) and lowest.config.policy is None
-    assert contenders.Ours({"horizon_bytes": 5}, horizon=1).checkpoint_config.policy == FixedBounds(horizon_bytes=5)
-
-
 def test_attention_within_documents_is_attention_to_each_of_them() -> None:
     shape = settings.Shape(layers=2, seq=64, **TINY)
     packed = Workload(shape, "cpu", documents=16)
@@ -261,44 +216,7 @@ def test_saved_bytes_of_a_layer_are_those_that_autograd_saves() -> None:
     assert saved_bytes(3) - saved_bytes(2) == 32 * link_bound.saved_bytes_per_token(shape)
 
 
-def test_of_a_step_that_the_link_does_not_bound_the_least_time_is_its_computation() -> None:
-    bound = link_bound.link_bound(11_000_000, 1_000_000, forward_ms=5.0, backward_ms=10.0, out_gbps=50.0, in_gbps=25.0)
-    assert (bound.moved_bytes, bound.out_ms, bound.in_ms) == (10_000_000, 0.2, 0.4)
-    assert bound.step_ms == bound.compute_ms == 15.0 and not bound.is_bound_by_link
-
-
-def test_nothing_is_tried_that_cannot_fit() -> None:
-    shape = settings.Shape(layers=8, seq=1, **TINY)
-    one_mlp = 4 * 128 * 2
-    with_checkpointing = link_bound.longest_possible(shape, 1000 * one_mlp, 1 << 40, is_checkpointed=True)
-    assert with_checkpointing == 1000
-    everything = link_bound.saved_bytes_per_token(shape) * 8
-    assert link_bound.longest_possible(shape, 10 * everything, 5 * everything, is_checkpointed=False) == 15
-
-
 # ---- rivals ----
-
-FILE_OF_A_RIVAL = """
-import torch
-from not_installed.helpers.device import get_device
-
-class OffloadActivations(torch.autograd.graph.saved_tensors_hooks):
-    device = get_device()
-"""
-
-
-def write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
-@pytest.mark.parametrize("path", ["rival/models/offloading.py", "rival_offloading.py"])
-def test_a_file_is_loaded_with_stand_ins_which_are_gone_afterwards(tmp_path: Path, path: str) -> None:
-    write(tmp_path / path, FILE_OF_A_RIVAL)
-    stand_ins = {"not_installed.helpers.device": {"get_device": lambda: "cuda:7"}}
-    loaded = rivals.load_file("rival.models.offloading", tmp_path, stand_ins)
-    assert loaded.OffloadActivations.device == "cuda:7"
-    assert not [name for name in sys.modules if name.startswith("not_installed")]
 
 
 # ---- tables ----
