@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from benchmarks.frontends.contenders import Ours, make_contenders
+from benchmarks.frontends.contenders import Ours, make_contender
 from benchmarks.frontends.link_bound import saved_bytes_per_token
 from benchmarks.frontends.workload import Attached, Workload
 from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers, enable_activation_offloading
@@ -29,8 +29,8 @@ class WithEngine(Attached):
 def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
     """Return the settings of `TITLES` that can run here, in their order."""
     engine = _engine_settings(device)
-    names = ("none", "any_model", "ckpt")
-    shared, _ = make_contenders(names, device, Ours(engine, 4096 if device == "cpu" else None), None)
+    ours = Ours(engine, 4096 if device == "cpu" else None)
+    shared = {name: make_contender(name, ours, None) for name in ("none", "any_model", "ckpt")}
     num_layers = len(workload.layers)
     saved = saved_bytes_per_token(workload.shape) * workload.num_tokens * num_layers
     found = {

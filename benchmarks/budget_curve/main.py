@@ -75,7 +75,8 @@ class _Run:
             def take(name: str, nbytes: int | None) -> dict[str, Any]:
                 bar.set_postfix_str(name)
                 attach = by_hand[name] if nbytes is None else budget(settings.device, nbytes)
-                is_over = time.perf_counter() > deadline
+                # What a failure leaves behind would count as memory of the next one.
+                is_over = time.perf_counter() > deadline or any(turn["failure"] for turn in length["turns"])
                 found = {"failure": "left out"} if is_over else turns.run(name, attach, nbytes)
                 length["left_out" if is_over else "turns"].append(name if is_over else found)
                 self._write()

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.frontends.turns import cut_graphs, describe, deterministic, drop_saved_tensor_hooks
+from benchmarks.apart import describe
+from benchmarks.frontends.jobs import deterministic
 from benchmarks.frontends.workload import Attached, Workload
 from benchmarks.gpu.gradients import Fingerprint, compare, fingerprint
 from offload_engine.engine import OffloadEngine
@@ -50,7 +51,7 @@ class Turns:
         self._reference: Fingerprint | None = None
 
     def run(self, name: str, attach: Attach, budget_bytes: int | None = None) -> dict[str, Any]:
-        """Run one setting; what it fails of is not raised but recorded as `failure`."""
+        """Run one setting; a failure is not raised but recorded. Run none on this model after that."""
         record: dict[str, Any] = {"setting": name, "budget_bytes": budget_bytes, "failure": None}
         self._release()
         self._workload.make_gradients()
@@ -59,9 +60,7 @@ class Turns:
                 self._take(attached, record)
         except Exception as error:  # its traceback, with the frames that hold tensors, ends here
             record["failure"] = describe(error)
-        drop_saved_tensor_hooks()
-        cut_graphs()
-        self._workload.drop_gradients()
+        self._workload.model.zero_grad(set_to_none=True)
         self._release()
         return record
 

@@ -47,7 +47,7 @@ def print_length(length: Record, as_markdown: bool) -> None:
         print(f"\n{title}\n")
     print_table(title, HEAD, lines, num_words=1, as_markdown=as_markdown)
     if length["left_out"]:
-        print(f"left out, as the time was over: {', '.join(length['left_out'])}")
+        print(f"left out, as the time was over or another one had failed: {', '.join(length['left_out'])}")
 
 
 def _line(turn: Record, turns: Sequence[Record], none: Record | None) -> tuple[str, ...]:

@@ -27,8 +27,6 @@ from offload_engine import (
 
 from . import rivals
 from .link_bound import saved_bytes_per_token
-from .rivals import Missing
-from .settings import NEED_GPU
 from .workload import Attached, Workload
 
 Attach = Callable[[Workload], AbstractContextManager[Attached]]
@@ -57,30 +55,17 @@ class Ours:
         return self.config.replace(policy=GroupWindow(self.horizon))
 
 
-def make_contenders(
-    names: tuple[str, ...], device: str, ours: Ours, folder: Path | None
-) -> tuple[dict[str, Attach], dict[str, str]]:
-    """Make the contenders, and say why others cannot take part. Imports the packages of the rivals: seconds.
+def make_contender(name: str, ours: Ours, folder: Path | None) -> Attach:
+    """Make a contender; imports the package of a rival.
 
     Args:
-        names: of `settings.CONTENDERS`.
-        device: "cuda" or "cpu".
+        name: of `settings.CONTENDERS`.
         ours: how those of this project are configured.
         folder: where files of rivals are that are not installed.
+
+    Raises:
+        Missing: if it cannot take part.
     """
-    found: dict[str, Attach] = {}
-    missing: dict[str, str] = {}
-    for name in names:
-        try:
-            if device == "cpu" and name in NEED_GPU:
-                raise Missing("it makes CUDA streams: it needs a GPU")
-            found[name] = _make(name, ours, folder)
-        except Missing as reason:
-            missing[name] = str(reason)
-    return found, missing
-
-
-def _make(name: str, ours: Ours, folder: Path | None) -> Attach:
     if name in _OURS:
         attach = _OURS[name]
         return lambda workload: attach(workload, ours)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,9 +26,7 @@ _NUM_STEPS = 6
 _RECORDED = 2  # of a run where one is: the first step after a pause is not like the others
 
 
-def measure(
-    workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: int, on_run: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: int) -> Iterator[dict[str, Any]]:
     """Run all kinds in turn, `rounds` times for each length; give a record for each length and part."""
     for seq in lengths:
         workload.set_length(seq)
@@ -37,7 +35,7 @@ def measure(
         try:
             _run(workload, handle, frozenset(), None)  # allocates host memory
             for _ in range(rounds):
-                _take_turns(workload, handle, found, on_run)
+                _take_turns(workload, handle, found)
         finally:
             handle.remove()
         plain = statistics.median(found["none"])
@@ -47,13 +45,10 @@ def measure(
             yield {"kind": "recording", "seq": seq, "part": part, **figures}
 
 
-def _take_turns(workload: Workload, handle: Any, found: dict[str, list[float]], on_run: Callable[[str], None]) -> None:
-    on_run("none")
+def _take_turns(workload: Workload, handle: Any, found: dict[str, list[float]]) -> None:
     found["none"] += _run(workload, handle, frozenset(), None)[1:]
-    on_run("each")
     found["each"] += _run(workload, handle, frozenset(range(_NUM_STEPS)), None)[1:]
     for part, has_file in (("one", False), ("file", True)):
-        on_run(part)
         with _file() as file:
             times = _run(workload, handle, frozenset({_RECORDED}), file if has_file else None)
         found[part].append(times[_RECORDED])

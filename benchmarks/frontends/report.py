@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from benchmarks.gpu.leftovers import notice
-
 from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
 
 MIB = 1 << 20
@@ -18,7 +16,6 @@ Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
 _AT_LONGEST = ("reserved MiB there", "pinned MiB there")
-_LEFTOVERS = ("left_device_bytes", "left_pinned_bytes", "found_device_bytes", "found_pinned_bytes")
 
 
 class Rows(NamedTuple):
@@ -62,14 +59,12 @@ def _summary(own: Sequence[Record], base: Sequence[float]) -> Record:
         "step_ms_max": max(steps, default=None),
         "ratio": statistics.median(steps) / statistics.median(base) if steps and base else None,
         "forward_ms": statistics.median(turn["forward_ms"] for turn in measured) if measured else None,
-        "warm_up_s": max((second for turn in own for second in turn["warm_up_s"]), default=None),
         "is_bitwise_equal": all(parity["is_bitwise_equal"] for parity in parities) if parities else None,
         "num_differing": max((parity["num_differing"] for parity in parities), default=None),
         "pinned_bytes": max((_pinned(turn) for turn in measured), default=None),
         "failure": next((turn["failure"] for turn in own if turn["failure"]), None),
     }
     summary |= {name: max((turn[name] for turn in measured), default=None) for name in _MEMORY}
-    summary |= {name: max(turn.get(name, 0) for turn in own) for name in _LEFTOVERS}
     summary["engine"] = measured[-1].get("engine", {}) if measured else {}
     return summary
 
@@ -105,17 +100,10 @@ def _main_table(title: str, summaries: Sequence[Record]) -> Rows:
         )
         memory = (_mib(s[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes"))
         parity = {None: "", True: "yes", False: f"{s['num_differing']} differ"}[s["is_bitwise_equal"]]
-        note = "".join(f" ({what})" for what in (_failure(s), notice(s)) if what)
+        note = f" ({s['failure']}; {s['num_steps']} timed steps)" if s["failure"] else ""
         ratio = "" if s["ratio"] is None else f"{s['ratio']:.4f}"
         rows.append((_name(s["label"]) + note, times, ratio, *memory, _mib(s["host_rss_bytes"]), parity))
     return Rows(f"{title}; memory in MiB, peaks of the timed steps", head, rows)
-
-
-def _failure(summary: Record) -> str:
-    if not summary["failure"]:
-        return ""
-    warm_up = f", slowest warm-up step {summary['warm_up_s']:.1f} s" if summary["warm_up_s"] else ""
-    return f"{summary['failure']}; {summary['num_steps']} timed steps{warm_up}"
 
 
 def _engine_table(summaries: Sequence[Record]) -> Rows:
@@ -159,7 +147,7 @@ def _longest_table(title: str, found: Sequence[Record]) -> Rows:
     head = ("contender", "longest", "shortest that failed", "why", "predicted", *_AT_LONGEST, "trials", "s")
     rows = [
         (
-            _longest_name(one),
+            _name(one["label"]),
             _tokens(one),
             f"{one['failed']:,}" if one["failed"] else "",
             one["reason"] or "",
@@ -187,12 +175,6 @@ def _recording_table(title: str, found: Sequence[Record]) -> Rows:
         for one in found
     ]
     return Rows(f"{title}; {CONTENDERS['layers']} while steps are recorded, medians", head, rows)
-
-
-def _longest_name(found: Record) -> str:
-    horizon = f", horizon_groups={found['horizon']}" if found.get("horizon") else ""
-    what = notice(found)
-    return _name(found["label"]) + horizon + (f" ({what})" if what else "")
 
 
 def _tokens(found: Record) -> str:
@@ -258,7 +240,7 @@ def plot_longest(records: Sequence[Record], file: Path) -> None:
     found.sort(key=lambda record: record["trained"])
     figure, axes = pyplot.subplots(figsize=(11, 1 + 0.35 * len(found)), layout="constrained")
     bars = axes.barh(
-        [_longest_label(record) for record in found],
+        [CONTENDERS[record["label"]] for record in found],
         [record["trained"] for record in found],
         color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
         hatch=[None if record["is_final"] else "///" for record in found],
@@ -271,8 +253,3 @@ def plot_longest(records: Sequence[Record], file: Path) -> None:
     axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
-
-
-def _longest_label(found: Record) -> str:
-    horizon = f", horizon_groups={found['horizon']}" if found.get("horizon") else ""
-    return CONTENDERS[found["label"]] + horizon

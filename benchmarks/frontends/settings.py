@@ -38,8 +38,6 @@ OURS = frozenset({"layers", "any_model", "any_model_2", "layers_ckpt", "wrapper"
 CHECKPOINTED = frozenset(
     {"ckpt", "layers_ckpt", "wrapper", "parts", "verl_ckpt", "ckpt_torch", "parts_torch", "ckpt_save"}
 )
-WITH_HORIZON = frozenset({"layers_ckpt", "wrapper", "parts"})
-"""What these hold on the device is a number of inputs, which --longest sets to 1, the least."""
 NEED_GPU = frozenset({"te_v2", "te_v1", "verl", "verl_ckpt", "torchtune", "trl"})
 """They make CUDA streams."""
 _SLOW_IMPORT = frozenset({"te_v2", "te_v1"})
@@ -111,8 +109,12 @@ class Settings:
     documents: int | None
     json: Path | None
     markdown: bool
-    memory_plot: Path | None
     plot: Path | None
+
+    @property
+    def engine_host_bytes(self) -> int:
+        """Return the host bytes for an engine: less than those of a contender, because its process takes some too."""
+        return int(self.engine.get("host_limit_bytes", 0.9 * (self.host_bytes or 0)))
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
@@ -173,7 +175,6 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         documents=args.documents,
         json=args.json,
         markdown=args.markdown,
-        memory_plot=args.memory_plot,
         plot=args.plot,
     )
 
@@ -284,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="continue the search of --longest from the trials in FILE, the --json of an earlier run with the same "
-        "model and machine; also for contenders that another one had left no memory",
+        "model and machine",
     )
     parser.add_argument(
         "--documents",
@@ -301,5 +302,4 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PNG",
         help="step time and peak reserved memory of each contender; with --longest the longest sequences",
     )
-    parser.add_argument("--memory-plot", type=Path, metavar="PNG", help="memory over one step of each contender")
     return parser

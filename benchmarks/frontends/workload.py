@@ -128,9 +128,6 @@ class Workload:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def drop_gradients(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-
     def wait(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
