@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.tables import print_table
+from benchmarks.tables import Rows
 
 from .by_hand_titles import TITLES
 
@@ -45,7 +45,7 @@ def print_length(length: Record, as_markdown: bool) -> None:
     title = f"{length['seq']:,} tokens, {length['layers']} layers"
     if as_markdown:
         print(f"\n{title}\n")
-    print_table(title, HEAD, lines, num_words=1, as_markdown=as_markdown)
+    Rows(title, HEAD, lines, num_words=1).print(as_markdown)
     if length["left_out"]:
         print(f"left out, as the time was over or another one had failed: {', '.join(length['left_out'])}")
 

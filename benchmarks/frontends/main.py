@@ -285,7 +285,7 @@ class Run:
         found = tables(self._title(), self._records)
         Console(width=max(160, Console().width)).print(*(rows.for_terminal() for rows in found))
         if self._settings.markdown:
-            print("\n".join(rows.as_markdown() for rows in found))
+            print("\n".join(f"{rows.title}\n\n{rows.as_markdown()}\n" for rows in found))
 
     def _title(self) -> str:
         shape = self._settings.shape

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from rich.table import Table
+from benchmarks.tables import Rows
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
 
@@ -16,26 +16,6 @@ Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
 _AT_LONGEST = ("reserved MiB there", "pinned MiB there")
-
-
-class Rows(NamedTuple):
-    """A table, for the terminal or for a document."""
-
-    title: str
-    head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-    def for_terminal(self) -> Table:
-        table = Table(title=self.title, title_justify="left")
-        for index, name in enumerate(self.head):
-            table.add_column(name, justify="left" if index == 0 else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def as_markdown(self) -> str:
-        lines = [self.head, ("---",) * len(self.head), *self.rows]
-        return f"{self.title}\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def summarize(records: Sequence[Record]) -> list[Record]:

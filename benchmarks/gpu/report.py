@@ -1,11 +1,11 @@
-"""What the records of a run amount to: ratios, falls of memory, targets, tables and the plot. Pure functions."""
+"""What the records of a run amount to: ratios, falls of memory, tables and the plot. Pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -13,7 +13,6 @@ from rich.table import Table
 from .budget import budget_table
 from .cells import mib, number
 from .measure import MemoryTimeline
-from .settings import incumbent_modules
 from .throughput import in_words, throughput, throughput_table
 
 Record = dict[str, Any]
@@ -23,23 +22,6 @@ _MOVES = (
     *("copied_out_bytes", "copied_in_bytes", "host_bytes_max", "host_bytes_at_peak"),
     *("prefetch_misses", "alloc_retries", "device_allocs"),
 )
-
-
-_FALLS = (
-    ("fall of reserved over bytes on host at the peak", "fall_reserved_over_at_peak", 0.95),
-    ("fall of reserved over the most bytes on host", "fall_reserved_over_max", 0.95),
-    ("R, fall of allocated over bytes on host at the peak", "fall_allocated_over_at_peak", 0.998),
-    ("fall of allocated over the most bytes on host", "fall_allocated_over_max", 0.998),
-)
-
-
-class Target(NamedTuple):
-    """One figure of ours against what it ought to reach."""
-
-    what: str
-    value: float | bool | None
-    limit: str
-    is_met: bool | None
 
 
 def slowest_of_ranks(turns: Iterable[Record], field: str = "step_ms") -> list[list[float]]:
@@ -172,78 +154,6 @@ def _parity(label: str, rank: int, mine: Sequence[Record], records: Sequence[Rec
     }
 
 
-def targets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Target]:
-    """Compare each of our contenders, on its worst rank, and the machine's figures with their targets."""
-    found: list[Target] = []
-    for label in dict.fromkeys(s["label"] for s in summaries if s["contender"] == "ours"):
-        found += _targets_of([s for s in summaries if s["label"] == label], summaries)
-    return found + _machine_targets(records)
-
-
-def _targets_of(own: Sequence[Record], summaries: Sequence[Record]) -> list[Target]:
-    label, modules = own[0]["label"], own[0]["modules"]
-    slack = 1.003 if modules == ["qkv_linear"] else 1.005
-    found = [
-        *(_at_least(f"{label}: {what}", _worst(own, field, min), limit) for what, field, limit in _FALLS),
-        _time_target(label, own, slack),
-        _at_least(f"{label}: copy-out over a plain copy", _worst(own, "out_share", min), 0.95),
-        _at_least(f"{label}: copy-in over a plain copy", _worst(own, "in_share", min), 0.95),
-        _at_most(f"{label}: pinned over bytes on host", _worst(own, "pinned_share", max), 1.10),
-    ]
-    rivals = _incumbents_of(modules, summaries)
-    if rivals:
-        limit = next(iter(rivals.values()))["step_ms_median"]
-        found.append(_at_most(f"{label}: step ms (limit: the incumbent's)", own[0]["step_ms_median"], limit))
-        ratios = [
-            s["peak_allocated_bytes"] / rivals[s["rank"]]["peak_allocated_bytes"] for s in own if s["rank"] in rivals
-        ]
-        found.append(_at_most(f"{label}: allocated over the incumbent's", max(ratios, default=None), 1.0))
-    flags = [s["is_bitwise_equal"] for s in own if s["is_bitwise_equal"] is not None]
-    if flags:
-        found.append(Target(f"{label}: losses and gradients bitwise equal", all(flags), "yes", all(flags)))
-    return found
-
-
-def _time_target(label: str, own: Sequence[Record], slack: float) -> Target:
-    if any(s.get("is_link_bound") for s in own):
-        return _at_most(f"{label}: step time over the link-bound limit", _worst(own, "over_bound", max), 1.05)
-    return _at_most(f"{label}: step time over no offload", own[0].get("ratio"), slack)
-
-
-def _machine_targets(records: Sequence[Record]) -> list[Target]:
-    reads = [r for r in records if r["kind"] == "host_read"]
-    found = [_at_most("host read under a full queue, ms", _worst(reads, "engine_busy_ms", max), 0.1)] if reads else []
-    for record in records:
-        if record["kind"] == "pinning":
-            ratio = record["slab_gbps"] / record["host_alloc_gbps"]
-            found.append(_at_least("pinning over cudaHostAlloc", ratio, 4.0))
-        if record["kind"] == "group_cost":
-            found.append(_at_most("host time of a group of 3 tensors, us", record["us"], 30.0))
-    return found
-
-
-def _incumbents_of(modules: Sequence[str], summaries: Sequence[Record]) -> dict[int, Record]:
-    """Return the records of the incumbent with the same modules, by rank."""
-    try:
-        names = list(incumbent_modules(modules))
-    except ValueError:
-        return {}
-    return {s["rank"]: s for s in summaries if s["contender"] == "incumbent" and s["modules"] == names}
-
-
-def _worst(records: Sequence[Record], field: str, worst: Any) -> float | None:
-    values = [record[field] for record in records if record.get(field) is not None]
-    return worst(values) if values else None
-
-
-def _at_least(what: str, value: float | None, limit: float) -> Target:
-    return Target(what, value, f">= {limit:g}", None if value is None else value >= limit)
-
-
-def _at_most(what: str, value: float | None, limit: float) -> Target:
-    return Target(what, value, f"<= {limit:.6g}", None if value is None else value <= limit)
-
-
 def _flat(rounds: Iterable[Iterable[float]]) -> list[float]:
     return [value for one in rounds for value in one]
 
@@ -256,7 +166,7 @@ def tables(title: str, summaries: Sequence[Record], records: Sequence[Record]) -
     parts = [_time_table(title, summaries), _memory_table(summaries), _moves_table(summaries)]
     parts += [throughput_table(found)] if (found := throughput(summaries, records)) else []
     parts += [budget_table(within)] if (within := [r for r in records if r["kind"] == "budget"]) else []
-    return Group(*parts, _machine_table(records), _target_table(targets(summaries, records)))
+    return Group(*parts, _machine_table(records))
 
 
 def _time_table(title: str, summaries: Sequence[Record]) -> Table:
@@ -340,17 +250,6 @@ def _machine_table(records: Sequence[Record]) -> Table:
             what = f"{record['kind']} {mib(record['copy_bytes'])} MiB" if "copy_bytes" in record else record["kind"]
             shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
             table.add_row(what, str(record.get("rank", "")), shown)
-    return table
-
-
-def _target_table(found: Sequence[Target]) -> Table:
-    table = _table("targets, on the worst rank", "what", "value", "target", "")
-    for target in found:
-        value = _words(target.value) if isinstance(target.value, bool) else number(target.value, 4)
-        verdict = (
-            "not measured" if target.is_met is None else "[green]met[/]" if target.is_met else "[bold red]MISSED[/]"
-        )
-        table.add_row(target.what, value, target.limit, verdict)
     return table
 
 

@@ -116,7 +116,7 @@ class Entry:
 
     @property
     def contender(self) -> str:
-        """Return its name in records: targets are for a kind that recomputes nothing."""
+        """Return its name in records, which tells what recomputes beside offload."""
         return f"{self.kind}+recompute" if self.recomputed else self.kind
 
     @property

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.tables import labelled_file, mistake_in, print_table
+from benchmarks.tables import Rows, labelled_file, mistake_in
 
 from .growths import Growth, History, read_history
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
     lines = [_line(label, growth) for label, history in found.items() for growth in history.growths[-args.last :]]
-    print_table("last growths of what is reserved", _HEAD, lines, num_words=2, as_markdown=args.markdown)
+    Rows("last growths of what is reserved", _HEAD, lines, num_words=2).print(args.markdown)
     for label, history in found.items():
         peaks = (history.peak_reserved_bytes, history.peak_allocated_bytes)
         print(f"{label}: peak reserved {_mib(peaks[0])} MiB, peak allocated {_mib(peaks[1])} MiB")

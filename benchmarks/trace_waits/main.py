@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.size_flags import bytes_flag
-from benchmarks.tables import labelled_file, mistake_in, print_table
+from benchmarks.tables import Rows, labelled_file, mistake_in
 
 from .caused import Judged, judge, summarize
 from .pauses import compare
@@ -44,12 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found[label] = trace, judge(trace, args.activation_bytes)
         rows += summarize(label, found[label][1])
     waits = [(row["label"], row["what"], *_numbers(row)) for row in rows]
-    print_table("host waits of one step", _HEAD, waits, num_words=2, as_markdown=args.markdown)
+    Rows("host waits of one step", _HEAD, waits, num_words=2).print(args.markdown)
     pauses = _pauses(found, args.activation_bytes) if args.pauses else []
     if pauses:
         title = f"the kernels that {args.traces[0][0]} has too, and the pauses in front of them"
         lines = [(row["label"], row["pause"], *_differences(row)) for row in pauses]
-        print_table(title, _PAUSES, lines, num_words=2, as_markdown=args.markdown)
+        Rows(title, _PAUSES, lines, num_words=2).print(args.markdown)
     if args.json:
         args.json.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *pauses]))
     if args.picture:

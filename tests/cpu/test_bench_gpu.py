@@ -185,9 +185,6 @@ def test_where_the_bytes_do_not_fit_the_time_the_limit_is_the_link(pp: int, boun
     summaries = report.summarize(records)
     own = next(s for s in summaries if s["contender"] == "ours" and s["rank"] == 0)
     assert own["is_link_bound"] and own["bound_ms"] == pytest.approx(bound_ms)
-    met = {t.what: t.is_met for t in report.targets(summaries, records)}
-    assert met["ours qkv_linear: step time over the link-bound limit"] is True
-    assert "ours qkv_linear: step time over no offload" not in met
 
 
 def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
@@ -376,7 +373,7 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     (status, shown, threads), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
     assert (status, threads) == ("0", "{False}")
     assert other == ["0", "", threads]
-    assert "ours core_attn" in shown and "targets" in shown
+    assert "ours core_attn" in shown
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     kinds = [record["kind"] for record in records]
     assert {kind: kinds.count(kind) for kind in kinds} == {
