@@ -41,17 +41,17 @@ class Skewed:
         self._gauge = gauge
         self.extra = extra
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gauge, name)
+
     def peak_bytes(self) -> int:
         return self._gauge.peak_bytes() + self.extra
 
     def held_bytes(self) -> int:
         return self._gauge.held_bytes() + self.extra
 
-    def reset(self) -> None:
-        self._gauge.reset()
-
-    def trim(self) -> None:
-        self._gauge.trim()
+    def outside_bytes(self) -> int:
+        return self._gauge.outside_bytes() + self.extra
 
 
 class Job:
