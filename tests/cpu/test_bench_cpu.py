@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
-from tests.dist.programs import BENCHMARK, run_program
+pytest.importorskip("tqdm")
+
+from benchmarks import cpu
 
 
-def test_cost_is_measured(tmp_path: Path) -> None:
-    (printed,) = run_program(BENCHMARK, "cpu", "cost", cwd=tmp_path)
-    assert "handler calls of a group" in printed.out
+def test_cost_is_measured() -> None:
+    calls, through_autograd = cpu.bench_cost(repeats=1, num_groups=4)
+    assert "handler calls of a group" in calls.what and float(calls.value) > 0 and through_autograd.unit == "us"
