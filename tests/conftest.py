@@ -14,6 +14,19 @@ import torch
 
 # Markers that a folder gives to all of its tests.
 MARKER_OF_FOLDER = {"gpu": pytest.mark.gpu, "dist": pytest.mark.dist}
+# Files that test no compiled module, and nothing that differs by versions of Python or megatron-core: examples,
+# documents, tools, and what the engine decides whatever is below it. CI runs them once.
+ONCE = {
+    *("cpu/test_" + name for name in (
+        "any_model_example bench_cpu bench_frontends bench_gpu bench_gpu_copies budget_curve checkpointed_example "
+        "ended_processes environment examples graph_check mutation_check package plan_command "
+        "prepare_text readme reserved_memory show_plan sizes soak tools trace_waits"
+    ).split()),
+    *("dist/test_" + name for name in (
+        "budget_agreement budget_layouts budget_recompute fsdp_example gpu_budget planned second_step "
+        "trainer turn_around waiting_copies"
+    ).split()),
+}  # fmt: skip
 
 
 def pytest_report_header() -> str:
@@ -33,7 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by folder, and skip what this machine cannot run, saying why."""
     tests = Path(__file__).parent
     for item in items:
-        folder = item.path.relative_to(tests).parts[0]
+        path = item.path.relative_to(tests)
+        folder = path.parts[0]
+        if path.with_suffix("").as_posix() in ONCE:
+            item.add_marker(pytest.mark.once)
         if folder in MARKER_OF_FOLDER:
             item.add_marker(MARKER_OF_FOLDER[folder])
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

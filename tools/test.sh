@@ -17,5 +17,5 @@ if [ -z "${CUDA_HOME:-}" ]; then
         fi
     done
 fi
-[ $# -gt 0 ] || set -- -n 2
+[ $# -gt 0 ] || set -- -n 2 --dist worksteal
 exec "$venv/bin/python" -m pytest "$@"

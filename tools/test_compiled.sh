@@ -15,5 +15,5 @@ cp -r "$copy/build/installed/." "$copy"
 
 export OFFLOAD_TESTS_EXPECT_COMPILED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$copy"
-[ $# -gt 0 ] || set -- tests/cpu -n 2
+[ $# -gt 0 ] || set -- tests/cpu -n 2 --dist worksteal
 "$python" -m pytest "$@"

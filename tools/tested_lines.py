@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import pytest
 
 NOT_FOR_MUTANTS = (
-    "any_model_example bench_cpu bench_frontends bench_gpu bench_gpu_copies bench_recomputation "
-    "budget_curve checkpointed_example compile cuda_calls environment examples host_cost imports lightning_trainer "
-    "mutation_check random_interrupts readme reserved_memory show_plan soak tools torch_private trace_waits "
-    "transformers_trainer"
+    "any_model_example budget_curve checkpointed_example compile cuda_calls environment examples host_cost imports "
+    "lightning_trainer mutation_check random_interrupts readme reserved_memory show_plan soak tools torch_private "
+    "trace_waits transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""
 OUTPUT = "TESTED_LINES_OUTPUT"  # in the environment of the recording process: the package, and the file that it writes

@@ -1,12 +1,14 @@
-"""`tools/bench_cpu.py` still knows the engine: its cheapest part runs. What it says of the time is not looked at."""
+"""`benchmarks/run.py cpu` still knows the engine: its cheapest part runs. What it says of the time is not looked at."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
-from tests.dist.programs import ROOT, run_program
+pytest.importorskip("tqdm")
+
+from benchmarks import cpu
 
 
-def test_cost_is_measured(tmp_path: Path) -> None:
-    (printed,) = run_program(ROOT / "tools" / "bench_cpu.py", "cost", cwd=tmp_path)
-    assert "handler calls of a group" in printed.out
+def test_cost_is_measured() -> None:
+    calls, through_autograd = cpu.bench_cost(repeats=1, num_groups=4)
+    assert "handler calls of a group" in calls.what and float(calls.value) > 0 and through_autograd.unit == "us"

@@ -1,4 +1,4 @@
-"""tools/bench_gpu/copies.py: what was on the host, and there only, when the most device memory was allocated."""
+"""benchmarks/gpu/copies.py: what was on the host, and there only, when the most device memory was allocated."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
-from tests.cpu.test_bench_gpu import tools_on_path  # noqa: E402
 
-with tools_on_path():
-    from bench_gpu import copies
+from benchmarks.gpu import copies
 
 GROUP_BYTES, NUM_GROUPS = 256, 8
 

@@ -1,4 +1,4 @@
-"""`tools/budget_curve.py` on the CPU: every setting runs, budgets hold, and the picture is drawn from the results."""
+"""`benchmarks/run.py budget_curve` on the CPU: all settings run, budgets hold, the picture is drawn."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.programs import ROOT, run_program
+from tests.dist.programs import BENCHMARK, run_program
 
-TOOL = ROOT / "tools" / "budget_curve.py"
 TINY = "--device cpu --tiny --layers 4 --budgets 2 --iters 1 --warmup 1".split()
 
 
@@ -17,7 +16,7 @@ def test_budgets_are_measured_beside_settings_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     file, picture = tmp_path / "curve.json", tmp_path / "curve.png"
-    (printed,) = run_program(TOOL, *TINY, "--json", str(file), "--markdown", cwd=tmp_path)
+    (printed,) = run_program(BENCHMARK, "budget_curve", *TINY, "--json", str(file), "--markdown", cwd=tmp_path)
     [length] = json.loads(file.read_text())["lengths"]
     turns = {turn["setting"]: turn for turn in length["turns"] if turn["budget_bytes"] is None}
     budgets = [turn for turn in length["turns"] if turn["budget_bytes"] is not None]
@@ -30,5 +29,5 @@ def test_budgets_are_measured_beside_settings_by_hand(tmp_path: Path) -> None:
         assert turn["steps_until_held"] >= 5 and turn["first_predicted_bytes"] and turn["host_ms"] > 0
     assert all(turn["parity"]["is_bitwise_equal"] for turn in length["turns"])
     assert "| best by hand that fits |" in printed.out
-    run_program(TOOL, "--draw", str(file), "--plot", str(picture), cwd=tmp_path)
+    run_program(BENCHMARK, "budget_curve", "--draw", str(file), "--plot", str(picture), cwd=tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -130,10 +130,10 @@ def test_texts() -> None:
 
 def test_tools_parse_sizes_before_torch_is_imported() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tools'); import bench_frontends.settings as s; "
+        "import sys; import benchmarks.frontends.settings as s; "
         "found = s.parse(['--host-gib', '2', '--device-gib', '500MiB', '--group-bytes', '64KiB']); "
         "assert (found.host_bytes, found.device_bytes, found.group_bytes) == (2 << 30, 500 << 20, 65536); "
-        "import trace_waits.main as t; "
+        "import benchmarks.trace_waits.main as t; "
         "assert t._parse(['--activation-bytes', '2M', sys.argv[1]]).activation_bytes == 2 << 20; "
         "assert 'torch' not in sys.modules"
     )

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.tool_scripts import TOOLS
+from tests import graph_order as order
 
 DUMP = Path(__file__).parents[1] / "artifacts" / "graph_qkv.json.gz"
 """Of a captured step: 3 layers, 3 microbatches, QKV linear layers offloaded; H200, CUDA 13, torch 2.11."""
-
-
-@pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    from graph_probe import order
-
-    return order
 
 
 @pytest.fixture
@@ -30,14 +22,14 @@ def graph() -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
     return dump["nodes"], [(source, target) for source, target in dump["edges"]]
 
 
-def test_the_captured_step_is_ordered(order: Any, graph: Any) -> None:
+def test_the_captured_step_is_ordered(graph: Any) -> None:
     found = order.check(*graph)
     assert found.is_right
     assert (found.host_pairs, found.device_pairs) == (25, 289)
     assert found.unread_kernels == 108  # matrix products: their tensor maps hide the addresses
 
 
-def test_each_edge_that_matters_is_missed(order: Any, graph: Any) -> None:
+def test_each_edge_that_matters_is_missed(graph: Any) -> None:
     taken = order.take_out(*graph)
     assert len(taken.noticed) == 19
     assert taken.unnoticed == []
@@ -47,7 +39,7 @@ def test_each_edge_that_matters_is_missed(order: Any, graph: Any) -> None:
 
 
 @pytest.mark.parametrize("direction", [0, 1], ids=["into", "out of"])
-def test_a_copy_that_is_cut_loose_is_missed(order: Any, graph: Any, direction: int) -> None:
+def test_a_copy_that_is_cut_loose_is_missed(graph: Any, direction: int) -> None:
     """Of each copy all edges to it, or all from it."""
     nodes, edges = graph
     for copy in [i for i, node in enumerate(nodes) if node.get("kind")]:
@@ -66,7 +58,7 @@ STEP = [kernel(100), copy("out", 0, 100), kernel(100), copy("in", 0, 200), kerne
 CHAIN = [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_a_step_in_order_is_right(order: Any) -> None:
+def test_a_step_in_order_is_right() -> None:
     found = order.check(STEP, CHAIN)
     assert found.is_right
     assert found.summary()["host_pairs"] == 1
@@ -82,11 +74,11 @@ def test_a_step_in_order_is_right(order: Any) -> None:
         ((3, 4), ("device", 3, 4)),  # it is read before it is back
     ],
 )
-def test_pairs_without_a_path_are_named(order: Any, missing: tuple[int, int], fault: tuple[str, int, int]) -> None:
+def test_pairs_without_a_path_are_named(missing: tuple[int, int], fault: tuple[str, int, int]) -> None:
     assert fault in order.check(STEP, [edge for edge in CHAIN if edge != missing]).unordered
 
 
-def test_what_comes_back_has_left(order: Any) -> None:
+def test_what_comes_back_has_left() -> None:
     """Another group has the same host bytes in between, or a part of them."""
     for other in (copy("out", 0, 300, 4), copy("out", 4, 300, 8)):
         nodes = [*STEP[:3], other, *STEP[3:]]
@@ -94,26 +86,10 @@ def test_what_comes_back_has_left(order: Any) -> None:
     assert order.check(STEP[2:], [(0, 1), (1, 2)]).unfilled == [1]
 
 
-def test_the_graph_waits_for_each_copy(order: Any) -> None:
+def test_the_graph_waits_for_each_copy() -> None:
     assert order.check(STEP[:2], [(0, 1)]).unawaited == [1]
 
 
-def test_copies_of_the_same_device_bytes_are_ordered(order: Any) -> None:
+def test_copies_of_the_same_device_bytes_are_ordered() -> None:
     nodes = [kernel(100), copy("out", 0, 100), copy("in", 50, 104), kernel(1)]
     assert ("device", 1, 2) in order.check(nodes, [(0, 1), (0, 2), (1, 3), (2, 3)]).unordered
-
-
-def test_the_program_tells_of_faults_by_its_status(
-    order: Any, graph: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from graph_check import main
-
-    assert main([str(DUMP)]) == 0
-    nodes, edges = graph
-    missing = order.take_out(nodes, edges).noticed[0]
-    damaged = tmp_path / "graph.json.gz"
-    with gzip.open(damaged, "wt") as file:
-        json.dump({"nodes": nodes, "edges": [edge for edge in edges if edge != missing]}, file)
-    capsys.readouterr()
-    assert main([str(damaged)]) == 1
-    assert json.loads(capsys.readouterr().out)["num_unordered"] > 0

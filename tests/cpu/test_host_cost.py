@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 import offload_engine
+from benchmarks.group_cost import forward_groups
 from offload_engine import OffloadConfig, OffloadEngine
 from tests import adversarial
 from tests.adversarial import AdversarialDevice
-from tests.tool_scripts import load_tool
-
-forward_groups = load_tool("group_cost").forward_groups
 
 PACKAGE = str(Path(offload_engine.__file__).parent)
 # Python functions of the engine that a group with three saved tensors runs, forward and backward. Of them 9 read

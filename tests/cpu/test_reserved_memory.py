@@ -1,4 +1,4 @@
-"""tools/reserved_memory.py, on histories of known content."""
+"""benchmarks/run.py reserved_memory, on histories of known content."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.test_bench_gpu import tools_on_path
-
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
-with tools_on_path():
-    from reserved_memory import growths, main
+from benchmarks.reserved_memory import growths, main
 
 MIB = 1 << 20
 ENGINE = {"filename": "/lib/python3/site-packages/torch/nn/functional.py", "line": 3, "name": "linear"}

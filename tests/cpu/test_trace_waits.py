@@ -1,4 +1,4 @@
-"""tools/trace_waits.py, on small traces of known content."""
+"""benchmarks/run.py trace_waits, on small traces of known content."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_bench_gpu import tools_on_path
+from benchmarks.trace_waits import caused, pauses, trace
+from benchmarks.trace_waits.spans import Span, total, union, within, without
 
-pytest.importorskip("rich")
-pytest.importorskip("tqdm")
-ROOT = Path(__file__).parents[2]
-
-with tools_on_path():
-    from trace_waits import caused, pauses, trace
-    from trace_waits.spans import Span, total, union, within, without
-
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "run.py"
 MIB = 1 << 20
 START = 5_000_000.0  # a profiler's clock does not begin at zero
 
@@ -222,11 +216,12 @@ def test_the_program_prints_a_table_draws_and_fails_beyond_the_limit(tmp_path: P
     blocked = write_trace(
         tmp_path / "blocked.json", kernel(0, 300), copy_out(0, 2000), call("cudaStreamSynchronize", 100, 1000)
     )
-    tool, plot, rows = str(ROOT / "tools" / "trace_waits.py"), tmp_path / "waits.png", tmp_path / "rows.jsonl"
+    plot, rows = tmp_path / "waits.png", tmp_path / "rows.jsonl"
     more = ["--picture", str(plot), "--json", str(rows), "--limit-ms", "0.5", "--markdown"]
 
     def run(*traces: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, tool, *traces, *more], capture_output=True, text=True, check=False)
+        command = [sys.executable, str(BENCHMARK), "trace_waits", *traces, *more]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
 
     done = run(f"none={quiet}", f"ours={blocked}")
     assert done.returncode == 1, done.stderr

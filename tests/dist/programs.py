@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 from tests.dist.launch import Variables, run_ranks
 
 ROOT = Path(__file__).parents[2]
+BENCHMARK = ROOT / "benchmarks" / "run.py"
 
 
 class Printed(NamedTuple):

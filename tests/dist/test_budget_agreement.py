@@ -41,6 +41,9 @@ class Skewed:
         self._gauge = gauge
         self.extra = extra
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gauge, name)
+
     def peak_bytes(self) -> int:
         return self._gauge.peak_bytes() + self.extra
 
@@ -48,13 +51,7 @@ class Skewed:
         return self._gauge.held_bytes() + self.extra
 
     def outside_bytes(self) -> int:
-        return self._gauge.outside_bytes()
-
-    def reset(self) -> None:
-        self._gauge.reset()
-
-    def trim(self) -> None:
-        self._gauge.trim()
+        return self._gauge.outside_bytes() + self.extra
 
 
 class Job:

@@ -13,7 +13,7 @@ import torch  # noqa: E402
 
 from tests.dist.deep_ep import deep_ep_over_gloo  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import Case, run_with, run_without  # noqa: E402
+from tests.dist.parity import Case, References, run_with, run_without  # noqa: E402
 
 FLEX: dict[str, Any] = {
     "moe_token_dispatcher_type": "flex",
@@ -47,8 +47,9 @@ def _check_what_moves(copied: list[list[int]]) -> None:
 def _copied_bytes(cases: list[Case], microbatches: list[int]) -> list[int]:
     """Of the last step of each case."""
     gc.disable()
+    references = References()
     with deep_ep_over_gloo():
-        steps = [run_with(case, microbatches, run_without(case, microbatches)) for case in cases]
+        steps = [run_with(case, microbatches, references.of(case, microbatches)) for case in cases]
     return [counters[-1].copied_out_bytes for counters in steps]
 
 

@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 @pytest.mark.parametrize(
     ("strategy", "world_size", "kind"),
-    [("fsdp", 2, "qwen2"), ("fsdp2", 2, "qwen2"), ("ddp", 2, "qwen2"), ("fsdp", 2, "llama"), ("fsdp2", 4, "llama")],
+    [("fsdp", 2, "qwen2"), ("fsdp2", 2, "qwen2"), ("ddp", 2, "qwen2"), ("fsdp2", 4, "llama")],
 )
 def test_losses_and_gradients_are_equal_to_the_last_bit(strategy: str, world_size: int, kind: str) -> None:
     run_ranks(_check_parity, strategy, kind, world_size=world_size, pipeline=PlainGroup())
@@ -56,7 +56,7 @@ def _check_parity(strategy: str, kind: str) -> None:
     """Checkpointing or not, and whose, makes no difference to the numbers either."""
     for is_mixed in (False,) if strategy == "ddp" else (False, True):
         plain = _train(strategy, kind, Case(is_mixed=is_mixed), offload=False)
-        for case in CASES:
+        for case in CASES if kind == "qwen2" else CASES[1::5]:
             if case.is_mixed != is_mixed or (strategy == "ddp" and case.own == "reentrant"):
                 continue  # DDP itself refuses reentrant checkpointing here
             run = _train(strategy, kind, case, offload=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -128,13 +127,10 @@ def test_figures_of_h200(setup: str) -> None:
 
 
 def _forecast_of_setup(name: str) -> Measured:
+    from benchmarks.gpu import model, settings
     from megatron_patches._rehearsal.forecast import forecast_job
     from megatron_patches._rehearsal.job import TrainingJob
     from offload_engine.planning.hardware import find_hardware
-    from tests.tool_scripts import TOOLS
-
-    sys.path.insert(0, str(TOOLS))
-    from bench_gpu import model, settings
 
     logging.disable(logging.WARNING)
     setup = settings.SETUPS[name]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.shared_gpus import gpu_of
 from tests.dist.launch import Outcome, Pipeline, collect, set_up_parallel_state
 from tests.gpu.parity import CUBLAS_WORKSPACE
-from tests.tool_scripts import load_tool
 
 TIMEOUT_S = 150.0
 _ENVIRONMENT = {
@@ -93,7 +93,7 @@ def require_libraries() -> None:
 
 def _serve(connection: Connection, rank: int, num_ranks: int, store: str) -> None:
     os.environ.update(_ENVIRONMENT, RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    device = load_tool("shared_gpus").gpu_of(rank)
+    device = gpu_of(rank)
     torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", store, timedelta(seconds=TIMEOUT_S), num_ranks, rank, device_id=device)
     last: Pipeline | None = None

@@ -12,8 +12,9 @@ import torch
 
 from offload_engine import FixedBounds, LowestPeak, OffloadConfig, enable_activation_offloading
 from offload_engine.policies import PolicySettings, ResidentLayers
+from tests.gpu.graph_nodes import describe
 from tests.gpu.test_graph_captures import Training
-from tests.tool_scripts import TOOLS
+from tests.graph_order import take_out
 
 
 @pytest.mark.parametrize(
@@ -21,11 +22,7 @@ from tests.tool_scripts import TOOLS
     [LowestPeak(), ResidentLayers(), FixedBounds(max_inflight_bytes=1 << 20)],
     ids=["lowest", "layers", "fixed"],
 )
-def test_a_captured_step_is_ordered(policy: PolicySettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    from graph_probe.nodes import describe
-    from graph_probe.order import take_out
-
+def test_a_captured_step_is_ordered(policy: PolicySettings, tmp_path: Path) -> None:
     dump = tmp_path / "graph.json.gz"
     found = captured(policy, lambda graph: describe(graph.raw_cuda_graph(), str(dump)))
     assert found["memcpy_bytes"]["out"] > 0

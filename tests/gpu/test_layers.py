@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
+from benchmarks.shared_gpus import gpu_of  # noqa: E402
 from offload_engine import OffloadConfig, enable_activation_offloading  # noqa: E402
 from tests.decoders import SMALL, VOCABULARY, distribute, loss_of, make_decoder, train  # noqa: E402
 from tests.gpu.parity import deterministic_algorithms, run_twice  # noqa: E402
-from tests.tool_scripts import load_tool  # noqa: E402
 
 CONFIG = SMALL.replace(directory=None)
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def test_several_ranks(num_ranks: int, tmp_path: Path) -> None:
 
 
 def _check_rank(rank: int, num_ranks: int, store: str) -> None:
-    device = load_tool("shared_gpus").gpu_of(rank)
+    device = gpu_of(rank)
     torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", f"file://{store}", rank=rank, world_size=num_ranks, device_id=device)
     with deterministic_algorithms():

@@ -1,0 +1,1 @@
+"""Programs that measure; `run.py` starts them. None of them is installed."""

@@ -1,0 +1,88 @@
+"""Work in a process of its own, which leaves nothing behind: bounded in time and in host memory."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import psutil
+
+_POLL_S = 0.25
+_IMPORTED_ONCE = ["offload_engine", "transformers.models.qwen2.modeling_qwen2"]  # none of them touches a GPU on import
+
+
+class Ended(NamedTuple):
+    """How the work of a process ended."""
+
+    value: Any
+    failure: str | None
+    seconds: float
+    is_over_time: bool = False
+    """That says nothing of how far it would have come."""
+
+
+def run_apart(work: Callable[..., Any], *arguments: Any, seconds: float, host_bytes: int) -> Ended:
+    """Call a function in a new process and return its value; an error, or a bound that it exceeds, is a failure.
+
+    Args:
+        work: found by its name in its module; so are the classes of what it is given and returns.
+        arguments: of the function.
+        seconds: how long it may take, its start not included.
+        host_bytes: how much of the host's memory the process may have resident.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    connection, other_end = context.Pipe()
+    process = context.Process(target=_work, args=(other_end, work, arguments), daemon=True)
+    process.start()
+    other_end.close()
+    connection.recv()  # it is there, and waits
+    running = psutil.Process(process.pid)
+    connection.send(None)
+    begin = time.monotonic()
+    try:
+        return _await(connection, running, begin, seconds, host_bytes)
+    finally:
+        process.kill()
+        process.join()
+        connection.close()
+
+
+def _await(connection: Connection, process: psutil.Process, begin: float, seconds: float, host_bytes: int) -> Ended:
+    while not connection.poll(_POLL_S):
+        passed = time.monotonic() - begin
+        if passed > seconds:
+            return Ended(None, f"stopped: its {seconds:.0f} s were over", passed, is_over_time=True)
+        held = process.memory_info().rss if process.is_running() else 0
+        if held > host_bytes:
+            limit = f"{host_bytes / 2**30:.0f} are allowed"
+            return Ended(None, f"stopped: it held {held / 2**30:.0f} GiB of host memory, {limit}", passed)
+    try:
+        value, failure = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        value, failure = None, "its process was ended by the system"
+    return Ended(value, failure, time.monotonic() - begin)
+
+
+def _work(connection: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    connection.send(None)
+    connection.recv()
+    try:
+        found = work(*arguments), None
+    except Exception as error:
+        found = None, describe(error)
+    connection.send_bytes(pickle.dumps(found))  # by value: torch would hand over memory of a process that is gone
+
+
+def describe(error: BaseException) -> str:
+    """Return one line for a table; running out of memory may be the cause of another error."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if "out of memory" in str(chain).lower():
+            return "out of memory"
+        chain = chain.__cause__ or chain.__context__
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"

@@ -1,0 +1,75 @@
+"""The settings that a budget competes with, and the budget itself: each is put on the model and taken off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.frontends.contenders import Ours, make_contender
+from benchmarks.frontends.link_bound import saved_bytes_per_token
+from benchmarks.frontends.workload import Attached, Workload
+from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers, enable_activation_offloading
+
+from .by_hand_titles import TITLES
+
+Attach = Callable[[Workload], AbstractContextManager[Attached]]
+
+FIRST: Final = ("none", "all")
+
+
+@dataclass(frozen=True)
+class WithEngine(Attached):
+    """A setting whose engine is asked for its budget."""
+
+    engine: Any = None
+
+
+def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
+    """Return the settings of `TITLES` that can run here, in their order."""
+    engine = _engine_settings(device)
+    ours = Ours(engine, 4096 if device == "cpu" else None)
+    shared = {name: make_contender(name, ours, None) for name in ("none", "any_model", "ckpt")}
+    num_layers = len(workload.layers)
+    saved = saved_bytes_per_token(workload.shape) * workload.num_tokens * num_layers
+    found = {
+        **shared,
+        "all": layers(device, policy=LowestPeak()),
+        "layers": layers(device),
+        "half_layers": layers(device, policy=ResidentLayers(max(2, num_layers // 2))),
+        "layers_ckpt": layers(device, enable_ckpt=True),
+        "every_other": layers(device, every=2),
+        "half_ckpt": layers(device, every=2, enable_ckpt=True),
+        "bytes_1/3": layers(device, policy=ResidentBudget(saved // 3)),
+        "bytes_2/3": layers(device, policy=ResidentBudget(2 * saved // 3)),
+    }
+    if device == "cpu":  # only an engine counts what is saved there
+        found["none"] = layers(device, dry_run=True)
+        del found["ckpt"]
+    return {name: found[name] for name in TITLES if name in found}
+
+
+def budget(device: str, nbytes: int) -> Attach:
+    """Return the one flag."""
+    return layers(device, gpu_budget=nbytes)
+
+
+def layers(device: str, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
+    """Return `enable_activation_offloading` of each `every`-th layer."""
+    config = OffloadConfig(**{**_engine_settings(device), **settings})
+
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        chosen = list(workload.layers)[::every]
+        handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config, layers=chosen)
+        try:
+            yield WithEngine(stats=lambda: handle.stats, engine=handle.engine)
+        finally:
+            handle.remove()
+
+    return attach
+
+
+def _engine_settings(device: str) -> dict[str, Any]:
+    return {"min_tensor_bytes": 0, "directory": "none"} if device == "cpu" else {}

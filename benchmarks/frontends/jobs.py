@@ -1,0 +1,171 @@
+"""What is measured of one contender, each in a process of its own: it builds the model, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.gpu.gradients import fingerprint
+from offload_engine import ResidencyMeter, SavedTensorTracker
+
+from . import recording
+from .contenders import Ours, make_contender
+from .longest import Trial
+from .settings import Settings
+from .workload import Attached, Workload
+
+_LINK_BYTES = 64 << 20
+
+
+def take_turn(settings: Settings, name: str) -> dict[str, Any]:
+    """Run warm-up steps, the first of them to be compared bit by bit, and timed steps."""
+    workload = _workload(settings)
+    with make_contender(name, _ours(settings), settings.rivals)(workload) as attached:
+        with deterministic():
+            loss = workload.step(attached)
+        found = fingerprint(workload.gradients(), [loss])
+        for _ in range(settings.warmup):
+            workload.step(attached)
+        workload.wait()
+        _reset_peaks(workload)
+        timings = [workload.timed_step(attached) for _ in range(settings.iters)]
+        return {
+            "fingerprint": found,
+            "step_ms": [timing.step_ms for timing in timings],
+            "forward_ms": statistics.median(timing.forward_ms for timing in timings),
+            **_memory(workload),
+            **_engine_record(attached),
+        }
+
+
+def try_lengths(settings: Settings, name: str, lengths: tuple[int, ...]) -> list[Trial]:
+    """Run one step of each length, with gradients there from the start.
+
+    They, and not what the step before left in the allocator's cache (which it gives up when memory is short), are what
+    a second step would find besides.
+    """
+    workload = _workload(settings)
+    workload.make_gradients()
+    found = []
+    for seq in lengths:
+        workload.set_length(seq)
+        with make_contender(name, _ours(settings), settings.rivals)(workload) as attached:
+            _reset_peaks(workload)
+            begin = time.monotonic()
+            workload.step(attached)
+            workload.wait()
+            seconds = time.monotonic() - begin
+            memory, stats = _memory(workload), attached.stats()
+        found.append(
+            Trial(
+                seq=seq,
+                peak_allocated_bytes=memory["peak_allocated_bytes"],
+                peak_reserved_bytes=memory["peak_reserved_bytes"],
+                host_bytes=memory["torch_pinned_bytes"] + (0 if stats is None else int(stats.host_bytes)),
+                seconds=seconds,
+            )
+        )
+    return found
+
+
+def saved_bytes(settings: Settings, name: str) -> int:
+    """Measure the bytes that a forward saves, each storage once, without weights."""
+    workload, meter = _workload(settings), ResidencyMeter()
+    tracker = SavedTensorTracker(meter, [*workload.model.parameters()])
+    with make_contender(name, _ours(settings), settings.rivals)(workload):
+        workload.step(Attached(around_forward=lambda: tracker))
+    return meter.peak_bytes
+
+
+def measure_link() -> dict[str, Any]:
+    """Measure GB/s of plain pinned copies each way."""
+    from benchmarks.gpu import link
+
+    return link.measure_link([_LINK_BYTES], _OneProcess())[0]  # type: ignore[arg-type]
+
+
+def measure_recording(settings: Settings, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Measure what it costs to record steps."""
+    return list(recording.measure(_workload(settings), _ours(settings), lengths, settings.rounds))
+
+
+def describe_device(device: str) -> dict[str, Any]:
+    """Return the name of the device, and the bytes that an allocator finds free on it."""
+    if device == "cpu":
+        return {"device_name": "CPU", "free_bytes": None}
+    return {"device_name": torch.cuda.get_device_name(), "free_bytes": torch.cuda.mem_get_info()[0]}
+
+
+def _workload(settings: Settings) -> Workload:
+    torch.set_num_threads(1 if settings.device == "cpu" else torch.get_num_threads())
+    if settings.device_bytes:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.device_bytes / total))
+    return Workload(settings.shape, settings.device, settings.has_head, settings.documents)
+
+
+def _ours(settings: Settings) -> Ours:
+    engine = {"host_limit_bytes": settings.engine_host_bytes, **settings.engine}
+    if settings.is_tiny:
+        engine.setdefault("min_tensor_bytes", 0)
+    # The least on the device trains the longest sequence.
+    return Ours(engine, settings.group_bytes, horizon=1 if settings.longest else None)
+
+
+def _reset_peaks(workload: Workload) -> None:
+    if workload.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_host_memory_stats()
+
+
+def _memory(workload: Workload) -> dict[str, int]:
+    memory = {"host_rss_bytes": int(psutil.Process().memory_info().rss)}
+    if not workload.is_cuda:  # there is nothing that would tell peaks of the device
+        return memory | dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes", "torch_pinned_bytes"), 0)
+    return memory | {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        # By what is pinned, in use or not: a block is free again as soon as it is given back.
+        "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)),
+    }
+
+
+def _engine_record(attached: Attached) -> dict[str, Any]:
+    """Return the counters of our engine for its last step."""
+    stats = attached.stats()
+    if stats is None:
+        return {}
+    return {"engine": {name: value for name, value in asdict(stats).items() if isinstance(value, int)}}
+
+
+class _OneProcess:
+    """Stands where the benchmark of several ranks has them."""
+
+    rank, world_size = 0, 1
+
+    def barrier(self) -> None: ...
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Use kernels whose result does not depend on the order of atomic additions, to be compared bitwise."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

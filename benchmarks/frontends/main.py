@@ -1,0 +1,295 @@
+"""Runs each contender in a process of its own, and writes each figure as soon as it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.apart import Ended, run_apart
+from benchmarks.gpu.provenance import provenance
+
+from .settings import CHECKPOINTED, NEED_GPU, OURS, Settings, parse
+
+_PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
+# Of a run and the one that it goes on with.
+_SAME = ("shape", "documents", "longest_unit", "has_head", "engine", "group_bytes", "device_name", "versions")
+_PATIENCE = 2.0  # a trial may take so many times what was predicted: pinning and retries of the allocator vary
+_START_S = 30.0  # for the model of a process
+_LEAST_S = 60.0 + _START_S
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    settings = parse(arguments)
+    # The others pin through torch's allocator, by default with cudaHostAlloc at 2 GB/s: a turn of theirs would be over
+    # before its first timed step. Registered by threads it takes a few seconds. Steps are not affected.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        options = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        if settings.longest:  # else fragmentation decides: tensors of a few GiB leave holes of that size
+            options += ",expandable_segments:True"
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", options)
+    if settings.host_bytes is None:
+        settings = dataclasses.replace(settings, host_bytes=int(0.8 * _host_bytes()))
+    from . import jobs
+
+    device = run_apart(jobs.describe_device, settings.device, seconds=120.0, host_bytes=_host_bytes())
+    if device.failure:
+        print(f"no GPU: {device.failure}; --device cpu --tiny tries the program without one", file=sys.stderr)
+        return 2
+    run = Run(settings, device.value)
+    if settings.resume and (other := run.difference()):
+        print(f"--resume {settings.resume} is of another run: {other}", file=sys.stderr)
+        return 2
+    return run.execute()
+
+
+def _host_bytes() -> int:
+    """Return the bytes of host memory that this process may have: the machine's, or its container's."""
+    from offload_engine._devices.host_memory import available_host_bytes
+
+    return min(psutil.virtual_memory().total, available_host_bytes())
+
+
+class Run:
+    """One run: turns, or a search of the longest sequences, or the cost of recordings."""
+
+    def __init__(self, settings: Settings, device: dict[str, Any]) -> None:
+        from tqdm import tqdm
+
+        self._settings = settings
+        self._begin = time.perf_counter()
+        self._records: list[dict[str, Any]] = []
+        self._failed: set[str] = set()
+        self._device_bytes = device["free_bytes"]
+        if self._device_bytes and settings.device_bytes:
+            self._device_bytes = min(self._device_bytes, settings.device_bytes)
+        plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
+        shape = dataclasses.asdict(settings.shape)
+        self._description = {"kind": "run", **provenance(_PACKAGES), **plain, "shape": shape, **device}
+        lines = settings.resume.read_text().splitlines(keepends=True) if settings.resume else []
+        self._earlier = [json.loads(line) for line in lines if line.endswith("\n")]  # half a line: killed
+        self._bar = tqdm(unit="process")
+
+    def difference(self) -> str | None:
+        """Find in what the earlier run was another experiment than this one; None: it was not."""
+        runs = [record for record in self._earlier if record["kind"] == "run"]
+        now = json.loads(json.dumps(self._description))
+        for record, name in ((record, name) for record in runs for name in _SAME):
+            if record.get(name) != now.get(name):
+                return f"{name} was {record.get(name)}, and is {now.get(name)}"
+        return None if runs else "it does not say of which"
+
+    def execute(self) -> int:
+        """Run the benchmark; return the exit status."""
+        self._write([self._description])
+        if self._settings.longest:
+            self._search_longest()
+        elif self._settings.recording:
+            self._measure_recording()
+        else:
+            self._measure()
+        self._bar.close()
+        self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
+        self._print()
+        return 1 if self._failed & OURS else 0
+
+    def _apart(self, name: str, seconds: float, *work: Any) -> Ended:
+        """Run in a process of its own."""
+        assert self._settings.host_bytes is not None
+        self._bar.set_description(name)
+        ended = run_apart(*work, seconds=seconds, host_bytes=self._settings.host_bytes)
+        self._bar.update()
+        if ended.failure:
+            self._bar.write(f"{name}: {ended.failure}", file=sys.stderr)
+        return ended
+
+    def _present(self) -> list[str]:
+        """Return the contenders that can take part, as far as that is known before they are imported."""
+        left_out = NEED_GPU if self._settings.device == "cpu" else frozenset()
+        for name in self._settings.contenders:
+            if name in left_out:
+                self._write([{"kind": "missing", "label": name, "reason": "it makes CUDA streams: it needs a GPU"}])
+        return [name for name in self._settings.contenders if name not in left_out]
+
+    def _is_missing(self, name: str, ended: Ended) -> bool:
+        """Record a failure; tell whether the contender was not there at all."""
+        kind, _, reason = (ended.failure or "").partition(": ")
+        if ended.failure:
+            self._failed.add(name)
+        if kind == "Missing":
+            self._write([{"kind": "missing", "label": name, "reason": reason}])
+        return kind == "Missing"
+
+    # ---- step time and memory ----
+
+    def _measure(self) -> None:
+        from .report import plot_trade, summarize
+
+        names = self._present()
+        reference = None
+        for number in range(self._settings.rounds):
+            for name in names:
+                if name not in self._failed:
+                    reference = self._turn(name, number, reference)
+        self._write(summarize(self._records))
+        self._write(self._bounds(names))
+        if self._settings.plot:
+            plot_trade(self._records, self._settings.plot)
+
+    def _turn(self, name: str, number: int, reference: Any) -> Any:
+        """Run one turn; return what others are compared with, of the first turn without offload."""
+        from benchmarks.gpu.gradients import compare
+
+        from . import jobs
+
+        seconds = self._settings.contender_seconds / self._settings.rounds + _START_S
+        ended = self._apart(name, seconds, jobs.take_turn, self._settings, name)
+        found = ended.value or {"step_ms": [], "forward_ms": None}
+        if self._is_missing(name, ended):
+            return reference
+        own = found.pop("fingerprint", None)
+        is_reference = reference is None and name == "none"
+        reference = own if is_reference else reference
+        parity = {}
+        if own is not None and reference is not None:
+            parity = {**compare(reference, own).as_record(), "is_reference": is_reference}
+        about = {"kind": "turn", "label": name, "round": number, "failure": ended.failure, "seconds": ended.seconds}
+        self._write([{**about, "parity": parity, **found}])
+        return reference
+
+    def _bounds(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """Compute what the link allows of what is saved, plain and with checkpointing; without a GPU there is none."""
+        from . import jobs
+        from .link_bound import link_bound
+
+        summaries = {r["label"]: r for r in self._records if r["kind"] == "summary" and r["step_ms_median"]}
+        labels = [name for name in ("none", "ckpt") if name in summaries and self._settings.device == "cuda"]
+        if not labels:
+            return []
+        link = self._apart("link", 120.0, jobs.measure_link).value
+        found = []
+        for name in labels:
+            nbytes = self._apart(f"{name}, saved bytes", 120.0, jobs.saved_bytes, self._settings, name).value
+            if link and nbytes:
+                forward, step = summaries[name]["forward_ms"], summaries[name]["step_ms_median"]
+                kept = nbytes // self._settings.shape.layers  # the last layer's
+                bound = link_bound(nbytes, kept, forward, step - forward, link["out_gbps"], link["in_gbps"])
+                found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **dataclasses.asdict(bound)})
+        return found
+
+    def _measure_recording(self) -> None:
+        from . import jobs
+        from .recording import LENGTHS, TINY_LENGTHS
+
+        settings = self._settings
+        lengths = (settings.seq,) if settings.seq else TINY_LENGTHS if settings.is_tiny else LENGTHS
+        self._write(self._apart("recording", 600.0, jobs.measure_recording, settings, lengths).value or [])
+
+    # ---- the longest sequence ----
+
+    def _search_longest(self) -> None:
+        from .report import plot_longest
+
+        # What matters most comes first: those at the end have what time is left.
+        order = sorted(self._present(), key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS))
+        end = self._begin + self._settings.total_seconds
+        for name in order:
+            self._write(self._longest(name, min(end, time.perf_counter() + self._settings.contender_seconds)))
+        if self._settings.plot:
+            plot_longest(self._records, self._settings.plot)
+
+    def _longest(self, name: str, deadline: float) -> list[dict[str, Any]]:
+        """Search the longest of one contender; no trial begins that would, by prediction, be over too late."""
+        from . import jobs
+        from .longest import Limits, Search, known_lengths, predict, predict_seconds
+
+        settings, begin = self._settings, time.perf_counter()
+        unit, upper = settings.longest_unit, self._upper(name)
+        record: dict[str, Any] = {"kind": "longest", "label": name, "trained": 0, "failed": None, "is_final": False}
+        record |= {"guess": None, "num_trials": 0, "peak_reserved_bytes": 0, "host_bytes": 0, "reason": None}
+        ended = self._apart(name, _LEAST_S, jobs.try_lengths, settings, name, (unit, unit, 2 * unit))
+        if self._is_missing(name, ended):
+            return []
+        if ended.failure:
+            return [{**record, "reason": ended.failure, "seconds": ended.seconds}]
+        _, one, other = ended.value  # kernels are selected in the first
+        guess = upper
+        if self._device_bytes:
+            host_bytes = settings.engine_host_bytes if name in OURS else settings.host_bytes or 0
+            limits = Limits(
+                device_bytes=self._device_bytes, host_bytes=host_bytes, upper=upper, stays_on_device=name in OURS
+            )
+            guess = predict(one, other, limits)
+        search = Search(guess, unit, upper, {**known_lengths(self._earlier, name), unit: True})
+        best, reason = one, None
+        while not search.is_final:
+            seconds = predict_seconds(one, other, search.next_seq, self._flops)
+            if time.perf_counter() + seconds > deadline:
+                reason = "there was no time left for it"
+                break
+            seq = search.next_seq
+            limit = _LEAST_S + _PATIENCE * seconds
+            ended = self._apart(f"{name}, {seq:,} tokens", limit, jobs.try_lengths, settings, name, (seq,))
+            record["num_trials"] += 1
+            reason = ended.failure or reason
+            if ended.is_over_time:
+                break
+            self._write([{"kind": "trial", "label": name, "seq": seq, "reason": ended.failure}])
+            best = ended.value[0] if ended.value else best
+            search.note(ended.failure is None)
+        found = {
+            **record,
+            **{"trained": search.trained, "failed": search.failed, "is_final": search.is_final, "guess": guess},
+            **{"peak_reserved_bytes": best.peak_reserved_bytes, "host_bytes": best.host_bytes, "reason": reason},
+            "seconds": time.perf_counter() - begin,
+        }
+        return [found]
+
+    def _flops(self, seq: int) -> float:
+        from .link_bound import layer_flops
+
+        length = self._settings.documents or seq
+        return seq // length * layer_flops(self._settings.shape, length)
+
+    def _upper(self, name: str) -> int:
+        from .link_bound import longest_possible
+
+        settings = self._settings
+        if settings.longest_upper:
+            return settings.longest_upper
+        if self._device_bytes is None:
+            return 8 * settings.longest_unit
+        return longest_possible(settings.shape, self._device_bytes, settings.host_bytes or 0, name in CHECKPOINTED)
+
+    # ---- records ----
+
+    def _write(self, records: list[dict[str, Any]]) -> None:
+        self._records += records
+        if self._settings.json and records:
+            with Path(self._settings.json).open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def _print(self) -> None:
+        from rich.console import Console
+
+        from .report import tables
+
+        found = tables(self._title(), self._records)
+        Console(width=max(160, Console().width)).print(*(rows.for_terminal() for rows in found))
+        if self._settings.markdown:
+            print("\n".join(f"{rows.title}\n\n{rows.as_markdown()}\n" for rows in found))
+
+    def _title(self) -> str:
+        shape = self._settings.shape
+        length = "" if self._settings.longest or self._settings.recording else f", {shape.seq:,} tokens"
+        if self._settings.documents:
+            length += f", attention within documents of {self._settings.documents:,}"
+        return f"{shape.layers} layers of hidden {shape.hidden}{length}, {self._description['device_name']}"

@@ -1,0 +1,78 @@
+"""What it costs to record steps: runs of `enable_activation_offloading` with no step recorded, each one, or one.
+
+Between the steps of a run nothing waits for the device, so that a host that is late shows in the step behind. A step
+takes from its first kernel to that of the next one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from offload_engine import enable_activation_offloading
+
+from .contenders import Ours
+from .settings import RECORDED_PARTS
+from .workload import Attached, Workload
+
+LENGTHS = (4096, 8192, 16384)
+TINY_LENGTHS = (64, 128)
+_NUM_STEPS = 6
+_RECORDED = 2  # of a run where one is: the first step after a pause is not like the others
+
+
+def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: int) -> Iterator[dict[str, Any]]:
+    """Run all kinds in turn, `rounds` times for each length; give a record for each length and part."""
+    for seq in lengths:
+        workload.set_length(seq)
+        found: dict[str, list[float]] = {part: [] for part in RECORDED_PARTS}
+        handle = enable_activation_offloading(workload.model, "none", config=ours.config)
+        try:
+            _run(workload, handle, frozenset(), None)  # allocates host memory
+            for _ in range(rounds):
+                _take_turns(workload, handle, found)
+        finally:
+            handle.remove()
+        plain = statistics.median(found["none"])
+        for part, times in found.items():
+            median = statistics.median(times)
+            figures = {"step_ms": times, "step_ms_median": median, "added_ms": median - plain, "ratio": median / plain}
+            yield {"kind": "recording", "seq": seq, "part": part, **figures}
+
+
+def _take_turns(workload: Workload, handle: Any, found: dict[str, list[float]]) -> None:
+    found["none"] += _run(workload, handle, frozenset(), None)[1:]
+    found["each"] += _run(workload, handle, frozenset(range(_NUM_STEPS)), None)[1:]
+    for part, has_file in (("one", False), ("file", True)):
+        with _file() as file:
+            times = _run(workload, handle, frozenset({_RECORDED}), file if has_file else None)
+        found[part].append(times[_RECORDED])
+        found[f"behind_{part}"].append(times[_RECORDED + 1])
+
+
+def _run(workload: Workload, handle: Any, recorded: frozenset[int], file: Path | None) -> list[float]:
+    """Return the milliseconds of each step."""
+    workload.wait()
+    stamps = [workload.stamp()]
+    for number in range(_NUM_STEPS):
+        if number in recorded:
+            handle.record(file)
+        workload.step(Attached())
+        stamps.append(workload.stamp())
+    workload.wait()
+    return [begin.milliseconds_until(end) for begin, end in zip(stamps, stamps[1:], strict=False)]
+
+
+@contextmanager
+def _file() -> Iterator[Path]:
+    """Give a file to write; the next run begins when it is written."""
+    with TemporaryDirectory() as folder:
+        yield Path(folder) / "step.json.gz"
+        for thread in threading.enumerate():
+            if thread.name == "offload-trace":
+                thread.join()

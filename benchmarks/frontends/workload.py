@@ -1,0 +1,200 @@
+"""The model and its training step (without optimizer), on a CUDA device or the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .settings import Shape
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A contender that is on the model."""
+
+    around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    stats: Callable[[], Any] = lambda: None
+    """The engine's `IterationStats` of the last step; None for the others."""
+
+
+class Timing(NamedTuple):
+    """Milliseconds of one step, until the device is done."""
+
+    step_ms: float
+    forward_ms: float
+
+
+class Workload:
+    """One model and one sequence; every contender works on these."""
+
+    def __init__(self, shape: Shape, device: str, has_head: bool = False, documents: int | None = None) -> None:
+        """Build the model with random weights: bf16 on a GPU, fp32 on the CPU.
+
+        Args:
+            shape: of the model and its sequence.
+            device: "cuda" or "cpu".
+            has_head: with the language model head and its loss.
+            documents: tokens of each document of the sequence; attention stays within them. None: it is one.
+        """
+        from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+
+        self.shape = shape
+        self.device = torch.device(device)
+        self.has_head = has_head
+        config = Qwen2Config(
+            vocab_size=shape.vocab,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=1 << 20,
+            use_cache=False,
+            attn_implementation="sdpa" if documents is None else _register_attention(documents),
+        )
+        torch.manual_seed(SEED)
+        kind = Qwen2ForCausalLM if has_head else Qwen2Model
+        with self.device, _default_dtype(torch.bfloat16 if self.is_cuda else torch.float32):
+            self.model: Any = kind(config)
+        self.model.train()
+        self.set_length(shape.seq)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def layers(self) -> Any:
+        """Return the ModuleList of transformer layers."""
+        return self.model.get_decoder().layers if self.has_head else self.model.layers
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the sequence."""
+        return self.tokens.numel()
+
+    def set_length(self, seq: int) -> None:
+        """Draw new random tokens, [1, seq]."""
+        generator = torch.Generator(device=self.device).manual_seed(SEED)
+        self.tokens = torch.randint(self.shape.vocab, (1, seq), generator=generator, device=self.device)
+        dtype = next(self.model.parameters()).dtype
+        sizes = (seq, self.shape.hidden)
+        self._weights = [torch.randn(n, generator=generator, device=self.device, dtype=dtype).div_(n) for n in sizes]
+
+    def step(self, attached: Attached, on_forward: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Run forward and backward; return the loss.
+
+        Gradients stay allocated, as they do where several microbatches add to them: else the memory of a step would
+        have its peak where they are all there, at the end of the backward, when no activations are left.
+        """
+        self.model.zero_grad(set_to_none=False)
+        with attached.around_step():
+            with attached.around_forward():
+                loss = self._loss()
+            on_forward()
+            loss.backward()
+        return loss.detach()
+
+    def timed_step(self, attached: Attached) -> Timing:
+        """Run and time one step, from an idle device to an idle device."""
+        after_forward: list[Any] = []
+        self.wait()
+        host_begin = time.perf_counter()
+        begin = self.stamp()
+        self.step(attached, on_forward=lambda: after_forward.append(self.stamp()))
+        self.wait()
+        return Timing((time.perf_counter() - host_begin) * 1e3, begin.milliseconds_until(after_forward[0]))
+
+    def stamp(self) -> Any:
+        """Mark this point of the current stream; without a GPU, of time."""
+        return (_CudaStamp if self.is_cuda else _CpuStamp)().record()
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients by names that do not depend on wrappers of the layers."""
+        parameters = self.model.named_parameters()
+        return {name.replace("_checkpoint_wrapped_module.", ""): parameter.grad for name, parameter in parameters}
+
+    def make_gradients(self) -> None:
+        """Fill in zeros where there are no gradients, as a step finds those of the one before it."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def _loss(self) -> torch.Tensor:
+        if self.has_head:
+            return self.model(input_ids=self.tokens, labels=self.tokens).loss
+        # A weighted sum over tokens and features: its gradients are not all alike, and it keeps nothing large.
+        by_token, by_feature = self._weights
+        return torch.dot((self.model(input_ids=self.tokens).last_hidden_state @ by_feature).flatten(), by_token)
+
+
+def _register_attention(length: int) -> str:
+    """Register attention within documents of `length` tokens; return the name by which transformers finds it.
+
+    What is saved for the backward is what attention to the whole sequence saves: queries, keys, values, the output and
+    a number for each query and head. What it computes grows with the sequence, not with its square.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def forward(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        # [1, heads, seq, dim] -> [documents, heads, length, dim], views
+        cut = (t.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for t in (query, key, value))
+        out, _ = sdpa_attention_forward(module, *cut, *args, **kwargs)  # [documents, length, heads, dim]
+        return out.flatten(0, 1).unsqueeze(0), None
+
+    name = f"documents_of_{length}"
+    AttentionInterface.register(name, forward)
+    return name
+
+
+class _CudaStamp:
+    """A point of the current stream."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+
+    def record(self) -> _CudaStamp:
+        self._event.record()
+        return self
+
+    def milliseconds_until(self, other: _CudaStamp) -> float:
+        return float(self._event.elapsed_time(other._event))
+
+
+class _CpuStamp:
+    """A point of time."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def record(self) -> _CpuStamp:
+        self._seconds = time.perf_counter()
+        return self
+
+    def milliseconds_until(self, other: _CpuStamp) -> float:
+        return (other._seconds - self._seconds) * 1e3
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,260 @@
+"""Process groups, the GPT model, and one training step of it (without optimizer)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.shared_gpus import gpu_of
+
+from .settings import Shape
+
+SEED = 1
+
+
+class Ranks(NamedTuple):
+    """Where this process stands. Records travel over gloo: NCCL would need device memory for them."""
+
+    rank: int
+    world_size: int
+    records: Any
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gather the value of every rank, on every rank."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self.records)
+        return found
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.records)
+
+
+def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
+    """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state.
+
+    Args:
+        shape: of the model, for its parallelism.
+        deterministic: kernels that are, where there are any.
+        share_gpus: there are more processes than GPUs.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    device = _shared_gpu() if share_gpus else _own_gpu()
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    shape.check(dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        1, shape.pp, virtual_pipeline_model_parallel_size=shape.vpp or None, expert_model_parallel_size=shape.ep
+    )
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Costs time, and changes nothing that is read.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(SEED)
+    model_parallel_cuda_manual_seed(SEED)
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
+
+
+def num_gpus(world_size: int) -> int:
+    """Return the number of GPUs that the processes of one node share."""
+    return min(world_size, torch.cuda.device_count())
+
+
+def _own_gpu() -> torch.device:
+    index = int(os.environ["LOCAL_RANK"])
+    if index >= torch.cuda.device_count():
+        raise SystemExit(f"process {index} has no GPU, there are {torch.cuda.device_count()}: pass --share-gpus")
+    return torch.device("cuda", index)
+
+
+def _shared_gpu() -> torch.device:
+    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+        raise SystemExit("--share-gpus is for the processes of one node")
+    return gpu_of(int(os.environ["LOCAL_RANK"]))
+
+
+def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:
+    """Make the TransformerConfig, with every kind of offload and of recomputation off.
+
+    Args:
+        shape: of the model.
+        deterministic: kernels that are, where there are any.
+        overlap: fields for the overlap of all-to-all with computation.
+    """
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        ffn_hidden_size=shape.ffn or 4 * shape.hidden,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.vpp or None,
+        expert_model_parallel_size=shape.ep,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=True,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_comm=not shape.vpp,
+        overlap_p2p_comm=bool(shape.vpp),
+        deterministic_mode=deterministic,
+        **(_expert_settings(shape) if shape.experts else {}),
+        **overlap,
+    )
+    config.autocast_dtype = torch.bfloat16
+    return config
+
+
+def _expert_settings(shape: Shape) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=shape.experts,
+        moe_router_topk=shape.topk,
+        moe_grouped_gemm=True,
+        moe_token_dispatcher_type="alltoall",
+        moe_ffn_hidden_size=shape.moeffn or shape.ffn,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=1e-2,
+    )
+
+
+def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:
+    """Build this rank's model chunks, one for each virtual stage."""
+    return [_build_chunk(shape, config, stage) for stage in (range(shape.vpp) if shape.vpp else [None])]
+
+
+def _build_chunk(shape: Shape, config: Any, stage: int | None) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts)
+    )
+    chunk = GPTModel(
+        config,
+        spec,
+        shape.vocab,
+        shape.seq,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        vp_stage=stage,
+    )
+    chunk.model_type = ModelType.encoder_or_decoder
+    return chunk.cuda().bfloat16()
+
+
+class Training:
+    """Owns the chunks and one batch; `step()` is one forward and backward of all microbatches."""
+
+    def __init__(self, shape: Shape, chunks: Sequence[torch.nn.Module], device: torch.device | str = "cuda") -> None:
+        from megatron.core import parallel_state
+
+        self._shape = shape
+        self._chunks = list(chunks)
+        self._parameters = [p for chunk in chunks for p in chunk.parameters()]
+        self._delayed = DelayedGradients(module for chunk in chunks for module in chunk.modules())
+        # The same tokens on every stage of a pipeline: its first reads them, its last has them as labels.
+        generator = torch.Generator().manual_seed(SEED + parallel_state.get_data_parallel_rank())
+        tokens = torch.randint(0, shape.vocab, (shape.mbs, shape.seq), generator=generator)
+        self._tokens = tokens.to(device)
+        # A budget is decided when an optimizer has its state. The benchmark trains nothing: this one has none.
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        self._positions = torch.arange(shape.seq, device=device)[None].expand(shape.mbs, -1)
+
+    def step(self) -> list[torch.Tensor]:
+        """Run a step with fresh gradients; return the losses of the microbatches (only on the last stage)."""
+        # Looked up at each step: a contender may have replaced it.
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._delayed.clear()
+        has_stages = bool(self._shape.vpp)
+        results = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=[iter(()) for _ in self._chunks] if has_stages else iter(()),
+            model=self._chunks if has_stages else self._chunks[0],
+            num_microbatches=self._shape.nmb,
+            seq_length=self._shape.seq,
+            micro_batch_size=self._shape.mbs,
+            forward_only=False,
+        )
+        self._optimizer.step()
+        return [result["loss"] for result in results or ()]
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of the last step by name."""
+        return {
+            f"{stage}.{name}": self._delayed.of(parameter)
+            for stage, chunk in enumerate(self._chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+    def _forward(self, batches: Any, model: Any, *_: Any, return_schedule_plan: bool = False) -> Any:
+        forward = model.build_schedule_plan if return_schedule_plan else model  # with the overlap, the plan of a chunk
+        return forward(self._tokens, self._positions, None, labels=self._tokens), _loss
+
+
+class DelayedGradients:
+    """Sums of the weight gradients that TransformerEngine computes behind the backward.
+
+    It sets `grad` anew for each microbatch, and leaves adding to data parallelism, which this benchmark has none of.
+
+    Args:
+        modules: those among them that may delay tell when they are done.
+    """
+
+    def __init__(self, modules: Iterable[Any]) -> None:
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for module in modules:
+            if hasattr(module, "register_wgrad_accumulation_and_reduce_hooks"):
+                module.register_wgrad_accumulation_and_reduce_hooks(partial(self._add, module))
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the gradient of a step, delayed or not."""
+        return self._sums.get(parameter, parameter.grad)
+
+    def clear(self) -> None:
+        """Start another step."""
+        self._sums.clear()
+
+    def _add(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            if not getattr(parameter, "skip_backward_post_hook", False) or parameter.grad is None:
+                continue  # autograd adds to it
+            if parameter in self._sums:
+                self._sums[parameter] += parameter.grad
+            else:
+                self._sums[parameter] = parameter.grad
+            parameter.grad = None
+
+
+def _loss(output: torch.Tensor) -> Any:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])

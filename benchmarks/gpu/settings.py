@@ -1,0 +1,446 @@
+"""The command line of the benchmark: setups, shapes, contenders. No torch here, so that mistakes are cheap."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+KINDS = ("none", "ours", "copies", "incumbent", "recompute")
+_OFFLOAD = ("ours", "copies", "incumbent")
+BF16_BYTES = 2
+
+RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
+"""What can be recomputed beside offload: values of `recompute_modules`."""
+
+# What megatron-core's own offload calls what the project's table of modules names otherwise.
+_INCUMBENT_NAMES = {"attn_linear": "attn_proj", "core_attention": "core_attn", "router_fc1": "expert_fc1"}
+_INCUMBENT_KNOWS = frozenset(
+    {"attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act", "fused_group_mlp"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GPT model and how it is spread; every field is a flag of the same name."""
+
+    layers: int = 8
+    hidden: int = 4096
+    ffn: int = 14336
+    heads: int = 32
+    seq: int = 8192
+    mbs: int = 1
+    nmb: int = 4
+    experts: int = 0
+    topk: int = 2
+    moeffn: int = 0
+    pp: int = 1
+    vpp: int = 0
+    ep: int = 1
+    vocab: int = 32000
+
+    @property
+    def activation_bytes(self) -> int:
+        """Return the bytes of one [sequence, batch, hidden] activation in bf16."""
+        return self.seq * self.mbs * self.hidden * BF16_BYTES
+
+    def check(self, world_size: int) -> None:
+        """Reject what megatron-core would reject later and less clearly.
+
+        Raises:
+            ValueError: for a shape that does not fit itself or the number of processes.
+        """
+        if world_size % self.pp or world_size // self.pp % self.ep:
+            raise ValueError(
+                f"{world_size} processes cannot form pipelines of {self.pp} and expert groups of {self.ep}"
+            )
+        chunks = self.pp * max(1, self.vpp)
+        if self.layers % chunks:
+            raise ValueError(
+                f"{self.layers} layers do not divide into {chunks} model chunks (pp {self.pp} vpp {self.vpp})"
+            )
+        if self.vpp and self.pp < 2:
+            raise ValueError(f"vpp {self.vpp} needs pp of at least 2, got {self.pp}")
+        if self.vpp and self.nmb % self.pp:
+            raise ValueError(f"with virtual stages nmb must be a multiple of pp: {self.nmb} is not one of {self.pp}")
+        if self.experts % self.ep:
+            raise ValueError(f"{self.experts} experts do not divide into expert groups of {self.ep}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A preset: how many GPUs, which model, which modules."""
+
+    num_gpus: int
+    shape: Shape
+    modules: tuple[str, ...]
+
+
+_DENSE = Shape()
+_MOE = Shape(layers=6, ffn=8192, experts=8, topk=2, moeffn=8192)
+# Many small experts: the layout of the published results, and as many of its layers as two GPUs do in a second.
+_FINE = Shape(layers=16, hidden=2048, heads=16, experts=64, topk=6, moeffn=1408, ffn=5632, seq=4096, mbs=2, nmb=8)
+_TWO_STAGES: dict[str, Any] = dict(layers=8, nmb=8, pp=2, vpp=2)
+SETUPS = {
+    "a": Setup(1, _DENSE, ("qkv_linear",)),
+    "b": Setup(1, _MOE, ("core_attn",)),
+    "c-dense": Setup(2, dataclasses.replace(_DENSE, **_TWO_STAGES), ("qkv_linear",)),
+    "c-moe": Setup(2, dataclasses.replace(_MOE, **_TWO_STAGES), ("qkv_linear",)),
+    "d": Setup(8, dataclasses.replace(_MOE, **_TWO_STAGES, ep=4), ("qkv_linear",)),
+    "fine-8": Setup(8, dataclasses.replace(_FINE, pp=2, vpp=2, ep=4), ("qkv_linear",)),
+    "fine-2": Setup(2, dataclasses.replace(_FINE, layers=8, nmb=4, ep=2), ("qkv_linear",)),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender of a run: what kind, and what it offloads."""
+
+    kind: str
+    modules: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    """Selectively, beside the offload of others."""
+    engine: tuple[tuple[str, Any], ...] = ()
+    """Fields of `OffloadConfig` and their values for this contender, of ours alone."""
+
+    @property
+    def gpu_budget(self) -> int | None:
+        """Return the budget in bytes; None: all that the GPU has, or no budget."""
+        return dict(self.engine).get("gpu_budget")
+
+    @property
+    def contender(self) -> str:
+        """Return its name in records, which tells what recomputes beside offload."""
+        return f"{self.kind}+recompute" if self.recomputed else self.kind
+
+    @property
+    def label(self) -> str:
+        if self.kind == "budget":
+            return f"budget {self.gpu_budget or 'auto'}"
+        names = "+".join(",".join(some) for some in (self.modules, self.recomputed) if some)
+        settings = ",".join(f"{name}={value}" for name, value in self.engine)
+        return f"{self.kind} {names}".strip() + (f" @{settings}" if settings else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that the command line says."""
+
+    setup: str
+    shape: Shape
+    entries: tuple[Entry, ...]
+    rounds: int
+    rotate: bool
+    iters: int
+    warmup: int
+    engine: dict[str, Any]
+    overlap: dict[str, bool]
+    """Fields of TransformerConfig."""
+    deterministic: bool
+    single_thread: bool
+    share_gpus: bool
+    micro: bool
+    budgets: int
+    budget_plot: Path | None
+    json: Path | None
+    memory_plot: Path | None
+    trade_plot: Path | None
+    memory_history: Path | None
+    profile: Path | None
+    profile_contenders: tuple[str, ...]
+
+
+def parse(arguments: Sequence[str] | None = None) -> Settings:
+    """Read the command line; on a mistake end the process with a message, as argparse does."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    preset = SETUPS[args.setup]
+    changes = {f.name: value for f in dataclasses.fields(Shape) if (value := getattr(args, f.name)) is not None}
+    if min(args.rounds, args.iters, args.warmup) < 1:
+        parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
+    try:
+        entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
+        if args.budget_curve:
+            entries = _with_budget(entries)
+        engine = dict(assignment(text) for text in args.engine)
+        shape = dataclasses.replace(preset.shape, **changes)
+        overlap = _overlap(args, shape, entries)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.budget_plot and not args.budget_curve:
+        parser.error("--budget-plot draws what --budget-curve measures: give that, too")
+    if args.budget_curve and args.rounds < 2:
+        parser.error("--budget-curve needs --rounds of at least 2: the first one finds the range of budgets")
+    absent = [kind for kind in words(args.profile_contender) if kind not in {e.kind for e in entries}]
+    if args.profile and absent:
+        parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
+    return Settings(
+        setup=args.setup,
+        shape=shape,
+        entries=entries,
+        rounds=args.rounds,
+        rotate=args.rotate,
+        iters=args.iters,
+        warmup=args.warmup,
+        engine=engine,
+        overlap=overlap,
+        deterministic=args.deterministic,
+        single_thread=args.single_thread,
+        share_gpus=args.share_gpus,
+        micro=not args.no_micro,
+        budgets=args.budget_curve,
+        budget_plot=args.budget_plot,
+        json=args.json,
+        memory_plot=args.memory_plot,
+        trade_plot=args.trade_plot,
+        memory_history=args.memory_history,
+        profile=args.profile,
+        profile_contenders=words(args.profile_contender),
+    )
+
+
+def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entry, ...]:
+    """List the contenders of one round, in order: each kind that offloads once for every set of modules.
+
+    A set with what is recomputed behind a plus is for ours and the incumbent, one with settings of the engine behind an
+    @ for ours alone.
+
+    Raises:
+        ValueError: for an unknown kind, no kind at all, copies before ours, modules that the incumbent rejects, what
+            cannot be recomputed, a setting that is not NAME=VALUE, or a set that is for none of the kinds.
+    """
+    unknown = set(kinds) - set(KINDS)
+    if unknown or not kinds:
+        raise ValueError(f"unknown contenders {sorted(unknown)}: there are {', '.join(KINDS)}")
+    if "copies" in kinds and "ours" not in kinds[: kinds.index("copies")]:
+        raise ValueError("copies moves as much as ours did before: name ours in front of it")
+    found: list[Entry] = []
+    for text in module_sets if set(kinds) & set(_OFFLOAD) else [""]:
+        names, at, assigned = text.partition("@")
+        offloaded, plus, recomputed = names.partition("+")
+        entry = Entry("ours", words(offloaded), words(recomputed), tuple(assignment(word) for word in words(assigned)))
+        if plus:
+            _check_recomputed(entry)
+        takers = ("ours",) if at else ("ours", "incumbent") if plus else _OFFLOAD
+        if (plus or at) and not set(kinds) & set(takers):
+            what = f"what is behind {'the @' if at else 'the plus'}"
+            raise ValueError(f"--modules {text}: {what} is for {' and '.join(takers)}: name it among --contenders")
+        for kind in kinds:
+            if kind not in _OFFLOAD:
+                found.append(Entry(kind))
+            elif kind in takers:
+                found.append(_entry_of(kind, entry))
+    return tuple(dict.fromkeys(found))
+
+
+def _with_budget(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Add a budget of all that the GPU has: it moves nothing, and tells the lowest that can be reached."""
+    if not any(entry.kind == "none" for entry in entries):
+        raise ValueError("--budget-curve ends where nothing is offloaded: name none among --contenders")
+    return (*entries, Entry("budget"))
+
+
+def _check_recomputed(entry: Entry) -> None:
+    unknown = set(entry.recomputed) - set(RECOMPUTABLE)
+    if unknown or not (entry.modules and entry.recomputed):
+        raise ValueError(
+            f"behind the plus come one or more of {', '.join(RECOMPUTABLE)}, in front of it what is offloaded, got "
+            f"{','.join(entry.modules)}+{','.join(entry.recomputed)}"
+        )
+
+
+def _entry_of(kind: str, ours: Entry) -> Entry:
+    modules = incumbent_modules(ours.modules) if kind == "incumbent" else ours.modules
+    return dataclasses.replace(ours, kind=kind, modules=tuple(modules))
+
+
+def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -> dict[str, bool]:
+    if args.delay_wgrad and not args.overlap_a2a:
+        raise ValueError("--delay-wgrad is a part of --overlap-a2a")
+    if not args.overlap_a2a:
+        return {}
+    if shape.ep < 2 or (shape.pp > 1 and not shape.vpp):
+        raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
+    for kind in ("recompute", "copies"):  # the second goes by calls of layers, and none is called
+        if any(entry.kind == kind for entry in entries):
+            raise ValueError(f"--overlap-a2a excludes {kind}: leave it out of --contenders")
+    if any(entry.recomputed for entry in entries):
+        raise ValueError("--overlap-a2a excludes recomputation: leave out what is behind a plus in --modules")
+    return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
+
+
+def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
+    """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
+    first = number % len(contenders) if rotate else 0
+    return (*contenders[first:], *contenders[:first])
+
+
+def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that megatron-core's own offload has for these, without those it cannot offload.
+
+    Raises:
+        ValueError: if none is left, or "attn_proj" comes without "core_attn".
+    """
+    translated = [_INCUMBENT_NAMES.get(name, name) for name in names]
+    known = tuple(name for name in translated if name in _INCUMBENT_KNOWS)
+    if not known:
+        raise ValueError(f"the incumbent offloads none of {', '.join(names)}: leave it out of --contenders")
+    if "attn_proj" in known and "core_attn" not in known:
+        raise ValueError("the incumbent takes attn_proj only together with core_attn")
+    return known
+
+
+_EXAMPLES = """examples:
+  python3 %(prog)s --setup a
+  torchrun --nproc-per-node 2 %(prog)s --setup fine-2 --no-micro --contenders ours,none,recompute
+  torchrun --nproc-per-node 2 %(prog)s --setup fine-8 --ep 1 --modules core_attn,attn_proj,experts+moe_act \\
+      --contenders none,ours,recompute
+  torchrun --nproc-per-node 8 %(prog)s --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none
+  torchrun --nproc-per-node 8 %(prog)s --setup d --share-gpus --no-micro  # on 2 GPUs, for its memory"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/run.py gpu",
+        description="Ours, no offload, megatron-core's own offload and its full recomputation, interleaved, on GPUs.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
+    parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
+    for field in dataclasses.fields(Shape):
+        parser.add_argument(f"--{field.name}", type=int, metavar="N", help="instead of the preset's")
+    parser.add_argument(
+        "--modules",
+        action="append",
+        metavar="A,B[+C,D][@E=F]",
+        help="modules to offload; if repeated, ours and the incumbent run once for each set. After a plus: modules to "
+        f"recompute ({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine",
+    )
+    parser.add_argument(
+        "--contenders",
+        default=",".join(("ours", "none", "incumbent")),
+        metavar="A,B",
+        help=f"in order, of {', '.join(KINDS)} (copies: no offload, beside copies of as many bytes as ours moves, "
+        "behind it; recompute: all layers, one by one)",
+    )
+    parser.add_argument(
+        "--overlap-a2a",
+        action="store_true",
+        help="overlap all-to-all with computation (overlap_moe_expert_parallel_comm)",
+    )
+    parser.add_argument("--delay-wgrad", action="store_true", help="with --overlap-a2a: also delay_wgrad_compute")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all contenders take their turn")
+    parser.add_argument(
+        "--rotate", action="store_true", help="each round begins with the next contender: A B C, B C A, C A B"
+    )
+    parser.add_argument(
+        "--iters-per-round", type=int, default=4, dest="iters", metavar="N", help="timed steps of a turn"
+    )
+    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the turn's peaks are reset")
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of ours, see OffloadConfig.from_flags",
+    )
+    parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
+    parser.add_argument(
+        "--single-thread",
+        action="store_true",
+        help="run every backward in the thread of its schedule (torch.autograd.set_multithreading_enabled(False)): "
+        "faster if the host bounds the step",
+    )
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="allow more processes than GPUs: memory and gradients are as with one GPU per process, step times are not",
+    )
+    parser.add_argument(
+        "--no-micro",
+        action="store_true",
+        help="skip the measurements of the machine: link, host reads, pinning, group cost, host",
+    )
+    parser.add_argument(
+        "--budget-curve",
+        type=int,
+        default=0,
+        metavar="N",
+        help="from the second round on, beside the contenders: --offload-gpu-budget, with N budgets from everything "
+        "offloaded to no offload, and nothing else set",
+    )
+    parser.add_argument(
+        "--budget-plot", type=_output_file, metavar="PNG", help="the curve: tokens a second over the memory held"
+    )
+    parser.add_argument("--json", type=_output_file, metavar="FILE", help="append one JSON object a figure")
+    parser.add_argument(
+        "--memory-plot", type=_output_file, metavar="PNG", help="memory over one step of each contender, rank 0"
+    )
+    parser.add_argument(
+        "--trade-plot",
+        type=_output_file,
+        metavar="PNG",
+        help="tokens a second over peak reserved memory, a point for each contender",
+    )
+    parser.add_argument(
+        "--memory-history",
+        type=_output_file,
+        metavar="FILE",
+        help="the allocator's history over one step from empty caches, rank 0; with several contenders, each has a "
+        "file with its name at the end (benchmarks/run.py reserved_memory and https://pytorch.org/memory_viz read it)",
+    )
+    parser.add_argument(
+        "--profile",
+        type=_output_file,
+        metavar="FILE",
+        help="chrome trace of one step of a contender, rank 0 (.json or .json.gz; run.py trace_waits reads it)",
+    )
+    parser.add_argument(
+        "--profile-contender",
+        default="ours",
+        metavar="A,B",
+        help="contenders of --profile; with several, each has a file with its name at the end",
+    )
+    return parser
+
+
+def _output_file(text: str) -> Path:
+    """Parse an output file, and check it now rather than at the end of a run, when it is written."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
+    return Path(text)
+
+
+def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
+    """Choose the file for a contender's trace or history: `file`, or with several beside it, with the name."""
+    if is_only:
+        return file
+    stem, dot, suffixes = file.name.partition(".")
+    return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Split a list on the command line into words, separated by commas or spaces."""
+    return tuple(word for word in text.replace(",", " ").split())
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """Parse a field of `OffloadConfig` as the command line gives it.
+
+    Raises:
+        ValueError: if it is not NAME=VALUE.
+    """
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise ValueError(f"{text!r} is not NAME=VALUE: an argument of OffloadConfig.from_flags and its value")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value

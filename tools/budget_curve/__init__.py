@@ -1,1 +1,0 @@
-"""Parts of the benchmark `tools/budget_curve.py`."""
