@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -23,25 +24,31 @@ def test_replays_are_those_of_steps_without_offload(num_ranks: int, ranks_of: Ca
 
 def _check() -> None:
     from megatron_patches import apply
+    from megatron_patches._model import whole_steps
     from offload_engine import OffloadConfig
 
-    with deterministic_algorithms(warn_only=True):
+    with mock.patch.object(whole_steps, "UNPROVEN", None), deterministic_algorithms(warn_only=True):
         eager, captured = _Steps(False), _Steps(False)
         expected = [eager.run() for _ in range(WARMUP + 3)]
-        assert [captured.run(is_captured=True) for _ in range(WARMUP + 3)] == expected
+        _check_bits([captured.run(is_captured=True) for _ in range(WARMUP + 3)], expected)
         without = captured.reserved_bytes
         del eager, captured
         with apply(OffloadConfig()) as handle:
             steps = _Steps(True)
-            assert [steps.run(is_captured=True) for _ in range(WARMUP + 3)] == expected
+            _check_bits([steps.run(is_captured=True) for _ in range(WARMUP + 3)], expected)
             engine = handle.engine
             assert engine is not None and engine.stats.copied_out_bytes > 0
             (step,) = engine.graphs.steps
             assert step.host_bytes > 0 and steps.reserved_bytes < without
             steps.reset()
-            assert steps.run(is_captured=True) == expected[0]  # eagerly again
+            _check_bits([steps.run(is_captured=True)], expected[:1])  # eagerly again
             assert not engine.graphs.steps
             steps.reset()
+
+
+def _check_bits(got: Sequence[dict[str, str]], expected: Sequence[dict[str, str]]) -> None:
+    wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(got, expected, strict=False)]
+    assert not any(wrong), f"what differs in each step, of {len(got[0])}: {wrong}"
 
 
 class _Steps:
@@ -56,7 +63,8 @@ class _Steps:
         torch.cuda.empty_cache()
         self._before = torch.cuda.memory_reserved()
         offload = {"offload_activation": True, "offload_modules": NAMES} if is_offloaded else {}
-        graphs = {"cuda_graph_impl": "full_iteration"}
+        # Between stages no host waits for a transfer: a capture does not allow it.
+        graphs = {"cuda_graph_impl": "full_iteration", "batch_p2p_sync": False}
         self._chunks = make_chunks(make_config(**SIZES, **graphs, **offload))
         for chunk in self._chunks:
             grads = [torch.zeros_like(parameter) for parameter in chunk.parameters()]

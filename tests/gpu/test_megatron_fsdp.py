@@ -24,7 +24,7 @@ FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 FP8_WEIGHTS: dict[str, Any] = {**FP8, "fp8_param": True}
 RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 MICROBATCHES = (3, 1, 3)
-TOLERANCE = 0.3  # of the bytes that leave: the peak may be where something has come back
+LEAST_FALL = 1 / 3  # of the bytes that leave: of two layers, what the second has saved is at the peak all the same
 
 ONE_RANK = [
     pytest.param(DENSE, {}, "no_shard", {}, id="no_shard"),
@@ -104,7 +104,7 @@ def _check(names: Sequence[str], settings: dict[str, Any], strategy: str, option
     assert stats.num_storages_left == 0
     if not options and settings in ({}, HAS_EXPERTS):  # else there is more at the peak than what the groups save
         away = stats.copied_out_bytes // MICROBATCHES[-1]
-        assert without - peak > (1 - TOLERANCE) * away, (without, peak, away)
+        assert without - peak > LEAST_FALL * away, (without, peak, away)
 
 
 def _steps(settings: dict[str, Any], strategy: str, options: dict[str, Any]) -> tuple[list[dict[str, str]], int]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches import Handle
+from offload_engine import IterationStats
 from tests.dist.launch import Pipeline
 from tests.gpu.parity import deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
@@ -72,17 +74,19 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
     with deterministic_algorithms(warn_only=True):
         without = run_twice(lambda: _steps(settings, num_microbatches), lambda a, b: a[0] == b[0])
         with apply(OffloadConfig(), replace_fine_grained=True) as handle:
-            got = _steps({**settings, **recipe}, num_microbatches)
-            stats = handle.stats
+            got = _steps({**settings, **recipe}, num_microbatches, handle)
     assert got[0] == without[0]
+    stats = got[2]
     assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes, stats
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
     away = stats.copied_out_bytes // num_microbatches  # at the peak, when the first backward begins
     assert without[1] - got[1] > (1 - TOLERANCE) * away, (without[1], got[1], away)
 
 
-def _steps(settings: dict[str, Any], num_microbatches: int) -> tuple[list[dict[str, str]], int]:
-    """Run three steps; return their bits, and the peak of allocated memory in the last."""
+def _steps(
+    settings: dict[str, Any], num_microbatches: int, handle: Handle | None = None
+) -> tuple[list[dict[str, str]], int, IterationStats | None]:
+    """Run three steps; return their bits, the peak of allocated memory in the last, and its counters."""
     from tests.dist.tiny import fingerprint
     from tests.gpu.small_gpt import make_chunks, make_config, run
 
@@ -95,4 +99,4 @@ def _steps(settings: dict[str, Any], num_microbatches: int) -> tuple[list[dict[s
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         bits.append(fingerprint(chunks, losses))
-    return bits, peaks[-1]
+    return bits, peaks[-1], None if handle is None else handle.stats  # while the model is there
