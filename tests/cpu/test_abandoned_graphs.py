@@ -263,3 +263,35 @@ def test_an_interrupt_in_a_destructor_is_no_leak(monkeypatch: pytest.MonkeyPatch
     stats = engine.stats
     assert stats.num_storages_left == 0 == engine.pool.num_leases and not device.hazards
     engine.close()
+
+
+@pytest.mark.parametrize("operation", ["pack", "count"])
+def test_what_an_operation_has_kept_waiting_is_retired_by_the_next(operation: str) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    books = engine._store
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        group = chunk.open_group("group")
+        packed = chunk.tensor_push(torch.ones(64))
+        with books._lock:  # an operation, in the middle of which the graph is freed
+            del packed
+        assert len(books.retired.dropped) == 1
+        other = books.pack(torch.ones(64), group) if operation == "pack" else books.lent_bytes
+        assert not books.retired.dropped and len(books.live) == (operation == "pack")
+        del other
+        chunk.close_group()
+    engine.close()
+
+
+def test_books_that_were_abandoned_are_torn_and_raise_what_was_deferred() -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    books = engine._store
+    books.failures.defer_interrupt(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        books.has_handles()
+    engine.reset_iteration()
+    fresh = engine._store
+    assert books is not fresh and books.failures.is_torn and not fresh.failures.is_torn
+    fresh.abandon_all()
+    assert fresh.failures.is_torn
+    engine.close()
