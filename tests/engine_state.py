@@ -29,3 +29,21 @@ def is_free(lock: Any) -> bool:
     thread.start()
     thread.join()
     return found[0]
+
+
+class CountedLock:
+    """Counts how often a lock is taken by `with`; otherwise it is that lock."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.num_taken: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+    def __enter__(self) -> None:
+        self.num_taken += 1
+        self._lock.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()

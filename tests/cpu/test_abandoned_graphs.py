@@ -31,7 +31,7 @@ from offload_engine._saved import store
 from offload_engine._saved.storage import SavedStorage, TensorGroup
 from offload_engine.planning.moves import TAIL
 from tests.adversarial import AdversarialDevice
-from tests.engine_state import is_free, release_all
+from tests.engine_state import CountedLock, is_free, release_all
 
 OPERATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "saves its input": torch.sin,
@@ -294,4 +294,27 @@ def test_books_that_were_abandoned_are_torn_and_raise_what_was_deferred() -> Non
     assert books is not fresh and books.failures.is_torn and not fresh.failures.is_torn
     fresh.abandon_all()
     assert fresh.failures.is_torn
+    engine.close()
+
+
+def test_every_operation_on_groups_holds_the_lock() -> None:
+    """Else the garbage collector could retire a storage in the middle of its copy."""
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    queue = engine._store.retired
+    queue.lock = lock = CountedLock(queue.lock)
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group")
+        packed = chunk.tensor_push(torch.ones(64))
+        for operation in (
+            chunk.close_group,
+            lambda: engine._executor.turn_around(chunk.groups.progress),
+            lambda: chunk.bulk_offload_group(0),
+            lambda: chunk.bulk_reload_group(0),
+        ):
+            before = lock.num_taken
+            operation()
+            assert lock.num_taken > before, operation
+        assert chunk.tensor_pop(packed).eq(1).all()
+        del packed
     engine.close()
