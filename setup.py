@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compiled core. What the package is and needs is in pyproject.toml, tested versions are in constraints-*.txt."""
 
 from __future__ import annotations

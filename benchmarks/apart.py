@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work in a process of its own, which leaves nothing behind: bounded in time and in host memory."""
 
 from __future__ import annotations

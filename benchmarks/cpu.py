@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures of the engine on a machine without a GPU: a benchmark, not a test.
 
     python benchmarks/run.py cpu                       everything, a table on the terminal

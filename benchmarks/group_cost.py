@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What both benchmarks time to learn the host cost of a group: a chain of groups that each save three tensors."""
 
 from __future__ import annotations

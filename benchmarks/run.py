@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs a benchmark of this folder: `python benchmarks/run.py NAME [OPTIONS]`; `--help` behind the name lists them.
 
 cpu              what an engine costs and saves on a machine without a GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags that take sizes, for tools that parse their command line before torch is imported, or without it.
 
 `offload_engine.sizes` is loaded from its file, because the package around it imports torch.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What programs that print figures share: labels of files on the command line, and tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small, unmodified model on English text, activations offloaded."""
 
 import argparse

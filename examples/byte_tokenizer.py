@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tokenizer of the examples: one token per byte, and an end-of-document token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a checkpointed Llama of transformers on English text, without and with offload.
 
 The weights are random, and small enough for a CPU. With offload_wrapper() the inputs of the checkpointed layers, which

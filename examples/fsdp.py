@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small Llama on English text under FSDP2, activations offloaded: torchrun --nproc-per-node 2 fsdp.py [STEPS]
 
 Without torchrun: one process. On GPUs where a node has as many as processes, else on the CPU, which it says. With

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Pretrains a GPT with stock Megatron-LM on the GPUs of this node, offloaded within a budget. Needs GPUs.
 #
 #   MEGATRON_LM=/path/to/Megatron-LM examples/megatron_lm.sh [more flags of pretrain_gpt.py or of the offload]

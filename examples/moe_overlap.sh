@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Experts with the all-to-all of one microbatch beside the computation of another, with what they save offloaded: the
 # trainer of this folder, on two GPUs or, without any, on CPUs (then without the overlap, which needs TransformerEngine).
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains transformer layers on English text in plain PyTorch, without and with offload."""
 
 import argparse

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Turns text files into Megatron's indexed format (PREFIX.bin, PREFIX.idx), one token per byte.
 
 Without files it takes the Python help topics that every CPython carries: almost half a megabyte of real English.

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Pretrains a GPT on megatron-core's public API, with or without activation offload. Start it with torchrun:
 
     torchrun examples/pretrain_gpt.py --offload-activation

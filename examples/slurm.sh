@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 #SBATCH --job-name=offload
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small Llama on English text with accelerate, activations offloaded.
 
 `accelerate launch examples/with_accelerate.py` trains on several GPUs, under DDP or FSDP.

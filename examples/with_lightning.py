@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains transformer layers on English text with Lightning's Trainer, activations offloaded."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tunes a causal language model with LoRA at a long sequence, on one GPU: checkpointed layers, inputs offloaded.
 
     python examples/with_lora.py --model Qwen/Qwen2.5-7B --length 32768        # needs a GPU, peft and the model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains transformer layers on English text, two pipeline stages on each rank, activations offloaded.
 
 torchrun --nproc-per-node 2 examples/with_pipelining.py --schedule DualPipeV

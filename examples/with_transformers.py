@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small Qwen2 on English text with transformers' Trainer, activations offloaded."""
 
 import argparse

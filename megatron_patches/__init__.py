@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation offload for megatron-core: patches applied by an explicit call, and removable.
 
 Call `apply()`; nothing is patched at import.

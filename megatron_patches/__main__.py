@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a stock Megatron-LM script with offload: `python -m megatron_patches [flags] pretrain_gpt.py ARGS`."""
 
 from __future__ import annotations

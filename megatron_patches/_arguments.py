@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings as fields of TransformerConfig and as command-line flags, resolved for one model.
 
 megatron.training makes a flag of every field of TransformerConfig and copies every flag into the configuration that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_patches --check`: which rows of the table the installed megatron-core would break."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends a run with one line that says what to change, once and last on the screen, in the words of the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of the settings: each is a field of TransformerConfig and a flag."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`apply()` and the handle it returns: the patches in force and the engines of the models that train."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PlanFiles`: what a budget has decided, in files and in the log."""
 
 from __future__ import annotations

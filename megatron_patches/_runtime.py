@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ModelRuntime`: one engine for each model that trains, and the running training step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SecondStep`: records the second training step of a model, and logs its tables for all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TakeOver`: settings of megatron-core's own activation offload, translated to the engine's.
 
 A configuration keeps megatron-core's settings, which are checked by its own `__post_init__` first. Only the two

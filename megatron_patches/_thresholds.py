@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Least sizes of what moves: one for all names, and some of their own, as "1MiB,moe_act=350MB"."""
 
 from __future__ import annotations

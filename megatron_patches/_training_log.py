@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TrainingLog`: offload's figures in the log line of Megatron-LM's training loop, in TensorBoard and in W&B."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The installed megatron-core version and the supported range."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation offload for training: saved tensors live in host memory between forward and backward."""
 
 from offload_engine._compat import torch_private as _torch_private  # noqa: F401 - says what torch lacks, first

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ChunkOffloadHandler`: the groups of one forward of one model chunk."""
 
 from __future__ import annotations

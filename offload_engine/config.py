@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OffloadConfig`: what to offload and within which bounds. Plain data that needs no torch."""
 
 from __future__ import annotations

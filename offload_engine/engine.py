@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OffloadEngine`: owns the streams, the host pool and the chunks in flight, and wires the parts together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`EngineView`: the readable state of an engine; `EngineSnapshot`: its bytes and copies at one moment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors of the engine. A bad argument is a ValueError or TypeError where it is passed."""
 
 from __future__ import annotations

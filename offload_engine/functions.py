@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks the start and end of a group in the autograd graph, by hooks and identity functions.
 
 An identity returns an alias of its input that is not a view of it, so a model may modify it in place.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GraphCaptures`: announces captures of whole steps as CUDA graphs, and keeps the host memory that these use."""
 
 from __future__ import annotations

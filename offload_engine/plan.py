@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training a Hugging Face model would take, before there is a GPU.
 
 python -m offload_engine.plan qwen2 --set num_hidden_layers=28 hidden_size=3584 --seq-length 32768 --hardware h200

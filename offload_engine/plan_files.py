@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of what a budget has decided: a plan to begin with later, and a picture of what every budget takes."""
 
 from __future__ import annotations

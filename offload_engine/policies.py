@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies to choose from: how much stays on the device, what waits, and what comes back when. No torch here.
 
 A policy is chosen once, by `OffloadConfig.policy`. docs/plan.md says what each does at which boundary.

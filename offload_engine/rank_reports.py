@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RankReports`: one table of a recorded step of all ranks, without a collective.
 
 Ranks leave their sums in the store of the process group, and rank 0 fetches it. So no rank has to take

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads recorded steps: where the bytes went, why a tensor stayed, what moved when.
 
 python -m offload_engine.report trace.json.gz                       tables by module, and of the links

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order in which one rank runs the forward and backward of its model chunks.
 
 The engine prefetches in this order. It is computed in each step from the pipeline's shape, so there is no warm-up step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes of memory as people type them: "60GiB", "60G", "512MiB", "1.5 GB", "1048576", "90%", "auto". No torch here."""
 
 from __future__ import annotations

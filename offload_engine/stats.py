@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counters of one iteration, for reporting only: the engine makes no decision by them."""
 
 from __future__ import annotations

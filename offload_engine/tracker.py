@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SavedTensorTracker`: counts saved tensors without an engine, to measure a run without offload like one with it."""
 
 from __future__ import annotations

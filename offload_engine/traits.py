@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GroupTraits`: facts about a group that are known when it opens."""
 
 from __future__ import annotations

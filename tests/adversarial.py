@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device that makes every ordering bug visible on a machine without a GPU.
 
 It does two things at once.

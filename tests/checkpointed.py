@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small models whose layers are checkpointed in each of the ways that people use, and a training loop for them."""
 
 from __future__ import annotations

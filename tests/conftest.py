@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures and skip rules of every test."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small Hugging Face decoders with random weights, distributed in every way, and steps of training them."""
 
 from __future__ import annotations

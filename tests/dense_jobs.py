@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pipelines of dense layers with the bytes and times of an H200, to be planned and simulated. Sizes are in MiB."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the real engine on the clocks of the simulator, where kernels and copies only move clocks.
 
 This is the cross-check of the simulator: the same jobs and clocks, but the engine decides, copies nothing, and may

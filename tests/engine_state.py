@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brings an engine into a state that a test needs."""
 
 from __future__ import annotations

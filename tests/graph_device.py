@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GraphDevice`: an adversarial device whose streams may be captured as a CUDA graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks a captured graph offline: whether each two uses of the same bytes have a path between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports scripts of `tools`, which is no package, as modules."""
 
 from __future__ import annotations

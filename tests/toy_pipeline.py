@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random training job of one pipeline rank, small enough to run by the hundred, with and without the engine.
 
 `Case.draw(seed)` decides everything beforehand: the model, the order of forwards and backwards, bounds of the engine,

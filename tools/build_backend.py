@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The build backend: setuptools, with mypyc for the compiled core, and without leftovers of earlier builds."""
 
 from __future__ import annotations

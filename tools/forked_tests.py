@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs tests again and again in forked processes, so that torch and pytest are imported once."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Interrupts training steps at random times and places, and checks what is left behind each interrupt.
 
 python tools/interrupt_check.py [--num N] [--first SEED] [--batch N] [-j JOBS]

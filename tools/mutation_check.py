@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Changes the engine in one place at a time, and reports which test catches it.
 
 python tools/mutation_check.py [--list] [--all | --sample N | --only N ...] [--seed S] [-j JOBS] [--results FILE]

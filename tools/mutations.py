@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mutations of the engine's decisions: conditions, comparisons, sums and calls, each changed in one place."""
 
 from __future__ import annotations

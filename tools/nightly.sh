@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The checks that take hours: 10,000 random pipelines, 5,000 interrupts, 2,000 steps of each front-end, every mutation.
 # A mutation check that was stopped goes on where it was: what is caught is in out/mutations.jsonl.
 set -euo pipefail

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Compares runs without offload, with it, and with a budget: a table, and a plot of where the bytes are.
 
 python tools/quickstart.py DIRECTORY

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Pretrains a small MoE GPT on real text in a pipeline of two processes with two virtual stages each, without activation
 # offload, with it, and with nothing but a budget, on this machine's CPU, and compares the three runs. Needs
 # Python >= 3.11 and nothing else.

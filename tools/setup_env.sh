@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Creates the virtual environment with the tested versions of constraints-*.txt. A second run finds it and does nothing.
 #
 #   tools/setup_env.sh [EXTRAS]      extras of pyproject.toml, comma-separated; default megatron,plots,test

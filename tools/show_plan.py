@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Shows in which order each pipeline rank runs its chunks, and how many chunks' activations are alive at each point.
 
 python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 [--rank R] [--png FILE]

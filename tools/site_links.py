@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A hook of mkdocs: links from the documents to files outside of docs/ lead to the repository."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs thousands of training steps of each front-end, and checks that nothing grows.
 
 python tools/soak.py [--steps N] [--front-end NAME ...]

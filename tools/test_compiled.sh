@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Builds the compiled core in a copy of the checkout and runs tests there. Arguments go to pytest; default all of
 # tests/cpu, two at a time. VENV is an environment with the extras "test" and "dev" (see tools/setup_env.sh).
 set -euo pipefail

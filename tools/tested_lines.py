@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tests run each line of the engine, and how long each takes: found once, by running them with line events."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings that a budget competes with, and the budget itself: each is put on the model and taken off again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the settings made by hand. No torch here: pictures are drawn without it."""
 
 from __future__ import annotations

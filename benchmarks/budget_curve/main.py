@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wires the parts of the benchmark together."""
 
 from __future__ import annotations

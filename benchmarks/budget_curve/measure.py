@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One turn of one setting: steps until it is ready, timed steps, what was held, and the bits of its gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the results of a run amount to: the table and the picture. Pure functions of the records."""
 
 from __future__ import annotations

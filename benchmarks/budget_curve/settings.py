@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the benchmark. No torch here, so that mistakes are cheap."""
 
 from __future__ import annotations

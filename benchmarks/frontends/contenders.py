@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contenders, and how one model is switched between them.
 
 Each is a context manager that puts itself on the model and takes itself off again, also after an exception in a step:

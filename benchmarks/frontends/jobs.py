@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is measured of one contender, each in a process of its own: it builds the model, and leaves nothing behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the link allows: a step that moves so many bytes cannot be faster than this. Pure functions.
 
 Within a forward, the copy-outs can overlap nothing but this forward; within a backward, the copy-ins nothing but this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The longest sequence that trains: a guess from two short ones, and a search between what did and what did not."""
 
 from __future__ import annotations

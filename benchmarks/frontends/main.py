@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs each contender in a process of its own, and writes each figure as soon as it is there."""
 
 from __future__ import annotations

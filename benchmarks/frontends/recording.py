@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What it costs to record steps: runs of `enable_activation_offloading` with no step recorded, each one, or one.
 
 Between the steps of a run nothing waits for the device, so that a host that is late shows in the step behind. A step

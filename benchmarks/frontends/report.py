@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the records of a run amount to: medians, ratios, bounds, tables and the plot of them. Pure functions."""
 
 from __future__ import annotations

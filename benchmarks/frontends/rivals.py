@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation offload of other packages, as they are: imported, or a single file of them loaded.
 
 The single files import little besides torch: a device helper, a logger, a quantised tensor type. Where that is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model and its training step (without optimizer), on a CUDA device or the CPU."""
 
 from __future__ import annotations

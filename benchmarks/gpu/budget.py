@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A contender that is told one number, and what it has come to beside settings that were made by hand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Figures as the tables show them; empty where there is none."""
 
 from __future__ import annotations

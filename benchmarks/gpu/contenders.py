@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contenders, and how one model in one process is switched between them.
 
 All of them run on the same chunks, weights and tokens. A contender is attached for one turn and detached after it:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the copies of one step moved, and what was on the host, and there only, at the peak of device memory."""
 
 from __future__ import annotations

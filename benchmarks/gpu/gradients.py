@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests and samples of gradients: whether two steps agree to the last bit, and by how much they differ if not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much more slowly the host works while the link is busy, measured in the same run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a contender leaves behind when it is gone: it would count as memory of every later one. Pure functions."""
 
 from __future__ import annotations

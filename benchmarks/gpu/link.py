@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine can do, measured in the same run: the link, small host reads, pinning, and the cost of a group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One turn of one contender: warm-up, one counted step, timed steps, and what they left behind."""
 
 from __future__ import annotations

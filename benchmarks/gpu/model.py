@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups, the GPT model, and one training step of it (without optimizer)."""
 
 from __future__ import annotations

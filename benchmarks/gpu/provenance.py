@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a figure comes from: date, command, versions, commit, environment."""
 
 from __future__ import annotations

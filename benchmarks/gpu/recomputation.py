@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputation switched on and off on a model that was built without.
 
 What megatron-core reads from the configuration when it constructs a module is kept in an attribute of that module

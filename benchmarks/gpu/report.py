@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the records of a run amount to: ratios, falls of memory, tables and the plot. Pure functions."""
 
 from __future__ import annotations

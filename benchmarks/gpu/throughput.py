@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens a second beside the memory that they take: what offload is worth against recomputation."""
 
 from __future__ import annotations

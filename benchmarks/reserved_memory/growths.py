@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where in a history of torch's caching allocator the reserved memory grew, and what was free at that moment."""
 
 from __future__ import annotations

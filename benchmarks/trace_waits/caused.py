@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which host waits copies of activations caused. Pure functions."""
 
 from __future__ import annotations

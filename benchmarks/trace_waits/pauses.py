@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels and the pauses in front of them, beside the same kernels in another trace. Pure functions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws what streams and host did around the longest wait that a copy caused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets of time, as sorted spans that do not touch. Pure functions; times in microseconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a chrome trace of torch's profiler: what the streams did, and when the host waited."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The flags. Names and meanings are those of Megatron-LM's own trainer; dests are fields of its TransformerConfig."""
 
 from __future__ import annotations

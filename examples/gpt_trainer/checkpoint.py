@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: one file per rank with everything a step depends on, so that a resumed run repeats every bit.
 
 DIR/latest_checkpointed_iteration.txt

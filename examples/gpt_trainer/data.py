@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT samples from a .bin/.idx pair, cut into the microbatches of each step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes and devices: NCCL with a GPU, else gloo; megatron-core's process groups; random seeds."""
 
 from __future__ import annotations

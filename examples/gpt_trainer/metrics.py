@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports of a run: a progress bar, one JSON object per step, and resident saved bytes over one step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of this rank (one chunk per virtual stage), its optimizer and its learning-rate schedule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step and one evaluation, through megatron-core's schedules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records when each chunk of a step ran forward and backward, for a plot of resident bytes over the step."""
 
 from __future__ import annotations

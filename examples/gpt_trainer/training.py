@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop: steps, evaluations, checkpoints and metrics in their order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks around submodules of model chunks, and around the forward of each chunk, for one engine.
 
 Groups are on leaf submodules, because the all-to-all overlap and recomputation may call only these and not the layer

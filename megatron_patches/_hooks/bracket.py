@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GroupBracket`: opens and closes the groups of one site in the model, and marks their ends in the graph."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that megatron-core keeps until backward in addition to autograd, and the moment of their last read.
 
 While another reference keeps a tensor, its copy-out frees no memory, unless the engine is told that the tensor is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ModuleHooks`: hooks that enter and leave brackets and pauses where submodules of a chunk run."""
 
 from __future__ import annotations

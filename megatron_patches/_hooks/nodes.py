@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a model chunk as the nodes of a schedule plan, as the all-to-all overlap (combined 1F1B) does.
 
 The schedule builds the plan of a chunk's forward and then runs its nodes between those of another chunk's backward, on

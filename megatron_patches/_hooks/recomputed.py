@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RecomputedInputs`: the tensors that selective recomputation starts from, in groups of their own.
 
 What is recomputed saves nothing in the forward, and its modules run without gradients, so that no bracket opens in it.

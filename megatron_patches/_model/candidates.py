@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model can offload, for a budget that chooses among it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers that run all experts in one call, such as TransformerEngine's GroupedLinear: only their input moves.
 
 Such a layer saves each expert's part of its input, weight and bias: 192 tensors with 64 experts, which cost the host

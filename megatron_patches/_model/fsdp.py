@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights that Megatron-FSDP has in place of a model's own."""
 
 from __future__ import annotations

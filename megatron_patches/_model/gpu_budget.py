@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget as people give it, in bytes of the device that trains, and checked against what is there."""
 
 from __future__ import annotations

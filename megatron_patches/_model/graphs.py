@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The modules that CUDA graphs capture, which cannot be offloaded, and those that are compiled."""
 
 from __future__ import annotations

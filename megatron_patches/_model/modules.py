@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one table from module names to submodules of a transformer layer.
 
 To add a name, add a row. A span is what one group covers: one call of a submodule, or the range from the output of one

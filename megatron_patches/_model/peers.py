@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Peers`: the ranks that have to decide alike within a budget."""
 
 from __future__ import annotations

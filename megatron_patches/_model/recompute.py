@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recomputations of a model that can be switched on and off between two steps, layer by layer.
 
 megatron-core reads each of these attributes at every forward, so no module has to be built again. A recomputation is

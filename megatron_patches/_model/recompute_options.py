@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a budget may have the layers of a model recompute: what that frees, what it takes, and switching it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the submodules of a model that the table of names lists."""
 
 from __future__ import annotations

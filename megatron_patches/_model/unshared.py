@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the parts of a model that need no hooks, because they share no saved tensor with a group."""
 
 from __future__ import annotations

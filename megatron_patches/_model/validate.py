@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a model supports its settings, before the first training step and with the same result on every rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures of whole steps by megatron-core: what they need, and whether their graph is still there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the chunks of one rank, and what holds them, where all other ranks are imagined."""
 
 from __future__ import annotations

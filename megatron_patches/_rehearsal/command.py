@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_patches --plan`: what a training would take, before there is a GPU."""
 
 from __future__ import annotations

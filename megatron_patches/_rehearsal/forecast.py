@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rehearses all ranks of a training job, and makes its forecast."""
 
 from __future__ import annotations

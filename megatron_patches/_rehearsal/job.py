@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TrainingJob`: what the arguments of a script ask for, as far as a rehearsal needs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What TransformerEngine's kernels save, allocate and touch, as autograd functions that compute nothing.
 
 They are for hollow tensors: a kernel stands here as the operators of torch that touch as many bytes, or take as many

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for TransformerEngine's modules, which need a GPU: same parameters, same saved tensors."""
 
 from __future__ import annotations

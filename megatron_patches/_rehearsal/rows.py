@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that let megatron-core's GPU model run as a rehearsal: with stand-ins for what needs a GPU or contents."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads what a training script would train from its command line, without running it."""
 
 from __future__ import annotations

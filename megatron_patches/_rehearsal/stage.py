@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StageRehearsal`: one rank of a job in this process, with no other ranks, no GPU, and no memory for its tensors."""
 
 from __future__ import annotations

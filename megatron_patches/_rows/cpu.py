@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that let megatron-core train on a machine without a GPU, over gloo.
 
 Most rows give one module of megatron-core its own `torch`: the real one, except that the device "cuda" is the CPU and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows that let Megatron-FSDP run on a machine without a GPU, over gloo; none where it cannot be imported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row for Megatron-FSDP, which gathers the weights of a layer into a buffer that it frees and uses again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row around captures of whole steps by megatron-core (`cuda_graph_impl="full_iteration"`): it announces them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows for fused weight gradients: give the backward of megatron-core's linear layer the Parameter object itself.
 
 The backward adds the gradient to `main_grad` of the saved weight and sets a flag on that weight. But under saved

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mode in which torch reads small device tensors without waiting for the copies of activations."""
 
 from __future__ import annotations

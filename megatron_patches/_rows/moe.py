@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows for MoE layers: small reads of the device by the host do not queue behind copies of activations.
 
 A copy of a few bytes waits for the copy engine, which serves activations first in, first out. On the training path of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows for the all-to-all overlap (combined 1F1B), where a model chunk runs as the nodes of a schedule plan."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows around megatron-core's two kinds of recomputation."""
 
 from __future__ import annotations

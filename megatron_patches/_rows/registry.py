@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patches as rows of a table: what is replaced, by what, why, and in which versions of megatron-core.
 
 Nothing is patched at import. `apply_patches` installs rows, all or none; `Applied.remove` restores all targets.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Runtime`: the interface between rows and the running training step, and `Step`, which describes the step."""
 
 from __future__ import annotations

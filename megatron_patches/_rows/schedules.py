@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows around megatron-core's three schedule functions: the order of the chunks, and the start and end of a step."""
 
 from __future__ import annotations

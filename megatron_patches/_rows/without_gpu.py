@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stand-ins for what megatron-core asks of a GPU: the device "cuda" is the CPU, and streams do nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Has several ranks decide alike: they exchange what they have measured, and each takes the worst of each figure."""
 
 from __future__ import annotations

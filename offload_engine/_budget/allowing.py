@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decision allows to be on the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BudgetController`: measures a step, decides what may be on the device, and holds that within a budget."""
 
 from __future__ import annotations

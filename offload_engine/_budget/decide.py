@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Decider`: what one engine has measured, and what it decides by that."""
 
 from __future__ import annotations

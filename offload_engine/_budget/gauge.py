@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ResidentGauge`: measures resident bytes where nothing else can be measured, as on the CPU device."""
 
 from __future__ import annotations

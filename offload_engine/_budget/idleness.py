@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Idleness`: whether a step that moves nothing may run as without an engine, watched from outside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LastStep`: what the last step of an engine has taken."""
 
 from __future__ import annotations

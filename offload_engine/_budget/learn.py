@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes of a measured step what decisions are made by: times of groups, and a model of memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures how fast a device copies, both ways at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Margin`: how much of a GPU a budget of "auto" leaves, by how much of it varied from step to step."""
 
 from __future__ import annotations

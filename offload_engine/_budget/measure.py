@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`MeasuringRecorder`: records a step, and measures memory and time at each of its boundaries."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OptimizerWatch`: tells when an optimizer has stepped, and so has allocated its state."""
 
 from __future__ import annotations

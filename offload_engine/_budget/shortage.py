@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explains a step that has run out of memory under a budget: what was expected, and which part has grown."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states of a budget.
 
     FLOOR -> MEASURE -> VERIFY -> HOLD

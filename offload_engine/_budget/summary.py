@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BudgetSummary`: what a budget has come to, as numbers and as a table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TakenPlan`: a decision that was made before, until it is known to be for this model."""
 
 from __future__ import annotations

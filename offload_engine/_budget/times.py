@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times of groups, from the times between the boundaries of a measured step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Verifier`: judges decisions by what a step has held with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BudgetView`: what a budget shows of itself."""
 
 from __future__ import annotations

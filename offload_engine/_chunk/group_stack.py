@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GroupStack`: opens the groups of one chunk and knows which are open."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ChunkProgress`: the groups of one chunk, and the positions of its backward and its prefetch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SavedTensorHooks`: packs tensors saved in a chunk, and manages the entries on autograd's stack of hooks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* What the engine reads of tensors on hot paths, several attributes in one call. tensor_reads.py is the same in Python.
  *
  * Neither torch's headers nor its libraries are needed to build this. The methods and attributes of `torch.Tensor` and

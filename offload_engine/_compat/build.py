@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How this installation of the package was built."""
 
 from __future__ import annotations

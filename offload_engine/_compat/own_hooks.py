@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OwnHooks`: saved tensors hooks that leave autograd's stack by what they are, not by where they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions of `tensor_reads`, from C where the core is compiled."""
 
 from __future__ import annotations

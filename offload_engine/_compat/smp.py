@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the activation-offload settings of a SageMaker model parallel (SMP) configuration. Needs no torch."""
 
 from __future__ import annotations

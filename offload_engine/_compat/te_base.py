@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one guarded import of TransformerEngine: the base class of `ChunkOffloadHandler`.
 
 TransformerEngine up to 2.9 has `AsyncDoubleBufferGroupOffloadHandler` in `pytorch.cpu_offload`, from 2.10 on in

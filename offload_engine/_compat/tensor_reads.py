@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine reads of tensors on hot paths, several attributes in one call.
 
 `_tensor_reads.c` does the same for the compiled core: there a look-up takes longer than the read itself, and each saved

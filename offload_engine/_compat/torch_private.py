@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every name of torch that is not public and that the two packages use, taken here once.
 
 Code on a hot path binds a name again at module level, `_use_count: Final[Any] = torch_private.use_count`:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Devices: the source of streams, events, copies and host bytes. `make_device` selects that of this machine."""
 
 from __future__ import annotations

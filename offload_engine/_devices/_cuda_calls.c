@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 /* The CUDA runtime's calls of the hot path, without the microsecond that ctypes takes for each.
  *
  * Neither CUDA's headers nor its libraries are needed to build this: Python passes the addresses of the functions, in

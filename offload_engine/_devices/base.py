@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device seam: every stream, event, copy and allocation call of the engine.
 
 Three implementations exist: CUDA, CPU (real copies by worker threads into a host arena), and, in the tests, an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy stream made of one thread and a queue, and its events: the asynchronous half of the CPU device.
 
 NOTE [Errors on a stream]

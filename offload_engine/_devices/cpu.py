@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU device: real, asynchronous copies between memory and a host tier, without a GPU.
 
 Each copy stream is a thread (`copy_worker.py`, which also says how errors travel). The compute stream is the thread

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA device: copies on side streams between device memory and pinned host memory.
 
 It never calls `record_stream`, which would return blocks to the allocator at an uncontrolled time and make the process

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA runtime that torch has loaded, and the calls that each group makes of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CudaMemory`: what this process holds on a GPU, as torch's allocator and the driver count it."""
 
 from __future__ import annotations

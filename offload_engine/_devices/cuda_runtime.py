@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The few CUDA runtime calls of the hot path, straight from the library that torch has loaded.
 
 torch's own stream and event objects cost 5 to 15 microseconds for each copy, record or wait in Python; a group makes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host tier in a file: its bytes are in the page cache, which does not count as memory of the process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the memory that this process may still take: free memory, within the limits of its control group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small reads of device tensors by the host, past the copy engine.
 
 The copy engine serves all streams first in, first out: behind half a gigabyte of copy-out, `.item()` of one number

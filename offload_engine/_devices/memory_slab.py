@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host tier in plain memory, for machines without a disk and for comparison; it saves the process no memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned host memory, allocated by several threads, on the memory node nearest to the GPU.
 
 `cudaHostAlloc` touches the pages one by one while it pins them (1.6 GB/s). Touching them first, with several threads,

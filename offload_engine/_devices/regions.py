@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raw bytes: regions on the host, tensors over storages, and the checks that every device makes before a copy."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Free ranges of host slabs: best fit, coalescing, and the events of copies that still read the bytes.
 
 Pure Python: slabs are numbers and events are opaque, so the bookkeeping can be tested against a naive model.

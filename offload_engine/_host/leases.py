@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One lease of host bytes per group, and one region of it per storage."""
 
 from __future__ import annotations

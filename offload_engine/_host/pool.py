@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host bytes lent to storages that are on host.
 
 The pool obtains large slabs from the device and lends ranges of them. A returned range may still be read by a copy-in,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HostSlabs`: the memory of a host pool, obtained from the device within a limit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`run_if_free`: work under a lock that must not be waited for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`UnawaitedCopies`: copy-ins for which no compute stream waits yet."""
 
 from __future__ import annotations

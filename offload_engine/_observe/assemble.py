@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a `StepRecord` of notes: marks become milliseconds, storages get the reason of their fate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded steps as a Chrome trace, for Perfetto, on the time base of `torch.profiler`; the records come along.
 
 A trace of `torch.profiler` counts microseconds from a moment that it gives as nanoseconds since 1970

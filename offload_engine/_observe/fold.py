@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of recorded steps for tables: by stage and module, folded over the layers and ranks that are alike."""
 
 from __future__ import annotations

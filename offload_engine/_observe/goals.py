@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Goals`: warns, once, of a step that runs but does not do what offload is for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges in profiles: `Offload::copy_out (c1 m3 core_attn)` around the work that the engine issues."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which module runs: its qualified name, for saved tensors."""
 
 from __future__ import annotations

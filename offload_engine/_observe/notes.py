@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The notes that a recorder collects during a step, and protocols of the engine's objects that it reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Observer`: which steps of an engine are recorded, where the records go, and how they are reported."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast a record is made of its notes: at once for a waiting caller, slowly beside a training step."""
 
 from __future__ import annotations

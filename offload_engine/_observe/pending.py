@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PendingRecord`: a recorded step that is over on the host, and whose `StepRecord` is still to be made."""
 
 from __future__ import annotations

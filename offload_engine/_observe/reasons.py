@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a saved tensor moved or stayed, and what to do about it."""
 
 from __future__ import annotations

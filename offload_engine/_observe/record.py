@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One recorded step of one rank, as plain data: moves, copies and waits with times, and the fate of saved tensors.
 
 Times are milliseconds since the device began the step. Times of the host are read when the engine is called, which may

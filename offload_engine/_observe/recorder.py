@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Recorder`: notes the calls of the engine in one step, and makes a `StepRecord` of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recorded steps as text: where the bytes went, why a tensor stayed, and the moves one by one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows each saved storage of a recorded step, and where its group is by that."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`WaitTimer`: times one step and its waits for copies, and records nothing else."""
 
 from __future__ import annotations

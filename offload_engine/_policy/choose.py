@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the policy that the configuration chooses."""
 
 from __future__ import annotations

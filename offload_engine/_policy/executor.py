@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Executor`: performs the moves of a policy, and enforces the rules that no policy can break."""
 
 from __future__ import annotations

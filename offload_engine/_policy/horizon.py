@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Horizon`: bounds how far ahead of the backward copy-ins may be issued."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Keeping`: groups that are chosen to stay on the device, by their places, and how large they may be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LeavingQueue`: copy-outs that are issued and not released."""
 
 from __future__ import annotations

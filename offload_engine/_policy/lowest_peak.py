@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies that copy groups out as early as possible: `LowestPeak`, fixed bounds, and SageMaker's windows."""
 
 from __future__ import annotations

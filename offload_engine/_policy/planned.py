@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`PlannedPolicy`: the moves of a plan that was made before the step."""
 
 from __future__ import annotations

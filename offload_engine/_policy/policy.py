@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Policy`: decides the moves at each boundary."""
 
 from __future__ import annotations

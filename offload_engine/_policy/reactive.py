@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Reactive`: base of the policies that decide at each boundary by the current state, without a plan."""
 
 from __future__ import annotations

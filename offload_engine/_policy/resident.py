@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policies with a bound of resident bytes: `ResidentBudgetPolicy` and `ResidentLayersPolicy`."""
 
 from __future__ import annotations

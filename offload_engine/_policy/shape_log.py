@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShapeLog`: the shapes of chunks, as the steps before have shown them."""
 
 from __future__ import annotations

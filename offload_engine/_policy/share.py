@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LeavingShare`: how much of what each chunk saves may leave, in the order of its forward; the rest stays."""
 
 from __future__ import annotations

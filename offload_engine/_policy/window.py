@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`BackwardWindow`: the chunks whose groups may be copied in now, in the order of backward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`abandon`: drops saved storages after an exception, in whatever state it has left them."""
 
 from __future__ import annotations

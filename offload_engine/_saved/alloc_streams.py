@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AllocStreams`: the allocating streams of tensors that another stream saves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ByteCounters`: counts saved bytes, and those of them that are on the device."""
 
 from __future__ import annotations

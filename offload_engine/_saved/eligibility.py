@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Eligibility`: decides which saved tensors may move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CopyFailures`: failures of copies and interrupts, until they are raised."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GroupMoves`: moves the storages of a group together."""
 
 from __future__ import annotations

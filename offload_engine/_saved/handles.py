@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The handles that autograd keeps instead of saved tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`StorageMover`: performs each transition of a saved storage from one residency to the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places: which bytes of a storage a tensor has."""
 
 from __future__ import annotations

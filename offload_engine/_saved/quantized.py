@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of TransformerEngine that hold quantized data and its scales instead of bytes of their own.
 
 Its modules take tensors that they quantize themselves apart before saving: the pack hook gets plain tensors, which move

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RetireQueue`: retires storages after autograd has dropped their last handle."""
 
 from __future__ import annotations

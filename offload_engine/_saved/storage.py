@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saved storages, and the groups in which they move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ActivationStore`: owns every saved storage, from pack until autograd drops its last handle."""
 
 from __future__ import annotations

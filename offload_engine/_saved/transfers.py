@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves bytes between the device and the host tier: streams and events, and every rule that orders them.
 
 [Rules of order] "Compute" is the stream that ran the model's kernels and whose memory pool owns the buffer.

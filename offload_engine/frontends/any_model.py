@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`manage_activations`: offload for any model, without changes to the model."""
 
 from __future__ import annotations

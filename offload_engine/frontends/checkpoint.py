@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpointing with inputs on the host: `CheckpointOffload`, and `checkpoint` for use inside it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`enable_activation_offloading`: one group per layer of a model, under FSDP, DDP or neither."""
 
 from __future__ import annotations

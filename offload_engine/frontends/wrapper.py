@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload_wrapper`: offload of the inputs of a model's checkpointed layers."""
 
 from __future__ import annotations

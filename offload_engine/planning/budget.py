@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fits a plan into a budget of resident bytes: groups that fit stay, others leave late and return early."""
 
 from __future__ import annotations

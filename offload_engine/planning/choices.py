@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of each group of a chunk: it is kept, offloaded or recomputed, the same for every microbatch.
 
 A group is named by its slot, not by its index, which shifts when a group before it is recomputed.

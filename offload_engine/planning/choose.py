@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses what to keep, offload and recompute, so that a step fits a budget and is as short as it can be.
 
 A budget is filled in several ways: with room for whatever needs it, with groups that always stay, with both. Each is

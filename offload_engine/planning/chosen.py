@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What choices change: what is to be kept does not move."""
 
 from __future__ import annotations

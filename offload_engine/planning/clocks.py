@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clocks of one rank: its compute stream, its two copy streams, and a host that runs ahead of them."""
 
 from __future__ import annotations

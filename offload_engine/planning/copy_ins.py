@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When copy-ins are issued: in the order of the backward, no further ahead of it than a horizon."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines by name: how much memory and how fast, from a table in a file. No torch here."""
 
 from __future__ import annotations

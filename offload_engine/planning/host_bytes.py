@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host bytes of one rank, lent to copy-outs and returned by copies that still read them."""
 
 from __future__ import annotations

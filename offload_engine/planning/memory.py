@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a step takes with other choices: one step is measured, and only the difference is modelled.
 
 Bytes of groups that leave the device leave its peak one for one. So the allocator's peak before each boundary, less the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves and the boundaries at which they happen: the vocabulary of policies, plans, recordings and the simulator.
 
 A boundary is a moment at which the engine is called. As text:

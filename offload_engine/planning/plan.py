@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan: at which boundary of a step which groups are copied out, released and copied in.
 
 As text, one line for each boundary that has moves:

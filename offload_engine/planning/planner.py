@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the plan of a step: a chain of functions from lines to lines, each with its reason.
 
 A line is a boundary with its moves. Every pass takes all lines of the step, those without moves too, and returns new

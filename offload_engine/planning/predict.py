@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predicts what a step takes, in memory and time, by what was measured of one in which everything was offloaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputation as a choice: what it frees, and what it costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Releases`: the groups that a plan releases at the peaks of memory; see `drop_before_peaks` in the planner."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many bytes of groups are on the device when each boundary of a planned step comes, without clocks.
 
 In the order of the host, which is the order in which an allocator sees them, and as if no copy-out completed before

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decision in a file, so that a job that goes on later starts with it."""
 
 from __future__ import annotations

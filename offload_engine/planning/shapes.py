@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shapes of chunks and bounds: what a plan is made of, besides the order of forwards and backwards.
 
 All are frozen and hashable, so that a plan can be memoised by them. Names and layers may be known before bytes (then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulates the plans of all ranks of a pipeline: how long a step takes, where compute waits, where the bytes are.
 
 Kernels and copies move clocks; ranks wait for each other where the schedule says so. Where forward and backward of two

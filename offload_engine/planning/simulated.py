@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes the plan of one rank on clocks, with the decisions that an engine makes beside every plan."""
 
 from __future__ import annotations

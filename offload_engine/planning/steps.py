@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Steps`: the planned steps of one job, each planned and simulated once, whatever memory is corrected by meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to keep first: an order of groups by what they are worth for their bytes at the peak."""
 
 from __future__ import annotations

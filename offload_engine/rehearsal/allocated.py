@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts what an allocator would have handed out, over a step of hollow tensors."""
 
 from __future__ import annotations

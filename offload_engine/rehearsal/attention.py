@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention of torch as a GPU runs it: one fused kernel, which saves its inputs, its output and a float a row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What to keep, offload and recompute within a budget, by what a rehearsal has shown: as on a GPU, without one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a kernel takes on a machine: by its operations or by the bytes that it touches, whichever takes longer."""
 
 from __future__ import annotations

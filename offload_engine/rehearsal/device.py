@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RehearsalDevice`: a device on which kernels and copies only move clocks, and bytes are only counted."""
 
 from __future__ import annotations

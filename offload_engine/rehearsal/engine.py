@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RehearsalEngine`: an engine that notes when each boundary comes, and what is allocated then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Forecast`: what a training takes on a machine: memory of each rank, time of a step, host memory of a node."""
 
 from __future__ import annotations

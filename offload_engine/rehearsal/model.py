@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rehearses a training step of any model with layers, as `enable_activation_offloading` groups it."""
 
 from __future__ import annotations

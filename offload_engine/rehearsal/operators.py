@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an operator of torch does to its arguments, as its schema says it."""
 
 from __future__ import annotations

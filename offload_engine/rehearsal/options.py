@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options that the commands of a forecast have in common."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A progress bar for what takes more than two seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes the shapes of chunks, with bytes and times, of the boundaries of one rehearsed step."""
 
 from __future__ import annotations

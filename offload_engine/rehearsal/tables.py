@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of a forecast, as text, and its plot."""
 
 from __future__ import annotations

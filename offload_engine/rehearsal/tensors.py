@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HollowTensors`: under it operators of torch run without computing, on tensors that have sizes but no contents.
 
 A hollow tensor is an ordinary tensor on the CPU whose pages are never touched, so it takes no memory. Whatever looks at

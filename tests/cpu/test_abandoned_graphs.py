@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A graph that is dropped without a backward leaves no byte behind, whatever packed its tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checker checked: each wait left out of a small correct program gives a wrong number and a hazard, every time."""
 
 from __future__ import annotations

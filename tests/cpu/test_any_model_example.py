@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example of `manage_activations` runs, on the CPU and on a GPU, and says what is true."""
 
 from __future__ import annotations

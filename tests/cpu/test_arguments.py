@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings as configuration fields and as flags."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/run.py cpu` still knows the engine: its cheapest part runs. What it says of the time is not looked at."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/run.py gpu, as far as it runs without a GPU."""
 
 from __future__ import annotations

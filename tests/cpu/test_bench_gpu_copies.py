@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/gpu/copies.py: what was on the host, and there only, when the most device memory was allocated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Brackets on plain modules: what they take, what they leave alone, and how they survive exceptions."""
 
 from __future__ import annotations

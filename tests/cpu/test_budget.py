@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Budgets on the CPU device: they hold, change no result, and follow what a job does."""
 
 from __future__ import annotations

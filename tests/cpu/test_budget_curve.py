@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`benchmarks/run.py budget_curve` on the CPU: all settings run, budgets hold, the picture is drawn."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole budget on the simulator's clocks: it measures times and the link there, and predicts what follows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpointing as a budget's third choice for a layer: right, or not chosen."""
 
 from __future__ import annotations

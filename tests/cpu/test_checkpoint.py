@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`checkpoint` and `CheckpointOffload`: PyTorch's checkpointing with its inputs on the host."""
 
 from __future__ import annotations

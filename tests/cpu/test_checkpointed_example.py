@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example of `offload_wrapper` runs, and says what is true."""
 
 from __future__ import annotations

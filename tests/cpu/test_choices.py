@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choices: what is kept does not move in any microbatch, under a plan or without one, and a plan in a file is exact."""
 
 from __future__ import annotations

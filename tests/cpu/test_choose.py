@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of memory and the choice, without an engine; and engines on the simulator's clocks, which do as told."""
 
 from __future__ import annotations

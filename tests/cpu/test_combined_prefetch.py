@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefetch where forwards and backwards run together: F0 | F1 | F2 B0 | F3 B1 | B2 | B3."""
 
 from __future__ import annotations

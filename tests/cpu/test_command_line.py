@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a mistake on the command line looks like: one line, once, in the words that were typed."""
 
 from __future__ import annotations

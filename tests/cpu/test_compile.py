@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.compile inside and around offloaded regions: the same bits as compiled without offload, or a clear refusal."""
 
 from __future__ import annotations

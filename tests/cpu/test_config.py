@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OffloadConfig: accepted values, and the errors for others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rule of order of `_transfers.py` by itself: a program in which nothing else keeps the numbers right.
 
 `tools/mutation_check.py` removes the waits one at a time and expects a failure here, or in the random pipelines.

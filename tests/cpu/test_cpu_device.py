@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU device: asynchronous copies in order, errors that reach whom they concern, memory that really goes away."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows for machines without a GPU: they go on, do what they say, and come off without a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the CUDA runtime, through ctypes and through our extension module, to a library that only takes notes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decisions of small parts alone: in a whole step another part makes up for a wrong one, at the cost of time."""
 
 from __future__ import annotations

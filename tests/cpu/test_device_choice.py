@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects the device of a front-end's engine."""
 
 from __future__ import annotations

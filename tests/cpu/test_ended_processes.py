@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes that are ended from outside: by SIGTERM, as a job manager does, or because a peer was killed."""
 
 from __future__ import annotations

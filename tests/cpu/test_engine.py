@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the engine's promises about single tensors and groups. Orders and races: test_random_pipelines.py."""
 
 from __future__ import annotations

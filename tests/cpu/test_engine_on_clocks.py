@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine on the simulator's clocks: it does what the simulator says, and what policies without a plan cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment is the one that the run promised: what is silently missing must not pass for tested."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each example of an integration trains, and ends with the losses of the run without offload."""
 
 from __future__ import annotations

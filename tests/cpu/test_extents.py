@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Free extents against a naive model that looks at every byte."""
 
 from __future__ import annotations

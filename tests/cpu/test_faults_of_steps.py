@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong around the engine: no memory for its own buffers, steps that a gradient scaler skips."""
 
 from __future__ import annotations

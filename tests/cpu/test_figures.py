@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run says of its offload: one line, metrics, times of waits, and a warning for each goal that is missed."""
 
 from __future__ import annotations

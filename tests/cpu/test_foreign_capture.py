@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine refuses to work inside the capture of a CUDA graph, by a sentence and before it has packed a tensor."""
 
 from __future__ import annotations

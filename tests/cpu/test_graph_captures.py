@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures of whole steps: copies are a part of the graph, nothing crosses its edge, what cannot work is refused."""
 
 from __future__ import annotations

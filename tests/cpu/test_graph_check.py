@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The offline check of captured graphs: a graph from a GPU is right, and no edge that matters can be taken out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that CUDA graphs capture are refused with both settings named; all others are offloaded."""
 
 from __future__ import annotations

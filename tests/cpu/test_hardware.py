@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Machines by name, from the package's table and from a file of the user."""
 
 from __future__ import annotations

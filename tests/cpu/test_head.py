@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The head of a chunk whose backward comes at once: copies are in flight up to its logits, and come back after them."""
 
 from __future__ import annotations

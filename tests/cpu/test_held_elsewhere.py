@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages held outside autograd: emptied in place after their copy-out, full again before backward."""
 
 from __future__ import annotations

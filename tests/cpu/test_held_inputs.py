@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What megatron_patches knows of tensors that a schedule holds: who may read them later, and what a failure ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hollow tensors: the sizes of a real step, no contents, no memory; what is allocated and how long it takes."""
 
 from __future__ import annotations

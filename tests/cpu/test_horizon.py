@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Three horizons: how many bytes, how many groups on the device, how many groups ahead."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the engine spends on a group on the host, counted in calls: time differs from run to run, calls do not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups that find no room on the host, and the return of host memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory may still be taken, read from made-up `/proc` and `/sys` folders."""
 
 from __future__ import annotations

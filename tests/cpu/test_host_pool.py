@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host pool: no overlap, ordering by events, the limit, and how much it takes from the system."""
 
 from __future__ import annotations

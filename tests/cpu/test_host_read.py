@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots of small reads without a GPU: plain memory for the mapped slab, a runtime that says when a kernel is over."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks the layers of imports, read from the source by `ast`, so that nothing has to be importable here.
 
 tools, examples, tests -> megatron_patches -> offload_engine, and inside offload_engine only downward in `LAYERS`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C between any two lines: no lock stays held, no storage stays for ever, and the interrupt is not lost."""
 
 from __future__ import annotations

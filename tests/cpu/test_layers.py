@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`enable_activation_offloading` in one process. Under FSDP and DDP: tests/dist/test_fsdp.py."""
 
 from __future__ import annotations

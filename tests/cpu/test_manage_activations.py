@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`manage_activations` on models and training loops of every kind: to the last bit as without it."""
 
 from __future__ import annotations

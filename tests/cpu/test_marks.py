@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the backward of a group begins: right in front of its last node, or where its output's gradient arrives."""
 
 from __future__ import annotations

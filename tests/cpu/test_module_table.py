@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of module names: what is understood, where it is found, and what is said where it is not."""
 
 from __future__ import annotations

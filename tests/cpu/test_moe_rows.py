@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows for MoE layers: what the dispatcher reads goes through the engine of the running step, and only then."""
 
 from __future__ import annotations

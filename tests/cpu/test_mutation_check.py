@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/mutation_check.py: it finds the waits and decisions of the engine, and a change of one is caught."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recorded step of the real engine: its record is what the counters say, on any device, and costs no result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranges in profiles: their names, that profilers see them, and that they cost nothing where none listens."""
 
 from __future__ import annotations

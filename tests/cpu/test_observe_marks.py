@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time marks of every device: in the order of the work, with the time that the work took, and without ordering it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects the recorded steps, and writes, logs or keeps their records."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder: a toy sequence of calls becomes the record of it, with the reason of every saved tensor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of recorded steps: sums, folding, why a tensor stayed, the moves, and the command."""
 
 from __future__ import annotations

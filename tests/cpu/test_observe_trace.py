@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chrome traces of recorded steps: valid events, one time base with torch.profiler, and the records inside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that leave autograd's stack by what they are."""
 
 from __future__ import annotations

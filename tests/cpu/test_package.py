@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package: what its metadata says, and that a wheel holds what is in the checkout and nothing else."""
 
 from __future__ import annotations
@@ -27,6 +28,14 @@ OPTIONAL = {"megatron", "transformer_engine", "transformers", "lightning", "pyto
 def test_one_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", offload_engine.__version__)
     assert f"## {offload_engine.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_source_says_its_licence() -> None:
+    folders = ("offload_engine", "megatron_patches", "tests", "tools", "benchmarks", "examples")
+    sources = [path for folder in folders for ext in ("py", "sh", "c") for path in (ROOT / folder).rglob(f"*.{ext}")]
+    texts = {path: path.read_text() for path in (*sources, ROOT / "setup.py")}
+    silent = [path for path, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0\n" not in text[:80]]
+    assert len(texts) > 400 and not silent
 
 
 def imported(package: str) -> Iterator[str]:

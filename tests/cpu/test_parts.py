@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parts of one storage that several groups save, and writes that the first save's version counter does not show."""
 
 from __future__ import annotations

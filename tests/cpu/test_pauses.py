@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that pause: what is saved meanwhile is autograd's alone, and they come back as they were."""
 
 from __future__ import annotations

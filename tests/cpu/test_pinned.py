@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pinned slabs without a GPU: everything but the registration itself, which is a recorder here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans as text, what makes one invalid, and how two differ."""
 
 from __future__ import annotations

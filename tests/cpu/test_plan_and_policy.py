@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planned moves against those that the engine's policies take: the same at each boundary, whatever the link."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m offload_engine.plan`, and what a rehearsed model saves beside a real one."""
 
 from __future__ import annotations

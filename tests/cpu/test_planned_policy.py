@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy that follows a plan: the moves of the reactive ones without a budget, fewer waits with one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each pass of the planner alone, and the plan of every schedule of the golden files.
 
 `python -m tests.cpu.test_planner` writes the golden plans again. Read the difference before you commit it.

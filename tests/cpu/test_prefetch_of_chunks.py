@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Before the backward of a chunk only the groups of its last layer are copied in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text becomes Megatron's indexed format, byte by byte, and mistakes are named."""
 
 from __future__ import annotations

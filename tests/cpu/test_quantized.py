@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that hold quantized data: the data and its scales move, weights stay, and the same class comes back."""
 
 from __future__ import annotations

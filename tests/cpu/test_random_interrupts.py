@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interrupts at random times and places; `tools/interrupt_check.py` draws thousands of them."""
 
 from __future__ import annotations

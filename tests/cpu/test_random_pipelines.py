@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random pipelines on the adversarial device: the same numbers with and without the engine, and nothing left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records of one step on their way to rank 0: who is waited for, for how long, and who is not."""
 
 from __future__ import annotations

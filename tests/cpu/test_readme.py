@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the documentation says is true: its code runs, its tables agree with the source, what it names exists."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each reason why a saved tensor moved or stayed, in a recorded step of the real engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every function that keeps inputs to recompute from brackets what it saves, where that is asked for."""
 
 from __future__ import annotations

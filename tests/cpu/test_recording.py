@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The handle of every front-end records steps and reports them, and what is recorded changes no result."""
 
 from __future__ import annotations

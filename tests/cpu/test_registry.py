@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch rows: applied all or none, refused twice, removed in reverse order, explicit about what is missing."""
 
 from __future__ import annotations

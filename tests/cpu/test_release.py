@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Releases of copied-out bytes where a backward follows a forward, by the count of resident bytes."""
 
 from __future__ import annotations

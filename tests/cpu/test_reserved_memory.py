@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """benchmarks/run.py reserved_memory, on histories of known content."""
 
 from __future__ import annotations

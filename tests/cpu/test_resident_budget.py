@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OffloadConfig.resident_bytes`: at most so many saved bytes on the device, and as few copies as that allows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved tensor comes back in the form it had: shape, stride, offset, dtype, and what is lazy about it."""
 
 from __future__ import annotations

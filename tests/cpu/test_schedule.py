@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of chunks: against golden files, and against what megatron-core's own schedules call.
 
 The golden files hold orders recorded from megatron-core (one line a rank), so that the functions are checked where

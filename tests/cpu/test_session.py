@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Session` and `AutomaticGroups`: when iterations begin and end, and which group moves when."""
 
 from __future__ import annotations

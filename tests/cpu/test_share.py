@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A share of what each chunk saves leaves, in the order of its forward; a name may have a threshold of its own."""
 
 from __future__ import annotations

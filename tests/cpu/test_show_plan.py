@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """tools/show_plan.py: what it prints, what it draws, and what it says about impossible shapes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The simulator against the figures of GPUs, and each of its rules alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that both packages stay in small pieces, read from the source by `ast`."""
 
 from __future__ import annotations

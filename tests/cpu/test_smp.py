@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OffloadConfig.from_smp`: configurations of SageMaker model parallel, as they are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing grows from step to step; tools/soak.py runs thousands of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of megatron-core's own offload, taken over: what becomes of each, and what the log says."""
 
 from __future__ import annotations

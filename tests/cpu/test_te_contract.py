@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of TransformerEngine's offload handler, driven as that library's own hook and function drive it.
 
 Where TransformerEngine can be imported, its own `CpuOffloadHookWithOffloadHandler` and `GroupCommitFunction` run

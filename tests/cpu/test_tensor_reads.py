@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read of tensors: by the extension module the same as in Python, for tensors of every kind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options and errors that all programs in `tools` share."""
 
 from __future__ import annotations

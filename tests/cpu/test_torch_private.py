@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The private names of torch: each means what the packages take it to mean, and no other file uses one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload in the log of Megatron-LM's training loop: a stand-in for it, with its functions and their names."""
 
 from __future__ import annotations

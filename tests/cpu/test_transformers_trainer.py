@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Trainer of transformers ends with the same losses and weights, to the last bit, with and without the callback."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unsupported models are refused, with both settings named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One storage that is saved, written in place, and saved again: each save has the bytes of its own time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copy-outs that are delayed until the host has launched the kernels that the device waits for."""
 
 from __future__ import annotations

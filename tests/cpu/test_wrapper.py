@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload_wrapper`: parity to the last bit, where the inputs of checkpointed layers are, and what stays as it was."""
 
 from __future__ import annotations

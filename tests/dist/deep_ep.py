@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepEP's part of megatron-core's flex dispatcher, over gloo: no kernels, and the same tokens on the same ranks.
 
 Megatron-core's own functions for autograd run around it, with what they keep for their backward.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear layers that compute the gradient of their weight when `backward_dw` is called, as TransformerEngine's do.
 
 megatron-core's own linear layers have `backward_dw`, but it does nothing.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gloo ranks in forked processes: a test with two ranks costs a fraction of a second.
 
 The ranks are forked from a server that is started once, has imported torch and megatron-core and nothing more, and runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures what `megatron_patches` logs in a rank, where pytest sees nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models under Megatron-FSDP, and training steps of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models beside the plain GPT: multi-latent attention, multi-token prediction, stacks of single sublayers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selects the module names of a test."""
 
 from __future__ import annotations

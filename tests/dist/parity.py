@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training steps with offload against the same steps without it, on one rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imported once by the server that ranks are forked from."""
 
 import contextlib

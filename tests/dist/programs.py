@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of this repository, in processes forked from one that has imported what they import: no start of seconds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists the storages that autograd saves in groups, and those that bypass the engine."""
 
 from __future__ import annotations

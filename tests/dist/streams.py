@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The all-to-all overlap on the adversarial device: megatron-core's two streams are two of its compute streams."""
 
 from __future__ import annotations

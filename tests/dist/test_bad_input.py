@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input is refused on every rank, before the first forward, and the model trains on once it is corrected."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks of a stage decide alike within a budget, whatever befalls one of them; an error of one ends all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One flag, in every layout: eight steps with the same bits, evaluation and other microbatches in between."""
 
 from __future__ import annotations

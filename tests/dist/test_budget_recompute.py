@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget that has layers recompute: chosen where that is shorter, alike on the ranks of a stage, the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_patches --check`: the rows fit the installed megatron-core, and what would break is named."""
 
 from __future__ import annotations

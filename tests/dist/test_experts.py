@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of what the linear layer of all experts saves, the engine takes the input, once."""
 
 from __future__ import annotations

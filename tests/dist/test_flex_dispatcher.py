@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload with the flex dispatcher, whose DeepEP is a stand-in over gloo: the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of which only a part is trained: the same bits, and no group waits for a backward that does not come."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`enable_activation_offloading` under FSDP1, FSDP2 and DDP: the same numbers, the same communication, less memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """examples/fsdp.py runs, in one process and in two, and offload changes no digit of what it prints."""
 
 from __future__ import annotations

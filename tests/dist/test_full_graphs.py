@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps captured as a whole by megatron-core's own wrapper: the engine is told, and host memory follows the graph.
 
 The device knows what a capture refuses and notes it as a hazard. A replay runs nothing here; tests/gpu runs real ones.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weight gradients that a linear layer adds to `main_grad` itself: it finds the same parameter object in backward.
 
 The kernel is apex's, which needs a GPU; here a function of the tests is in its place, all else is megatron-core's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training within a budget of bytes: the same bits, and no more on the device than the budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages that megatron-core holds outside autograd have no bytes between copy-out and backward."""
 
 from __future__ import annotations

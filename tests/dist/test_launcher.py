@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_patches`: a script that knows nothing of the patches runs with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model chunks sharded by Megatron-FSDP (`--use-megatron-fsdp`): the same numbers, and weights never move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every module name, alone and together with all the others, in each kind of model that has it: the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with code that is not megatron-core's: what it keeps stays readable, and what it packs is its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload under the all-to-all overlap: combined 1F1B, where nodes of two microbatches take turns inside a layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence and context parallelism, and the distributed optimizer with overlapped reductions and gathers.
 
 All to the last bit. Context parallelism needs an attention kernel of TransformerEngine, which needs a GPU; here the

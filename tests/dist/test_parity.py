@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses and every gradient are equal, to the last bit, with and without offload, under megatron-core's schedules."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses and gradients are equal, to the last bit, with and without offload, under PyTorch's own pipeline schedules."""
 
 from __future__ import annotations

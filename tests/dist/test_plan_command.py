@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m megatron_patches --plan`, from the command line to the tables."""
 
 from __future__ import annotations

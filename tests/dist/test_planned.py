@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Planned steps under megatron-core's schedules: equal to the last bit, with a plan from the second step on."""
 
 from __future__ import annotations

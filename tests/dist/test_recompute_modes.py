@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each way to recompute, together with every name that it leaves something to move for: the same bits."""
 
 from __future__ import annotations

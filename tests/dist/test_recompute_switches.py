@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recomputation switched between two steps, layer by layer: the same bits, fewer saved bytes."""
 
 from __future__ import annotations

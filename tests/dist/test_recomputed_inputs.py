@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inputs that selective recomputation starts from leave, each by its name: the same bits, and as many as they are.
 
 Among the cases are those of megatron-core's own test of its offload, as recipes that are taken over.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of megatron-core under which its layers do without what offload needs: refused, and what is not works."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rehearsal has the groups of a real step, with the same bytes; and the figures that GPUs have shown."""
 
 from __future__ import annotations

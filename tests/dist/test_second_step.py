@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tables of the second training step: of all ranks, once, on rank 0, and without a rank that waits for ever."""
 
 from __future__ import annotations

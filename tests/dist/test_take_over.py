@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes with megatron-core's own offload, unchanged but for one setting: the same bits, and what they name moves."""
 
 from __future__ import annotations

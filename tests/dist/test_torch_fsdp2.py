@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model chunks sharded by torch (`--use-torch-fsdp2`): the same numbers, and no weight is taken for an activation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer: every kind of run, with and without offload, to the last bit; resuming; errors before the first step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A backward behind the forward of another chunk finds that forward's copy-outs released."""
 
 from __future__ import annotations

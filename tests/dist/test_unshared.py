@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that share no tensor with a group bypass the engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """While a layer's dispatcher waits for the device, nothing that the layer has saved is copied out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of a model: when they are looked up, and that they never move."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny GPT models on this rank, and training steps of them, for the tests with process groups."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs examples/pretrain_gpt.py in forked ranks: torchrun without the seconds that every rank's imports take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with the distributed optimizer: gradients are reduced during the backward, parameters gathered behind."""
 
 from __future__ import annotations

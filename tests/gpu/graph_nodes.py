@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a captured graph: its nodes, its edges, and the memory that they use."""
 
 from __future__ import annotations

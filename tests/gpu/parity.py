@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison to the last bit rests on: without offload, the model gives the same bits each time."""
 
 from __future__ import annotations

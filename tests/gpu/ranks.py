@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks on GPUs, joined over NCCL. They stay for many tests, because they import TransformerEngine for long."""
 
 from __future__ import annotations

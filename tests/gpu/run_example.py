@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs an example with deterministic algorithms: torchrun -m tests.gpu.run_example NAME OPTIONS..."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GPT of TransformerEngine's layers on this rank's GPU, or a part of it, and steps of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Delays work on a stream, and finds whose memory it got."""
 
 from __future__ import annotations

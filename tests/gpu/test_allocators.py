@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other settings of CUDA's caching allocator than the default, which is read once in a process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA device on a real GPU: order by events alone, memory by keeping references, pinned slabs."""
 
 from __future__ import annotations

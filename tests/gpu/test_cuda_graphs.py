@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of which TransformerEngine captures a part in CUDA graphs: what is not captured is offloaded, bit by bit."""
 
 from __future__ import annotations

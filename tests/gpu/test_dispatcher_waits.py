@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy in flight makes no host wait longer in the dispatch of tokens to experts, on real GPUs."""
 
 from __future__ import annotations

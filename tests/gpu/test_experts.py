@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of what TransformerEngine's linear layer of all experts saves, the engine packs the input alone; quantised, all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures of CUDA graphs around offloaded modules end in a sentence, and the next step outside of them is right."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's modules in FP8, on a real GPU: the same bits, quantized bytes move, weights do not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that megatron-core captures as a whole, replayed with their copies: the same bits, and less memory."""
 
 from __future__ import annotations

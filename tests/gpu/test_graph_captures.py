@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A captured step, replayed: equal to the last bit, with all that it may not read poisoned between the replays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages held outside autograd, on a real GPU: the process gets their memory back, and the holder the bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small reads past the copy engine, on a real GPU."""
 
 from __future__ import annotations

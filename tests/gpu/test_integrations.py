@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples of the integrations train on a GPU, with the losses of the run without offload."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`enable_activation_offloading` on one GPU: the same numbers, less memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`manage_activations` on a GPU: the same bits, less memory, on any stream, and with compiled layers."""
 
 from __future__ import annotations

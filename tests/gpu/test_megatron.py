@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """megatron-core's parallelism over NCCL, with TransformerEngine's layers: the same bits with and without offload."""
 
 from __future__ import annotations

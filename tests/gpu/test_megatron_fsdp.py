@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-FSDP over NCCL, with TransformerEngine's layers: the same bits, memory falls, and weights never move."""
 
 from __future__ import annotations

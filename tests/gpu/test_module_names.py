@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every module name of TransformerEngine's layers, alone, together, and beside what is recomputed: the same bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An engine on a GPU that is not the current one: the default stream has the same handle on all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cases of megatron-core's own test of its offload, as recipes that are taken over: the same bits, and less memory.
 
 Norms are recomputed, and in models with experts the activation: what leaves are the inputs that these start from, and

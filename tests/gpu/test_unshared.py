@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that bypass the engine, with TransformerEngine's kernels on a GPU: no group saves a tensor of theirs."""
 
 from __future__ import annotations

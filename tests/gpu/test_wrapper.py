@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload_wrapper` and `checkpoint` on a real GPU: parity to the last bit, and memory as the allocator sees it."""
 
 from __future__ import annotations

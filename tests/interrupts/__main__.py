@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the trials of a range of seeds; prints each as a line of JSON. `tools/interrupt_check.py` starts it."""
 
 from __future__ import annotations

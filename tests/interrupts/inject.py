@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to deliver a KeyboardInterrupt: by a real timer, or at the nth byte code of the engine."""
 
 from __future__ import annotations

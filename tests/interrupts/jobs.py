@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small training steps that go through each front-end, on each device, and give the same numbers every time."""
 
 from __future__ import annotations

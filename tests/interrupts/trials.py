@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One trial: an interrupt somewhere in a step or in close(), and what has to be true behind it."""
 
 from __future__ import annotations

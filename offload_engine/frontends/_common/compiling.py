@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules for torch.compile: functions that it must not trace, and code that it must not run."""
 
 from __future__ import annotations

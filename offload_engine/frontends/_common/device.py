@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the device on which a model has its activations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`AutomaticGroups`: groups by size, without marks in the model or in its graph."""
 
 from __future__ import annotations

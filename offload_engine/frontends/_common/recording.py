@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`RecordsSteps`: records and reports steps, for the handle of every front-end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Session`: maps forwards and backwards of a model to iterations and chunks of an engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tells weights among saved tensors: they never move, because the model holds them through the whole step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layers read and never offload: weights that FSDP gathers, and inputs that all layers share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the layers of a model, the module that runs them, and how the model is distributed."""
 
 from __future__ import annotations

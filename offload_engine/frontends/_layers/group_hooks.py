@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`GroupHooks`: hooks on modules that torch.compile does not trace and that copies of the modules do not run."""
 
 from __future__ import annotations

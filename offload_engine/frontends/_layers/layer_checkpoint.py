@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpointing of layers inside FSDP's wrapper, in place of the model's own checkpointing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LayerGroups`: hooks on a model that make each call of a layer one group, or several if it saves much."""
 
 from __future__ import annotations

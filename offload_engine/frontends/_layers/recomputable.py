@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LayerWatch`: finds out, in steps that run as they always do, which layers could be checkpointed."""
 
 from __future__ import annotations

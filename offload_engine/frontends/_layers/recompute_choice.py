@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`LayerRecompute`: the third choice of a budget, to checkpoint a layer with its input offloaded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts a callback of transformers before those that report to W&B, TensorBoard and others."""
 
 from __future__ import annotations

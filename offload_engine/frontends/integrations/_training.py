@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TrainingOffload`: offload of the layers of a model while a trainer trains it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OffloadCallback`: activation offload in the `Trainer` of Lightning, under either name of its package."""
 
 from __future__ import annotations

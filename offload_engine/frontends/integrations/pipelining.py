@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload under the schedules of `torch.distributed.pipelining`, from which it reads the order of the chunks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`OffloadCallback`: activation offload in the `Trainer` of transformers."""
 
 from __future__ import annotations
