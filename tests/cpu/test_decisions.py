@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from offload_engine._policy.window import BackwardWindow
 from offload_engine._saved import eligibility
 from offload_engine._saved.counters import ByteCounters
 from offload_engine._saved.eligibility import Eligibility
+from offload_engine._saved.mover import CopyOut
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.planning.planner import Planner
@@ -143,8 +143,7 @@ def chunks_with_a_group(count: int) -> list[ChunkProgress]:
 def leaving_with(*groups: TensorGroup) -> LeavingQueue:
     leaving = LeavingQueue()
     for one in groups:
-        issued: Any = SimpleNamespace(group=one, nbytes=8, number=0)
-        leaving.push(issued)
+        leaving.push(CopyOut(one, [], 8, None))
     return leaving
 
 
