@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import eq
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ def _check(scope: str, names: Sequence[str]) -> None:
     from megatron_patches import apply
     from offload_engine import FixedBounds, OffloadConfig
 
-    with deterministic_algorithms(warn_only=True), _random_numbers_for_graphs():
+    with deterministic_algorithms(warn_only=True):
         expected = run_twice(lambda: _train(scope), eq)
         with apply(
             OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0)), modules=names
@@ -43,18 +42,6 @@ def _check(scope: str, names: Sequence[str]) -> None:
             got = _train(scope, handle)
     wrong = [[name for name in a if a[name] != b[name]] for a, b in zip(expected, got, strict=True)]
     assert not any(wrong), f"steps differ from those without offload: {wrong}"
-
-
-@contextmanager
-def _random_numbers_for_graphs() -> Iterator[None]:
-    """As with `--te-rng-tracker`: TransformerEngine asks every generator for its state when it captures."""
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
-
-    initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
-    try:
-        yield
-    finally:
-        initialize_rng_tracker(force_reset=True)
 
 
 def _train(scope: str, handle: Handle | None = None) -> list[dict[str, str]]:
