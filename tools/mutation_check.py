@@ -221,7 +221,7 @@ def _compile(snapshot: Path) -> None:
 
 def _copy(root: Path, target: Path) -> Path:
     """Copy the parts of the repository that the tests need."""
-    for name in (PACKAGE, "megatron_patches", "tests"):
+    for name in (PACKAGE, "megatron_patches", "benchmarks", "tests"):
         shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(root / "pyproject.toml", target)
     return target
