@@ -35,11 +35,12 @@ def check_whole_step(config: Any, has_budget: bool) -> None:
 
 
 def release_captured(engine: OffloadEngine) -> None:
-    """Return the host memory of captured steps whose graph is gone.
+    """Return the host memory of captured steps and layers whose graphs are gone.
 
     Raises:
-        OffloadError: if megatron-core still has the graph.
+        OffloadError: if megatron-core still has a graph.
     """
+    engine.graphs.check_layers_released()
     steps = engine.graphs.steps
     if not steps:
         return
