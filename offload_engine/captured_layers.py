@@ -31,6 +31,7 @@ class CapturedLayers:
         slabs: host memory of its own.
         eligibility: of what is saved.
         saves_all: whatever is saved may leave, not only what groups save.
+        graphs_beside: as `GraphCaptures.capture_layers`.
         release: called by `release`, once.
 
     Attributes:
@@ -45,15 +46,16 @@ class CapturedLayers:
         slabs: HostSlabs,
         eligibility: Eligibility,
         saves_all: bool,
+        graphs_beside: int,
         release: Callable[[CapturedLayers], None],
     ) -> None:
         self._context = context
         self.slabs: HostSlabs = slabs
-        self._slots: Slots | None = Slots(self._allocate, context.device.host_alignment)
+        self._slots: Slots | None = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
         self._dropped: set[int] = set()
         self._is_released = False
         self._release = release
-        self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all)
+        self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all, graphs_beside)
         self.steps: tuple[Step, ...] = ()
         self._replays: Replays | None = None
 

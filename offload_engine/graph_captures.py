@@ -134,6 +134,7 @@ class GraphCaptures:
         *,
         min_bytes: int = OffloadConfig.min_tensor_bytes,
         saves_all: bool = True,
+        graphs_beside: int = 1,
         owner: Any = torch.cuda,
     ) -> Iterator[CapturedLayers]:
         """Return a context manager for the captures of parts of a step, each forward and each backward in a graph:
@@ -143,14 +144,16 @@ class GraphCaptures:
             layers = torch.cuda.make_graphed_callables(layers, samples)
         ```
 
-        What the forwards save leaves the memory of the graphs. It is copied behind the replay of its graph, beside the
-        graph after it, and back beside the graph before its backward. The graphs have to be replayed in the order of
+        What the forwards save leaves the memory of the graphs. It is copied behind the replay of its graph, beside what
+        runs next, and back beside what runs before its backward. The graphs have to be replayed in the order of
         their captures, over and over; a pass may be broken off.
 
         Args:
             weights: parameters and buffers; their storages, and views of them, never move.
             min_bytes: smaller storages stay.
             saves_all: whatever the forwards save may move; False: what groups save (`recording`).
+            graphs_beside: how many graphs run beside a copy. Their number times what one layer saves stays on the
+                device, twice in backward; 0: copies run beside what runs eagerly between two graphs.
             owner: has the class of the graphs, `CUDAGraph`.
 
         Raises:
@@ -160,7 +163,7 @@ class GraphCaptures:
         context = self._context
         self._check_before(is_whole_step=False)
         eligibility = eligibility_of(context.device.torch_device, min_bytes, weights)
-        layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, self._forget)
+        layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, graphs_beside, self._forget)
         self._recorded = layers
         try:
             with told_of_graphs(layers, owner):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,16 @@ from offload_engine._saved.handles import StayingTensor
 from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
 from offload_engine.errors import OffloadError
 
-NUM_KEPT = 2
-"""What the last captures have saved stays: the bytes are on their way beside the graph after their own."""
-
 Lend = Callable[[list[int]], "list[HostRegion] | None"]
 _innermost_hooks = torch_private.innermost_hooks
+
+
+class _Leaving(NamedTuple):
+    """Storages of one capture that leave together, and where to."""
+
+    number: int
+    storages: list[CapturedStorage]
+    regions: list[HostRegion]
 
 
 class CapturedGroup:
@@ -44,14 +49,15 @@ class CapturedGroup:
 class Recording:
     """Numbers captures, and packs what they save.
 
-    A storage stays in the memory of the graphs until two more captures have begun. Then its tensors are dropped, so the
-    captures behind it use the same bytes, and its backward reads it at another address.
+    A storage stays in the memory of the graphs while it is copied beside the captures after its own. Then its tensors
+    are dropped, so the captures behind these use the same bytes, and its backward reads it at another address.
 
     Args:
         eligibility: of saved tensors.
         slots: where backwards read what has left.
         lend: returns host memory for storages of these sizes, or None.
         saves_all: whatever is saved may leave, not only what groups save.
+        graphs_beside: how many graphs run beside the copy-out.
 
     Attributes:
         number: of the running or last capture.
@@ -60,7 +66,7 @@ class Recording:
         left_before: captures whose storages have left, and the capture before which they did.
     """
 
-    def __init__(self, eligibility: Eligibility, slots: Slots, lend: Lend, saves_all: bool) -> None:
+    def __init__(self, eligibility: Eligibility, slots: Slots, lend: Lend, saves_all: bool, graphs_beside: int) -> None:
         self.number: int = -1
         self.is_capturing: bool = False
         self.uses: list[Use] = []
@@ -69,11 +75,14 @@ class Recording:
         self._slots = slots
         self._lend = lend
         self._saves_all = saves_all
+        self._graphs_beside = graphs_beside
         self._kept: dict[int, dict[int, CapturedStorage]] = {}  # by capture, then by storage
         self._groups: list[int] = []  # that are open: the bytes below which storages stay
         self._brought_back: dict[CapturedStorage, torch.UntypedStorage] = {}  # by the running capture
-        self._away: list[tuple[list[CapturedStorage], list[HostRegion]]] = []
-        self._returned: dict[tuple[int, ...], list[list[HostRegion]]] = {}  # host memory of backwards that are captured
+        self._leaving: list[_Leaving] = []  # at the first save or read of the running capture
+        self._away: list[_Leaving] = []
+        # Host memory of backwards that are captured, by its sizes, with the first capture whose saves may have it.
+        self._returned: dict[tuple[int, ...], list[tuple[int, list[HostRegion]]]] = {}
 
     # -- captures ----------------------------------------------------------------------------------------------------
 
@@ -81,8 +90,8 @@ class Recording:
         """Begin the next capture, before CUDA does; return its number."""
         self.number += 1
         self._return_regions()
-        for number in [number for number in self._kept if number + NUM_KEPT <= self.number]:
-            self._leave(number, list(self._kept.pop(number).values()))
+        for number in [number for number in self._kept if number + self._graphs_beside < self.number]:
+            self._find_leaving(number)
         self._slots.begin_capture()
         return self.number
 
@@ -99,6 +108,9 @@ class Recording:
                 self.pop()
             torch_private.pop_hooks()
             self.is_capturing = False
+        for leaving in self._leaving:  # nothing was saved or read
+            self._keep(leaving)
+        self._leaving.clear()
 
     def finish(self) -> None:
         """Note that CUDA has ended the capture."""
@@ -148,6 +160,7 @@ class Recording:
         found = self._eligibility.read_movable(tensor)
         if found is None or found[7]:
             return StayingTensor(self._eligibility.staying(tensor))
+        self._let_go()
         storages = self._kept[self.number]
         saved = storages.get(found[1])
         if saved is None or not saved.handles:  # none: another storage of before had this identity
@@ -169,6 +182,7 @@ class Recording:
             raise RuntimeError(
                 "a tensor that a captured forward saved for its backward has been modified by an inplace operation"
             )
+        self._let_go(packed.saved)
         return self._bring_back(packed) if packed.tensor is None else packed.tensor
 
     def _bring_back(self, packed: CapturedTensor) -> torch.Tensor:
@@ -185,28 +199,49 @@ class Recording:
 
     # -- what has left -----------------------------------------------------------------------------------------------
 
-    def _leave(self, number: int, storages: list[CapturedStorage]) -> None:
+    def _find_leaving(self, number: int) -> None:
+        """Find what leaves of the saves of a capture, and where to. Between captures: in one nothing can be pinned."""
+        storages = list(self._kept.pop(number).values())
         leaving = [saved for saved in storages if saved.may_leave()]
         sizes = [saved.nbytes for saved in leaving]
-        regions = self._regions(sizes) if leaving else None
-        if regions is None:
-            return
-        for saved, region in zip(leaving, regions, strict=True):
-            saved.leave(region)
-        self.left_before[number] = self.number
-        self._away.append((leaving, regions))
-        self._slots.reserve(self._slots.size_of(sizes))
+        regions = self._regions(sizes, number) if leaving else None
+        if regions is not None:
+            self._leaving.append(_Leaving(number, leaving, regions))
+            self._slots.reserve(self._slots.size_of(sizes))
 
-    def _regions(self, sizes: list[int]) -> list[HostRegion] | None:
-        """Return host memory that no replay uses from the forward on until its backward."""
-        returned = self._returned.get(tuple(sizes))
-        return returned.pop() if returned else self._lend(sizes)
+    def _let_go(self, read: CapturedStorage | None = None) -> None:
+        """Drop what leaves, at the first save or read of a capture, which is the read of `read`.
+
+        Not where this is the backward of just that: it would be copied out and back with nothing beside it.
+        """
+        for leaving in self._leaving:
+            if read is not None and read.number == leaving.number:
+                self._keep(leaving)
+                continue
+            for saved, region in zip(leaving.storages, leaving.regions, strict=True):
+                saved.leave(region)
+            self.left_before[leaving.number] = self.number
+            self._away.append(leaving)
+        self._leaving.clear()
+
+    def _keep(self, leaving: _Leaving) -> None:
+        self._kept[leaving.number] = {saved.key: saved for saved in leaving.storages}
+        self._return(leaving, leaving.number)
+
+    def _regions(self, sizes: list[int], number: int) -> list[HostRegion] | None:
+        """Return host memory that is not used from the replay of the forward `number` on until its backward."""
+        returned = self._returned.get(tuple(sizes), [])
+        for found in returned:
+            if found[0] <= number:
+                returned.remove(found)
+                return found[1]
+        return self._lend(sizes)
 
     def _return_regions(self) -> None:
-        still_away = []
-        for storages, regions in self._away:
-            if any(saved.handles for saved in storages):
-                still_away.append((storages, regions))
-            else:
-                self._returned.setdefault(tuple(region.nbytes for region in regions), []).append(regions)
-        self._away = still_away
+        for leaving in [one for one in self._away if not any(saved.handles for saved in one.storages)]:
+            self._away.remove(leaving)
+            self._return(leaving, self.number)
+
+    def _return(self, leaving: _Leaving, since: int) -> None:
+        sizes = tuple(region.nbytes for region in leaving.regions)
+        self._returned.setdefault(sizes, []).append((since, leaving.regions))

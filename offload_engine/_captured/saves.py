@@ -44,6 +44,7 @@ class CapturedStorage:
 
     Attributes:
         number: of the capture.
+        key: its identity, while it is there.
         address: on the device, in each replay.
         nbytes: of the storage.
         is_grouped: a group has saved it, so it may leave.
@@ -56,7 +57,7 @@ class CapturedStorage:
         self.nbytes: int = found[2]
         self.is_grouped: bool = False
         self.region: HostRegion | None = None
-        self._key: int = found[1]
+        self.key: int = found[1]
         self._handles: list[weakref.ref[CapturedTensor]] = []
 
     def add(self, handle: CapturedTensor) -> None:
@@ -76,7 +77,7 @@ class CapturedStorage:
         # Each alias holds its original, too, for derivatives in forward mode. Where others hold it, such as a static
         # output does, nothing would be freed.
         ours = len(handles) + len({handle.original for handle in handles})
-        return torch_private.use_count(self._key) <= ours
+        return torch_private.use_count(self.key) <= ours
 
     def leave(self, region: HostRegion) -> None:
         """Drop the tensors: the next captures use the bytes again."""

@@ -11,10 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload_engine._devices.regions import storage_at
 from offload_engine.errors import OffloadError
 
-NUM_FREE = 2
-"""How many slots are free when a backward is captured: it takes one, and the other is read by the backward before it,
-beside which its own is filled."""
-
 Allocate = Callable[[int], torch.Tensor]
 
 
@@ -72,10 +68,13 @@ class Slots:
     Args:
         allocate: returns a tensor of so many bytes; called between captures only.
         alignment: of each storage in a slot, in bytes.
+        num_free: how many are free when a backward is captured. It takes one; the others may be read by the backwards
+            before it, beside which its own is filled.
     """
 
-    def __init__(self, allocate: Allocate, alignment: int) -> None:
+    def __init__(self, allocate: Allocate, alignment: int, num_free: int) -> None:
         self._allocate = allocate
+        self._num_free = num_free
         self._alignment = alignment
         self._all: list[Slot] = []
         self._nbytes = 0
@@ -100,7 +99,7 @@ class Slots:
         if not self._nbytes:
             return
         free = sum(slot.is_free and slot.nbytes >= self._nbytes for slot in self._all)
-        self._all += [Slot(self._allocate(self._nbytes)) for _ in range(free, NUM_FREE)]
+        self._all += [Slot(self._allocate(self._nbytes)) for _ in range(free, self._num_free)]
 
     def take(self, nbytes: int) -> tuple[torch.UntypedStorage, int]:
         """Return a storage for the running capture, and the number of the last capture that used its bytes, or -1."""
