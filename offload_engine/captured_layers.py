@@ -142,13 +142,13 @@ class CapturedLayers:
     def release(self) -> None:
         """Return the host memory to the engine's pool, and the device memory of the slots. Idempotent.
 
-        Call it after the graphs have been reset or dropped, on the stream that replayed them last: it waits for that.
+        Call it after the graphs have been reset or dropped. It waits for the copies of their last pass.
         """
         if self._is_released:
             return
         self._is_released = True
         device, context = self._context.device, self._context
-        for stream in (context.copy_out_stream, context.copy_in_stream, device.current_stream()):
+        for stream in (context.copy_out_stream, context.copy_in_stream):
             device.synchronize(device.record_event(stream))
         self._replays, self._slots, self.steps = None, None, ()
         self._release(self)

@@ -218,10 +218,10 @@ class Recording:
             if read is not None and read.number == leaving.number:
                 self._keep(leaving)
                 continue
-            for saved, region in zip(leaving.storages, leaving.regions, strict=True):
-                saved.leave(region)
+            pairs = zip(leaving.storages, leaving.regions, strict=True)
+            left = [saved for saved, region in pairs if saved.leave(region)]
             self.left_before[leaving.number] = self.number
-            self._away.append(leaving)
+            self._away.append(leaving._replace(storages=left))
         self._leaving.clear()
 
     def _keep(self, leaving: _Leaving) -> None:

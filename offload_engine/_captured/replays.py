@@ -67,9 +67,12 @@ class Replays:
             self._copied_in[number_in] = device.copy_in(into, copies)
 
     def _begin(self) -> None:
-        """Have compute wait for what a pass that was broken off has left in flight."""
+        """Have compute wait for copy-ins that a pass which was broken off has left in flight.
+
+        Its copy-outs may read what this pass writes: the copy-outs of this pass follow them, to the same host bytes.
+        """
         device = self._context.device
-        for events in (self._copied_out, self._copied_in):
-            for event in events.values():
-                device.wait_event(device.current_stream(), event)
-            events.clear()
+        for event in self._copied_in.values():
+            device.wait_event(device.current_stream(), event)
+        self._copied_in.clear()
+        self._copied_out.clear()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine._compat import torch_private
 from offload_engine._compat.tensor_reads import Reads
@@ -20,18 +21,23 @@ class CapturedTensor:
         saved: the storage.
         place: which of its bytes the tensor has.
         tensor: an alias of the tensor, with its version; None: its bytes have left.
-        original: the identity of the tensor.
     """
 
-    __slots__ = ("saved", "place", "tensor", "original", "_version", "__weakref__")
+    __slots__ = ("saved", "place", "tensor", "_version", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor, found: Reads, saved: CapturedStorage) -> None:
         self.saved: CapturedStorage = saved
         self.place: Place = found[5]
         self.tensor: torch.Tensor | None = tensor.detach()
-        self.original: int = id(tensor)
         self._version: int = found[4]
         saved.add(self)
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Hold the bytes again."""
+        offset, shape, stride, dtype = self.place
+        alias = torch.empty(0, dtype=dtype, device=storage.device)
+        self.tensor = alias.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+        self._version = self.tensor._version
 
     @property
     def is_modified(self) -> bool:
@@ -70,17 +76,26 @@ class CapturedStorage:
         return [handle for ref in self._handles if (handle := ref()) is not None]
 
     def may_leave(self) -> bool:
-        """Return whether to drop the handles' tensors frees the bytes, and the backward reads what was saved."""
+        """Return whether a group has saved the bytes, and a backward reads what was saved."""
         handles = self.handles
-        if not (self.is_grouped and handles) or any(handle.is_modified for handle in handles):
-            return False
-        # Each alias holds its original, too, for derivatives in forward mode. Where others hold it, such as a static
-        # output does, nothing would be freed.
-        ours = len(handles) + len({handle.original for handle in handles})
-        return torch_private.use_count(self.key) <= ours
+        return self.is_grouped and bool(handles) and not any(handle.is_modified for handle in handles)
 
-    def leave(self, region: HostRegion) -> None:
-        """Drop the tensors: the next captures use the bytes again."""
-        for handle in self.handles:
+    def leave(self, region: HostRegion) -> bool:
+        """Drop the tensors, so that the next captures use the bytes again; return whether that has freed them.
+
+        Where others hold them, as a static output does, the tensors are back, and the storage stays.
+        """
+        handles = self.handles
+        tensors = [handle.tensor for handle in handles if handle.tensor is not None]
+        weak = StorageWeakRef(tensors[0].untyped_storage())
+        tensors.clear()
+        for handle in handles:
             handle.tensor = None
-        self.region = region
+        if weak.expired():
+            self.region = region
+            return True
+        storage = torch_private.storage_of(weak.cdata)
+        for handle in handles:
+            handle.hold(storage)
+        self.is_grouped = False
+        return False

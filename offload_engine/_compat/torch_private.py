@@ -115,6 +115,8 @@ use_count: Final[Callable[[int], int]] = take("torch._C._storage_Use_Count")
 is the storage itself, once."""
 free_weak_ref: Final[Callable[[Any], None]] = take("torch.UntypedStorage._free_weak_ref")
 """Give back what `storage._weak_ref()` returned: until then no other storage gets its address."""
+storage_of: Final[Callable[[int], torch.UntypedStorage]] = take("torch.UntypedStorage._new_with_weak_ptr")
+"""Return the storage that a `StorageWeakRef` with this `cdata` refers to, if it is there."""
 storage_at: Final[Callable[[int, torch.device, int], torch.UntypedStorage]] = take(
     "torch._C._construct_storage_from_data_pointer"
 )

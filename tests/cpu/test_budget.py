@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from offload_engine import (
     offload_wrapper,
 )
 from offload_engine._budget.gauge import ResidentGauge
+from offload_engine._budget.idleness import Idleness
 from offload_engine._budget.margin import Margin
 from offload_engine._budget.state import State
 from offload_engine._budget.summary import BudgetSummary
@@ -551,6 +553,15 @@ def test_steps_that_differ_have_groups() -> None:
     controller._idleness.is_measured, controller._last.gauge = True, Allocator(job.engine, base)
     job.steps(1, rows=ROWS * 17 // 16).steps(8)
     assert job.states[-1] is State.HOLD and not job.engine.is_idle
+
+
+@pytest.mark.parametrize(("most", "are_alike"), [(640, True), (650, True), (651, False)])
+def test_steps_are_alike_within_a_64th(most: int, are_alike: bool) -> None:
+    idleness, fits = Idleness(is_measured=True), SimpleNamespace(num_moves=0, recomputed_bytes=0, held_bytes=0)
+    for saved in (640, 640, 640, 640, most):
+        assert not idleness.allows(SimpleNamespace(best=fits), budget_bytes=1)  # type: ignore[arg-type]
+        idleness.note(saved)
+    assert idleness.allows(SimpleNamespace(best=fits), budget_bytes=1) == are_alike  # type: ignore[arg-type]
 
 
 def test_what_was_reserved_in_vain_before_optimizers_had_their_state_does_not_count() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError
+from offload_engine import OffloadConfig, OffloadEngine, OffloadError, group_commit
 from offload_engine.captured_layers import CapturedLayers
 from tests.graph_device import GraphDevice
 from tests.toy_graphs import GraphedChunk, Layer, ToyPool
@@ -263,6 +263,30 @@ def test_released_graphs_are_not_replayed(engine: OffloadEngine) -> None:
     assert engine.graphs.layers == () and layers.slot_bytes == 0
     with pytest.raises(OffloadError, match="after the release of its memory"):
         graphs.run(0)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_release_waits_for_copies_of_a_pass_that_was_broken_off(last: int, engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 F1 B1 B0")
+    layers = captured(graphs, engine)
+    graphs.run(0, graphs.order[: 2 + last])
+    device = engine.device
+    assert isinstance(device, GraphDevice)
+    assert any(stream.queue for stream in device._streams)
+    layers.release()
+    assert not any(stream.queue for stream in device._streams)
+
+
+def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine) -> None:
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        group_commit(torch.ones(8, requires_grad=True) * 2, chunk)
+        lease = engine.pool.lend(1 << 20)
+        assert lease is not None
+        engine.pool.give_back(lease)
+    assert engine.pool.slab_bytes_total > 0
+    captured(Graphs("F0 B0"), engine)
+    assert engine.pool.slab_bytes_total == 0
 
 
 def test_layers_whose_graphs_are_reset_are_released(engine: OffloadEngine) -> None:

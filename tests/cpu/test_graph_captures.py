@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from offload_engine import (
     Planned,
     manage_activations,
 )
+from offload_engine._devices.base import HostRegion
 from tests.graph_device import GraphDevice
 
 WIDTH = 32
@@ -320,3 +322,23 @@ def test_the_cpu_has_no_graphs() -> None:
         loss = (weight * 2).square().sum()
     loss.backward()
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["copy_out", "copy_in"])
+def test_a_capture_waits_for_copies_of_before(name: str, training: Training, device: GraphDevice) -> None:
+    (stream,) = (stream for stream in device._streams if stream.name == name)
+    host, buffer = HostRegion(device.new_slab(64), 0, 64), device.allocate(64, device.current_stream())
+    device.wait_stream(stream, device.current_stream())
+    device.copy_out(stream, [(buffer.fill_(1), host)])
+    with training.engine.graphs.capture(device.graph()) as captured:
+        assert not stream.queue
+        training.step()
+    captured.release()
+
+
+def test_release_waits_for_the_last_replay(training: Training, device: GraphDevice) -> None:
+    with training.engine.graphs.capture(device.graph()) as captured:
+        training.step()
+    with mock.patch.object(device, "synchronize") as synchronize:
+        captured.release()
+    assert synchronize.call_args.args[0].stream is device.current_stream()

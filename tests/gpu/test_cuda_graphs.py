@@ -20,7 +20,8 @@ LEAST_FALL = 0.5  # of what captured modules of one microbatch save, less where 
 NUM_STEPS, NUM_WARMUP_STEPS = 4, 2  # captured between two steps, when the hooks are there
 NUM_MICROBATCHES = 4
 SIZES: dict[str, Any] = {"num_layers": 6, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
-DENSE: dict[str, Any] = {"num_moe_experts": None}
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "moe_ffn_hidden_size": 1024}
+DENSE: dict[str, Any] = {name: None for name in EXPERTS}
 OVERLAP: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True}
 RECOMPUTED: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "moe_act"]}
 
@@ -44,17 +45,11 @@ INSIDE = [
     pytest.param(["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="dense layers"),
     pytest.param([], [*ATTENTION, *MLP], DENSE, id="whole layers"),
 ]
+# Not with `delay_wgrad_compute`: two runs of these graphs differ without offload.
 SEVERAL = [
     pytest.param(Pipeline(2), ["attn", "mlp"], [*ATTENTION, *MLP], DENSE, id="1F1B"),
     pytest.param(Pipeline(2, 2), ["attn", "mlp"], [*ATTENTION, *MLP], {**DENSE, "num_layers": 8}, id="interleaved"),
     pytest.param(Pipeline(expert=2), ["attn", "moe_router"], [*ATTENTION, "moe_act"], OVERLAP, id="overlap"),
-    pytest.param(
-        Pipeline(expert=2),
-        ["attn", "moe_router"],
-        [*ATTENTION, "moe_act"],
-        {**OVERLAP, "delay_wgrad_compute": True},
-        id="delayed gradients",
-    ),
 ]
 
 
@@ -124,7 +119,7 @@ def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | Non
         cuda_graph_impl="transformer_engine",
         cuda_graph_scope=list(scopes),
         cuda_graph_warmup_steps=NUM_WARMUP_STEPS,
-        **{**SIZES, "num_moe_experts": 4, "moe_ffn_hidden_size": 1024, **settings},
+        **{**SIZES, **EXPERTS, **settings},
     )
     data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     bare = make_chunks(config)

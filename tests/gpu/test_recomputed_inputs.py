@@ -44,7 +44,8 @@ OVERLAP_CASES = [
 SIZES = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 1024}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-BUFFERS = 1 << 20  # bytes that other buffers than activations may take at the peak
+BUFFERS = 2 << 20  # bytes that other buffers than activations may take at the peak
+AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
 
 
 @pytest.mark.parametrize(("has_experts", "has_latents", "names"), CASES)
@@ -84,7 +85,8 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
     stats = got[2]
     assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes, stats
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
-    assert got[1] < without[1] and got[1] <= theirs + BUFFERS, (without[1], got[1], theirs)
+    of_layer = stats.copied_out_bytes // num_microbatches // SIZES["num_layers"]
+    assert got[1] < without[1] and got[1] <= theirs + AHEAD * of_layer + BUFFERS, (without[1], got[1], theirs)
 
 
 def _steps(
