@@ -11,14 +11,12 @@
 #
 #   MEGATRON_LM=/path/to/Megatron-LM sbatch examples/slurm.sh [more flags]
 #
-# --mem=0 is all of the node's memory: what is offloaded is pinned there. The limit below shares four fifths of it among
-# the ranks of the node, so that those which come first do not take what the last ones need.
+# --mem=0 is all of the node's memory: what is offloaded is pinned there, in equal shares for the ranks of the node. They
+# find the CPUs near their GPUs by themselves, so that srun must not bind (docs/many_nodes.md).
 set -euo pipefail
 export GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-8} NNODES=$SLURM_NNODES
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
-host_kib=$(awk '/^MemTotal/ {print $2}' /proc/meminfo)
-limit=$((host_kib * 1024 / 5 * 4 / GPUS_PER_NODE))
 here=${SLURM_SUBMIT_DIR:-$PWD}
-srun --kill-on-bad-exit=1 bash -c \
-    "NODE_RANK=\$SLURM_PROCID '$here/examples/megatron_lm.sh' --offload-host-limit-bytes $limit $*"
+srun --kill-on-bad-exit=1 --cpu-bind=none bash -c \
+    "NODE_RANK=\$SLURM_PROCID '$here/examples/megatron_lm.sh' --offload-cpu-affinity $*"
