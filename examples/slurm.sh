@@ -7,7 +7,7 @@
 #SBATCH --cpus-per-task=96
 #SBATCH --mem=0
 #SBATCH --exclusive
-# Pretrains on several nodes: one task a node, which starts a process for each GPU. Needs GPUs; not run by the tests.
+# Pretrains on several nodes: one task a node, which starts a process for each GPU. Needs GPUs.
 #
 #   MEGATRON_LM=/path/to/Megatron-LM sbatch examples/slurm.sh [more flags]
 #
@@ -19,4 +19,4 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 here=${SLURM_SUBMIT_DIR:-$PWD}
 srun --kill-on-bad-exit=1 --cpu-bind=none bash -c \
-    "NODE_RANK=\$SLURM_PROCID '$here/examples/megatron_lm.sh' --offload-cpu-affinity $*"
+    'NODE_RANK=$SLURM_PROCID exec "$0" --offload-cpu-affinity "$@"' "$here/examples/megatron_lm.sh" "$@"
