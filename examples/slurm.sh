@@ -15,7 +15,8 @@
 # find the CPUs near their GPUs by themselves, so that srun must not bind (docs/many_nodes.md).
 set -euo pipefail
 export GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-8} NNODES=$SLURM_NNODES
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*} # not by head, at which scontrol may die of a closed pipe
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
 here=${SLURM_SUBMIT_DIR:-$PWD}
 srun --kill-on-bad-exit=1 --cpu-bind=none bash -c \
