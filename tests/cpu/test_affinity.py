@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import threading
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_patches import add_offload_arguments, offload_config_from_args
+from megatron_patches._arguments import Settings, resolve
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._devices import affinity
 from offload_engine._devices.affinity import bind_to_gpu
@@ -165,6 +168,18 @@ def _bind_for_real(root: Path) -> list[set[int]]:
 def test_threads_that_run_and_threads_that_come_are_bound(tmp_path: Path) -> None:
     write(tmp_path, 0, f"{CPUS[-1]}\n")
     assert run_ranks(_bind_for_real, tmp_path, pipeline=None) == [[{CPUS[-1]}] * 3]
+
+
+def test_the_flag_and_the_field_ask_for_it() -> None:
+    parser = add_offload_arguments(argparse.ArgumentParser())
+    for flags, is_asked in (([], False), (["--offload-cpu-affinity"], True)):
+        args = parser.parse_args(["--offload-activation", *flags])
+        assert offload_config_from_args(args).cpu_affinity is is_asked
+        settings = resolve(args, Settings(OffloadConfig(), ()))
+        assert settings is not None and settings.engine.cpu_affinity is is_asked
+    assert OffloadConfig.from_flags(cpu_affinity=True).cpu_affinity
+    with pytest.raises(TypeError, match="cpu_affinity must be True or False, got 'yes'"):
+        OffloadConfig(cpu_affinity="yes")  # type: ignore[arg-type]
 
 
 def test_the_benchmark_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
