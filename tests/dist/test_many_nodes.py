@@ -46,7 +46,7 @@ def train_on_nodes(directory: Path, *flags: str) -> Run:
         for agent in agents:
             stack.enter_context(agent)
             stack.callback(agent.kill)
-        output = "".join(agent.communicate(timeout=300)[0] for agent in agents)
+        output = "".join(agent.communicate(timeout=240)[0] for agent in agents)
     assert all(agent.returncode == 0 for agent in agents), output
     return Run(0, [json.loads(line) for line in metrics.read_text().splitlines()], output)
 
@@ -68,6 +68,7 @@ def test_two_nodes_train_as_one_to_the_last_bit(tmp_path: Path) -> None:
     assert one_node.status == 0, one_node.output
     two_nodes = train_on_nodes(tmp_path, *FLAGS, *OFFLOAD)
     assert two_nodes.curve == one_node.curve
+    assert "│ 2-3 " in two_nodes.output and "had no record" not in two_nodes.output, "tables of both nodes"
     for step in two_nodes.steps:
         assert all(rank["offload"]["copied_in_bytes"] > 0 for rank in step["ranks"])
 
