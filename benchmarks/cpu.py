@@ -18,7 +18,6 @@ import gc
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -420,11 +419,8 @@ class Trainer:
     def train(self, pipeline: Pipeline, flags: Sequence[str]) -> list[dict[str, Any]]:
         """Train; return the metrics of each step."""
         metrics = self._directory / "metrics.jsonl"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(pipeline.num_ranks)]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher += ["--nproc-per-node", str(pipeline.num_ranks)]
         script = [str(ROOT / "examples" / "pretrain_gpt.py"), "--disable-bias-linear", "--data-path", str(self._data)]
         self._call([*launcher, *script, "--metrics-json", str(metrics), *pipeline.flags, *flags])
         records = [json.loads(line) for line in metrics.read_text().splitlines()]

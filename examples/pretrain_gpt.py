@@ -4,10 +4,10 @@
 
     torchrun examples/pretrain_gpt.py --offload-activation
 
-trains on made-up tokens. On text, in a pipeline:
+trains on the help topics of Python. On text of yours, in a pipeline:
 
-    python examples/prepare_text.py --output-prefix out/topics
-    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --data-path out/topics --offload-activation \
+    python examples/prepare_text.py book.txt --output-prefix out/book
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --data-path out/book --offload-activation \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
 
 Runs on GPUs with NCCL where there are some, else on CPUs with gloo. Flags are named as in Megatron-LM.

@@ -7,18 +7,17 @@
 #SBATCH --cpus-per-task=96
 #SBATCH --mem=0
 #SBATCH --exclusive
-# Pretrains on several nodes: one task a node, which starts a process for each GPU. Needs GPUs; not run by the tests.
+# Pretrains on several nodes: one task a node, which starts a process for each GPU. Needs GPUs.
 #
 #   MEGATRON_LM=/path/to/Megatron-LM sbatch examples/slurm.sh [more flags]
 #
-# --mem=0 is all of the node's memory: what is offloaded is pinned there. The limit below shares four fifths of it among
-# the ranks of the node, so that those which come first do not take what the last ones need.
+# --mem=0 is all of the node's memory: what is offloaded is pinned there, in equal shares for the ranks of the node. They
+# find the CPUs near their GPUs by themselves, so that srun must not bind (docs/many_nodes.md).
 set -euo pipefail
 export GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-8} NNODES=$SLURM_NNODES
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*} # not by head, at which scontrol may die of a closed pipe
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500}
-host_kib=$(awk '/^MemTotal/ {print $2}' /proc/meminfo)
-limit=$((host_kib * 1024 / 5 * 4 / GPUS_PER_NODE))
 here=${SLURM_SUBMIT_DIR:-$PWD}
-srun --kill-on-bad-exit=1 bash -c \
-    "NODE_RANK=\$SLURM_PROCID '$here/examples/megatron_lm.sh' --offload-host-limit-bytes $limit $*"
+srun --kill-on-bad-exit=1 --cpu-bind=none bash -c \
+    'NODE_RANK=$SLURM_PROCID exec "$0" --offload-cpu-affinity "$@"' "$here/examples/megatron_lm.sh" "$@"

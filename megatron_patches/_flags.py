@@ -117,7 +117,8 @@ SETTINGS = (
         "offload_host_limit_bytes",
         _SIZE,
         None,
-        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free.",
+        f"Upper bound on host memory of each process{_AS_SIZES}. Default: four fifths of what is free, in equal shares "
+        "for the processes of a node.",
         _size,
     ),
     Setting(
@@ -215,6 +216,12 @@ SETTINGS = (
         bool,
         True,
         "Log no table of the second training step, and do not record that step for it.",
+    ),
+    Setting(
+        "offload_cpu_affinity",
+        bool,
+        False,
+        "Bind each process to the CPUs of its GPU's memory node, before it pins host memory.",
     ),
     Setting("offload_dry_run", bool, False, "Account for what would be moved, and move nothing."),
 )

@@ -40,8 +40,9 @@ class OffloadConfig:
     """Storages smaller than this stay on the device: a small copy wastes the link (64 KiB reach a tenth of it)."""
 
     host_limit_bytes: int | None = None
-    """Upper bound on host-tier bytes of this process. None: four fifths of the free bytes of the machine, the control
-    group or the directory, measured when the host tier grows."""
+    """Upper bound on host-tier bytes of this process. None: four fifths of this process's share of the free bytes
+    of the machine, the control group or the directory, measured when the host tier grows. The processes that a launcher
+    has started on a node have equal shares."""
 
     host_policy: Literal["keep", "error"] = "keep"
     """What to do with a group that finds no room below that bound: "keep" leaves it resident and counts it, "error"
@@ -72,6 +73,10 @@ class OffloadConfig:
     """Where the CPU device keeps its host tier: a directory for a file-backed arena, "none" for plain memory,
     None for a temporary directory. CUDA devices use pinned memory and reject a directory."""
 
+    cpu_affinity: bool = False
+    """Bind this process to the CPUs of its GPU's memory node, before host memory is pinned. It stays bound after the
+    engine is closed. Without a GPU, or where the machine does not tell, nothing changes, and a warning says why."""
+
     dry_run: bool = False
     """Mark groups and account for their bytes, but move nothing: shows how much offload could move."""
 
@@ -101,8 +106,9 @@ class OffloadConfig:
             )
         if self.directory is not None and not isinstance(self.directory, (str, os.PathLike)):
             raise TypeError(f"directory must be a path, 'none' or None, got {self.directory!r}")
-        if not isinstance(self.dry_run, bool):
-            raise TypeError(f"dry_run must be True or False, got {self.dry_run!r}")
+        for field in ("cpu_affinity", "dry_run"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"{field} must be True or False, got {getattr(self, field)!r}")
 
     def _check_budget(self) -> None:
         if self.policy not in (None, LowestPeak(), Planned()):

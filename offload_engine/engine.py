@@ -12,7 +12,7 @@ import torch
 from offload_engine._budget.controller import make_budget
 from offload_engine._budget.measure import MeasuringRecorder
 from offload_engine._chunk.saved_tensors import take_off_hooks_of
-from offload_engine._devices import check_device, make_device
+from offload_engine._devices import device_for
 from offload_engine._devices.base import Device, Stream
 from offload_engine._host.pool import HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
@@ -68,9 +68,8 @@ class OffloadEngine(EngineView):
         pipeline: tuple[int, int] = (0, 1),
         logs_first_step: bool = True,
     ) -> None:
-        check_device(device)
         self.config: OffloadConfig = config or OffloadConfig()
-        self.device: Device = device if device is not None else make_device(self.config)
+        self.device: Device = device_for(self.config, device)
         self.meter: ResidencyMeter | None = meter
         self._context, self._lasting = TransferContext(self.device), Lasting()
         self._unawaited, self._leaving, self._counters = UnawaitedCopies(), LeavingQueue(), ByteCounters(meter)

@@ -91,8 +91,9 @@ class EngineView:
                 "begin_iteration() inside an iteration: call end_iteration() after its last backward, or "
                 "reset_iteration() if it raised"
             )
-        if actions and not isinstance(actions[0], Action):
-            raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
+        for action in actions or ():
+            if not isinstance(action, Action):
+                raise TypeError(f"actions must be Action objects, got {action!r}; parse_actions() makes them of text")
         self._executor.refuse_capture("an iteration begins")
 
     def _check_capture(self, is_whole_step: bool) -> None:

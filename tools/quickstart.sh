@@ -34,7 +34,7 @@ export GLIBC_TUNABLES=glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1
 pretrain() { # NAME STEPS [FLAGS]: one run; its metrics and the timeline of its last step land in $out/NAME.*
     local name=$1 steps=$2
     shift 2
-    "$python" -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port "$(free_port)" \
+    "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
         examples/pretrain_gpt.py \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
         --num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 16 --seq-length 256 \
@@ -42,10 +42,6 @@ pretrain() { # NAME STEPS [FLAGS]: one run; its metrics and the timeline of its 
         --micro-batch-size 4 --global-batch-size 16 --train-iters "$steps" --seed 1234 \
         --lr-decay-iters "$budget_steps" --data-path "$out/text" --metrics-json "$out/$name.jsonl" \
         --timeline-json "$out/$name.timeline.json" --timeline-step "$steps" "$@"
-}
-
-free_port() {
-    "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
 echo "1/3 without offload"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     device = _shared_gpu() if share_gpus else _own_gpu()
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -267,9 +266,3 @@ class DelayedGradients:
 def _loss(output: torch.Tensor) -> Any:
     loss = output.float().mean()
     return loss, {"loss": loss.detach()}
-
-
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])

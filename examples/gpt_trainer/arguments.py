@@ -23,7 +23,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         check_arguments(args)
     except ValueError as error:
         parser.error(str(error))
-    args.mock_data = not args.data_path
     return args
 
 
@@ -119,7 +118,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     for name, default in (("qk-pos-emb-head-dim", 64), ("v-head-dim", 128)):
         add(f"--{name}", type=positive, default=default, help="with --multi-latent-attention (default: %(default)s)")
     add("--transformer-impl", choices=["local", "transformer_engine"], help="default: what this machine can run")
-    add("--vocab-size", type=positive, help="default: what the data's .json file says; of made-up tokens 1024")
+    add(
+        "--vocab-size",
+        type=positive,
+        help="default: what the data's .json file says; 257 of the built-in text, 1024 of made-up tokens",
+    )
     add("--make-vocab-size-divisible-by", type=positive, default=128)
 
 
@@ -203,8 +206,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     add = group.add_argument
-    add("--data-path", nargs="+", metavar="PREFIX", help="a .bin/.idx pair without its suffix, or WEIGHT PREFIX pairs")
-    add("--mock-data", action="store_true", help="made-up tokens; the default without --data-path")
+    add(
+        "--data-path",
+        nargs="+",
+        metavar="PREFIX",
+        help="a .bin/.idx pair without its suffix, or WEIGHT PREFIX pairs; default: Python's help topics",
+    )
+    add("--mock-data", action="store_true", help="made-up tokens instead of the built-in text")
     add("--split", default="900,100,0", help="shares of training, validation and test documents")
     add("--data-cache-path", type=Path, help="where dataset indices are kept (default: beside the data)")
 

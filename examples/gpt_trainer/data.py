@@ -11,12 +11,15 @@ import torch
 from byte_tokenizer import ByteTokenizer, Metadata
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import get_blend_from_list
 
 from gpt_trainer.arguments import UsageError
+from gpt_trainer.text import BuiltInText
 
 Batch = dict[str, torch.Tensor]
+Dataset = GPTDataset | BuiltInText
 MOCK_VOCAB_SIZE = 1024
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -37,9 +40,13 @@ def vocabulary(args: argparse.Namespace) -> ByteTokenizer:
             if not prefix.with_name(prefix.name + suffix).is_file():
                 raise DataError(f"{prefix}{suffix} does not exist; examples/prepare_text.py makes such a pair")
     if args.vocab_size is not None:
+        if not prefixes and not args.mock_data and args.vocab_size < ByteTokenizer.vocab_size:
+            raise DataError(f"--vocab-size {args.vocab_size}: the built-in text needs {ByteTokenizer.vocab_size}")
         return ByteTokenizer(vocab_size=args.vocab_size, eod=args.vocab_size - 1)
-    if not prefixes:
+    if args.mock_data:
         return ByteTokenizer(vocab_size=MOCK_VOCAB_SIZE, eod=MOCK_VOCAB_SIZE - 1)
+    if not prefixes:
+        return ByteTokenizer()
     try:
         metadata = Metadata.read(prefixes[0])
     except FileNotFoundError as error:
@@ -54,12 +61,14 @@ def _prefixes(args: argparse.Namespace) -> list[Path]:
 
 def build_datasets(
     args: argparse.Namespace, tokenizer: ByteTokenizer, num_train: int, num_valid: int
-) -> tuple[GPTDataset, GPTDataset | None]:
-    """Build training and validation sets with at least the given numbers of samples.
+) -> tuple[Dataset, Dataset | None]:
+    """Build training and validation sets; those of files have at least the given numbers of samples.
 
     Raises:
         DataError: if the validation share of `--split` holds no sample.
     """
+    if not (args.data_path or args.mock_data):
+        return _built_in(args, num_valid > 0)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -80,8 +89,15 @@ def build_datasets(
     return train, valid
 
 
+def _built_in(args: argparse.Namespace, has_valid: bool) -> tuple[Dataset, Dataset | None]:
+    train, valid, _ = parse_and_normalize_split(args.split)
+    parts = [(0.0, train), (train, train + valid)] if has_valid else [(0.0, train)]
+    sets = [BuiltInText(part, args.seq_length, args.seed) for part in parts]
+    return sets[0], sets[1] if has_valid else None
+
+
 def microbatches(
-    args: argparse.Namespace, dataset: GPTDataset, first_sample: int, count: int, device: torch.device
+    args: argparse.Namespace, dataset: Dataset, first_sample: int, count: int, device: torch.device
 ) -> Iterator[Batch]:
     """Yield this data-parallel rank's next `count` microbatches, from global sample `first_sample` on.
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -23,7 +22,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gpt_trainer.data import Batch, microbatches
+from gpt_trainer.data import Batch, Dataset, microbatches
 from gpt_trainer.timeline import Spans
 from offload_engine import SavedTensorTracker
 
@@ -75,7 +74,7 @@ class Steps:
         self._tracker = tracker
         self.spans = Spans()
 
-    def train(self, dataset: GPTDataset, progress: Progress) -> StepResult:
+    def train(self, dataset: Dataset, progress: Progress) -> StepResult:
         """Run one step from `progress.samples` on; advance `progress`."""
         update_num_microbatches(progress.samples, consistency_check=False)
         for chunk in self._chunks:
@@ -89,7 +88,7 @@ class Steps:
         progress.samples += num_samples
         return StepResult(_mean_loss(reports), None if grad_norm is None else float(grad_norm), num_samples)
 
-    def evaluate(self, dataset: GPTDataset, num_batches: int) -> float | None:
+    def evaluate(self, dataset: Dataset, num_batches: int) -> float | None:
         """Return the mean loss over the first `num_batches` global batches; None on ranks without the loss."""
         for chunk in self._chunks:
             chunk.eval()
@@ -106,7 +105,7 @@ class Steps:
         return _mean_loss(reports)
 
     def _run(
-        self, dataset: GPTDataset, first_sample: int, num_microbatches: int, *, forward_only: bool
+        self, dataset: Dataset, first_sample: int, num_microbatches: int, *, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
         # every model chunk reads the same microbatches, each at its own time
         streams = [

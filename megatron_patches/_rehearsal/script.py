@@ -75,7 +75,7 @@ def read_job(script: Sequence[str], world_size: int, launcher: argparse.Namespac
 
 def _with_offload(job: TrainingJob, args: argparse.Namespace) -> TrainingJob:
     """Return the job with what flags of offload ask for."""
-    config = offload_config_from_args(args).replace(dry_run=False)
+    config = offload_config_from_args(args).replace(dry_run=False, cpu_affinity=False)
     names = ("horizon_bytes", "max_inflight_bytes", "resident_bytes")
     bounds = Bounds(**{name: getattr(args, f"offload_{name}", None) for name in names})
     modules = canonical_names(getattr(args, "offload_modules", None) or ())

@@ -13,7 +13,7 @@ from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import OwnHooks, take_off
 from offload_engine._observe.reasons import Reason
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
-from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
+from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
 from offload_engine._saved.store import ActivationStore
 
@@ -48,16 +48,18 @@ class SavedTensorHooks:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Pack a tensor saved in the innermost group; return what autograd keeps."""
-        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
-            return PackedParts(tensor, self.pack, self.unpack)
+        if type(tensor) not in PLAIN_TYPES and (parts := taken_apart(tensor, self.pack, self.unpack)) is not None:
+            return parts
         open_groups = self._groups.open_groups
         # Without an open group, as in a stack of layers that opens none, the first saved tensor opens one.
         return self.pack_plain(tensor, open_groups[-1] if open_groups else self._groups.open("layer"))
 
     def pack_ungrouped(self, tensor: torch.Tensor) -> Handle:
         """Pack a tensor saved outside the groups; return what autograd keeps."""
-        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
-            return PackedParts(tensor, self.pack_ungrouped, self.unpack)
+        if type(tensor) not in PLAIN_TYPES and (
+            (parts := taken_apart(tensor, self.pack_ungrouped, self.unpack)) is not None
+        ):
+            return parts
         return self.pack_plain(tensor, self._groups.ungrouped)
 
     def pack_plain(self, tensor: torch.Tensor, group: TensorGroup) -> Handle:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
+from offload_engine._devices.affinity import bind_to_gpu
 from offload_engine._devices.base import CopyError, Device, HostRegion, HostSlab
 from offload_engine._devices.cpu import CpuDevice, resolve_directory
 from offload_engine._devices.file_slab import check_directory
@@ -14,30 +16,38 @@ from offload_engine._devices.file_slab import check_directory
 if TYPE_CHECKING:
     from offload_engine.config import OffloadConfig
 
+logger = logging.getLogger(__name__)
+
 __all__ = [
     "CopyError",
     "CpuDevice",
     "Device",
     "HostRegion",
     "HostSlab",
-    "check_device",
     "check_directory",
+    "device_for",
     "make_cpu_device",
     "make_device",
 ]
 
 
-def check_device(device: object) -> None:
-    """Check that `device` is none of torch's.
+def device_for(config: OffloadConfig, given: Device | None) -> Device:
+    """Return the device of an engine, the given one or that of this process, which is bound to its CPUs if asked for.
 
     Raises:
-        TypeError: if it is.
+        TypeError: if `given` is a device of torch.
+        ValueError, OSError: see `make_device`.
     """
-    if isinstance(device, (str, int, torch.device)):
+    if isinstance(given, (str, int, torch.device)):
         raise TypeError(
-            f"device={device!r} is a device of torch. Omit it: the engine takes the current CUDA device "
+            f"device={given!r} is a device of torch. Omit it: the engine takes the current CUDA device "
             "(torch.cuda.set_device), or the CPU if there is no GPU"
         )
+    device = make_device(config) if given is None else given
+    if config.cpu_affinity:
+        binding = bind_to_gpu(device.torch_device)
+        logger.log(logging.INFO if binding.cpus else logging.WARNING, "%s", binding.text)
+    return device
 
 
 def make_device(config: OffloadConfig) -> Device:

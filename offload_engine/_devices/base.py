@@ -207,7 +207,10 @@ class Device(Protocol):
         """
 
     def free_host_bytes(self) -> int:
-        """Return the free bytes of the host tier that this process may use."""
+        """Return the bytes that this process may still take of the host tier.
+
+        Where a launcher has started several on this node: up to an equal share of what is free and what they have.
+        """
 
     def new_slab(self, nbytes: int) -> HostSlab:
         """Allocate host-tier bytes (`nbytes` is a multiple of `host_alignment`).

@@ -37,8 +37,8 @@ from offload_engine._devices.copy_worker import (
     ProcessGuard,
 )
 from offload_engine._devices.file_slab import FileSlab, check_directory, free_bytes
-from offload_engine._devices.host_memory import available_host_bytes
 from offload_engine._devices.memory_slab import MemorySlab
+from offload_engine._devices.node_share import num_processes_of_node, share_left, share_of_memory
 from offload_engine._devices.regions import check_copy, check_slab_size, new_buffer, whole
 
 COMPUTE = "compute"
@@ -157,7 +157,10 @@ class CpuDevice:
         return PlainRead(tensor)
 
     def free_host_bytes(self) -> int:
-        return available_host_bytes() if self.directory is None else free_bytes(self.directory)
+        if self.directory is None:
+            return share_of_memory()
+        held = sum(slab.nbytes for slab in self._slabs)  # what others have there is not known
+        return share_left(free_bytes(self.directory), held, held, num_processes_of_node())
 
     def new_slab(self, nbytes: int) -> HostSlab:
         check_slab_size(nbytes, self.host_alignment)

@@ -19,8 +19,8 @@ from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError, DeviceGraphs, Event, HostRead, HostSlab, MemoryGauge, Stream
 from offload_engine._devices.cuda_memory import CudaMemory
 from offload_engine._devices.cuda_runtime import CudaRuntime
-from offload_engine._devices.host_memory import available_host_bytes
 from offload_engine._devices.host_read import MappedReader
+from offload_engine._devices.node_share import share_of_memory
 from offload_engine._devices.pinned import PinnedSlab, numa_node_of
 from offload_engine._devices.regions import check_slab_size, whole
 
@@ -113,7 +113,7 @@ class CudaDevice:
         return self._reader.read(tensor)
 
     def free_host_bytes(self) -> int:
-        return available_host_bytes()
+        return share_of_memory()
 
     def new_slab(self, nbytes: int) -> HostSlab:
         check_slab_size(nbytes, self.host_alignment)

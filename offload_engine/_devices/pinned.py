@@ -86,14 +86,28 @@ def numa_node_of(device: torch.device, root: Path = Path("/")) -> int | None:
     """
     if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return None
-    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the PCI address
+    folder = pci_folder(device, root)
     try:
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        node = int((root / "sys/bus/pci/devices" / address / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError) as error:  # an older torch; a container without this part of /sys
+        node = -1 if folder is None else int((folder / "numa_node").read_text())
+    except (OSError, ValueError) as error:  # a container without this part of /sys
         logger.debug("memory node of %s unknown: %s", device, error)
         return None
     return node if node >= 0 else None
+
+
+def pci_folder(device: torch.device, root: Path) -> Path | None:
+    """Return where the kernel describes a GPU; None if torch, an older one, does not tell its address.
+
+    Args:
+        device: a CUDA device with an index.
+        root: directory of `/sys`.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)  # its stubs lack the PCI address
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+    return root / "sys/bus/pci/devices" / address
 
 
 def _map(nbytes: int) -> mmap.mmap:

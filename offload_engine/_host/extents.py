@@ -115,8 +115,10 @@ class FreeExtents:
         """
         returned = self._returned.get(nbytes)
         if returned and not (len(self._unawaited) and self._has_unawaited(returned[0].events)):
-            oldest = returned.popleft()
-            return Taken(oldest.slab, oldest.start, self._incomplete(oldest.events))
+            oldest = returned[0]
+            taken = Taken(oldest.slab, oldest.start, self._incomplete(oldest.events))
+            returned.popleft()  # not before the device has answered: what it raises leaves the range free
+            return taken
         self._merge()
         return self._take_merged(nbytes)
 
@@ -150,17 +152,27 @@ class FreeExtents:
             return None
         if len(self._unawaited):
             index = self._first_awaited(index, nbytes)
+        extent = self._by_size[index][2]
+        below = _guards_below(extent.guards, extent.start + nbytes)
+        taken = Taken(extent.slab, extent.start, self._pending(below))  # the device is asked before anything changes
+        self._cut(index, nbytes, below)
+        return taken
+
+    def _cut(self, index: int, nbytes: int, guards: Sequence[Guard]) -> None:
+        """Split `nbytes` off the front of an extent, with those guards; the last may reach beyond and stays there."""
         extent = self._by_size.pop(index)[2]
-        slab, start = extent.slab, extent.start
-        del self._by_start[slab, start]
+        slab, cut = extent.slab, extent.start + nbytes
+        del self._by_start[slab, extent.start]
         if extent.nbytes == nbytes:
-            del self._by_end[slab, start + nbytes]
-        else:
-            extent.start = start + nbytes
-            extent.nbytes -= nbytes
-            self._by_start[slab, extent.start] = extent
-            insort(self._by_size, (extent.nbytes, extent.order, extent))
-        return Taken(slab, start, self._cut_guards(extent.guards, start + nbytes))
+            del self._by_end[slab, cut]
+            return
+        extent.start, extent.nbytes = cut, extent.nbytes - nbytes
+        self._by_start[slab, cut] = extent
+        insort(self._by_size, (extent.nbytes, extent.order, extent))
+        if guards:
+            last = guards[-1]
+            beyond = [Guard(cut, last.end, last.events)] if last.end > cut else []
+            extent.guards[: len(guards)] = beyond
 
     def _merge(self) -> None:
         """Merge every returned range with its neighbours, in the order of the returns."""
@@ -213,21 +225,6 @@ class FreeExtents:
         self._by_start[extent.slab, extent.start] = extent
         self._by_end[extent.slab, extent.end] = extent
 
-    def _cut_guards(self, guards: list[Guard], cut: int) -> tuple[Event, ...]:
-        """Split off the guards below byte `cut` and return their events; a guard across it stays on both sides."""
-        count = 0
-        while count < len(guards) and guards[count].start < cut:
-            count += 1
-        if not count:
-            return ()
-        below = guards[:count]
-        last = below[-1]
-        if last.end > cut:
-            count -= 1
-            guards[count] = Guard(cut, last.end, last.events)
-        del guards[:count]
-        return self._pending(below)
-
     def _pending(self, guards: Sequence[Guard]) -> tuple[Event, ...]:
         return self._incomplete([event for guard in guards for event in guard.events])
 
@@ -237,6 +234,14 @@ class FreeExtents:
             return () if self._is_complete(events[0]) else (events[0],)
         distinct = {id(event): event for event in events}  # events need not be hashable
         return tuple(event for event in distinct.values() if not self._is_complete(event))
+
+
+def _guards_below(guards: Sequence[Guard], end: int) -> list[Guard]:
+    """Return the guards of bytes below `end`, which are the first ones."""
+    count = 0
+    while count < len(guards) and guards[count].start < end:
+        count += 1
+    return list(guards[:count])
 
 
 def _order_of(returned: Returned) -> int:

@@ -15,8 +15,8 @@ and small enough that the last slab overshoots the peak by little."""
 
 DEFAULT_SHARE = 0.8
 """Without a limit, whenever the pool grows, it holds at most this share of its own bytes plus the free bytes of the
-host tier. So processes that grow side by side leave each other room, memory taken by others is respected, and VMs that
-grow on demand (ballooning) can be used fully."""
+host tier, of which each process of a node has its share. Memory taken by others is respected, and VMs that grow on
+demand (ballooning) can be used fully."""
 
 
 class HostSlabs:

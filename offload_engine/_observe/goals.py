@@ -74,10 +74,11 @@ class Goals:
 
 
 def _host_text(stats: IterationStats, limit_bytes: int | None) -> str:
-    limit = "" if limit_bytes is None else f" within host_limit_bytes={short_size(limit_bytes)}"
+    share = "this process's share of the node's memory"
+    limit = share if limit_bytes is None else f"host_limit_bytes={short_size(limit_bytes)}"
     return (
         f"{stats.num_host_limit_groups} of {stats.num_groups} groups stayed on the device: the host tier had no room "
-        f"for them{limit}. Raise host_limit_bytes, free host memory, or offload less."
+        f"for them within {limit}. Raise host_limit_bytes, free host memory, or offload less."
     )
 
 

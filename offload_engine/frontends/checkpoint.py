@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from offload_engine._compat.own_hooks import OwnHooks, take_off
 from offload_engine._compat.torch_private import tree_leaves
 from offload_engine._saved.handles import PackedTensor, StayingTensor
+from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
@@ -147,7 +149,7 @@ class CheckpointOffload(RecordsSteps):
         try:
             # Now, and not when autograd saves the inputs, possibly after the function: so the copy-out overlaps it.
             group = chunk.open_group("checkpoint", GroupTraits(read_once=True))
-            inputs = [chunk.tensor_push(arg) for arg in args if isinstance(arg, torch.Tensor)]
+            inputs = [chunk.hooks.pack(arg) for arg in args if isinstance(arg, torch.Tensor)]
             chunk.close_group()
             with OwnHooks(partial(_pack, chunk, group), self._unpack):
                 outputs = original(function, *args, **options)
@@ -221,6 +223,10 @@ def checkpoint_of_all_inputs(function: Callable[..., Any], *args: Any, **options
 
 def _pack(chunk: ChunkOffloadHandler, group: TensorGroup, tensor: torch.Tensor) -> SavedInGroup | StayingTensor:
     """Return what autograd keeps for an input, which `group` has packed already. Other tensors stay on the device."""
+    if type(tensor) not in PLAIN_TYPES:
+        parts = taken_apart(tensor, partial(_pack, chunk, group), methodcaller("unpack"))
+        if parts is not None:
+            return parts
     packed = chunk.hooks.pack_ungrouped(tensor)
     return SavedInGroup(packed, group, chunk) if isinstance(packed, PackedTensor) else packed
 

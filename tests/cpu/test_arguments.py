@@ -46,6 +46,7 @@ FIELDS = {
     "offload_resident_bytes",
     "offload_max_inflight_bytes",
     "offload_dir",
+    "offload_cpu_affinity",
     "offload_dry_run",
 }
 CONFIGS = pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])

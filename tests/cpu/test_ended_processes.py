@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,12 +21,12 @@ import torch
 from torch import nn
 from offload_engine import OffloadConfig, enable_activation_offloading
 
-rank, num_ranks, port, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+rank, num_ranks, meeting, directory = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(4)))
 layers, strategy = list(model), "none"
 if num_ranks > 1:
     torch.distributed.init_process_group(
-        "gloo", f"tcp://localhost:{port}", timedelta(seconds=30), rank=rank, world_size=num_ranks
+        "gloo", f"file://{meeting}", timedelta(seconds=30), rank=rank, world_size=num_ranks
     )
     model, strategy = nn.parallel.DistributedDataParallel(model), "ddp"
 config = OffloadConfig(min_tensor_bytes=0, directory=directory)
@@ -43,12 +42,11 @@ class Ranks:
     """Training processes on a machine, which move activations to files in a directory."""
 
     def __init__(self, directory: Path, num: int) -> None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
+        self.tier = directory / "tier"
+        self.tier.mkdir()
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", TRAIN, str(rank), str(num), port, str(directory)],
+                [sys.executable, "-c", TRAIN, str(rank), str(num), str(directory / "meeting"), str(self.tier)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -80,7 +78,7 @@ def test_sigterm_ends_training_at_once_and_leaves_no_file(tmp_path: Path, num_ra
             process.communicate(timeout=TIMEOUT_S)
             assert process.returncode in (-signal.SIGTERM, 1)  # or gloo's error, where the peer ended first
         assert time.monotonic() - begin < TIMEOUT_S / 2
-        assert not list(tmp_path.iterdir())
+        assert not list(ranks.tier.iterdir())
     finally:
         ranks.end()
 
@@ -97,6 +95,6 @@ def test_a_killed_peer_ends_training_with_an_error_and_leaves_no_file(tmp_path: 
         assert time.monotonic() - begin < TIMEOUT_S
         assert survivor.returncode == 1
         assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
-        assert not list(tmp_path.iterdir())
+        assert not list(ranks.tier.iterdir())
     finally:
         ranks.end()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ from offload_engine import (
     group_commit,
     group_start,
 )
+from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
 from tests.engine_state import release_all
 
@@ -677,7 +679,8 @@ def test_tracker_and_engine_count_on_one_meter() -> None:
     engine.close()
 
 
-def test_actions_as_text_are_refused(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("actions", [["F0.0", "B0.0"], [*parse_actions("B0.0"), "F0.0"]])
+def test_actions_as_text_are_refused(engine: OffloadEngine, actions: Any) -> None:
     with pytest.raises(TypeError, match=r"Action objects, got 'F0.0'; parse_actions\(\)"):
-        engine.begin_iteration(["F0.0", "B0.0"])  # type: ignore[list-item]
+        engine.begin_iteration(actions)
     assert not engine.is_in_iteration

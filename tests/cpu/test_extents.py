@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,3 +193,31 @@ def test_remove():
     assert [extent.slab for extent in extents] == [1]
     extents.put(0, 8, 8)
     assert len(extents) == 2, "removed bytes have no neighbour"
+
+
+@pytest.mark.parametrize("nbytes", [4, 8, 12, 24])
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_a_device_that_raises_takes_nothing(is_merged: bool, nbytes: int) -> None:
+    """A range as it was returned, the front of an extent with its guards split, and a whole extent."""
+    events = [FakeEvent(), FakeEvent(), FakeEvent()]
+    is_raising = False
+
+    def answer(event: FakeEvent) -> bool:
+        if is_raising:
+            raise RuntimeError("no device")
+        return event.done
+
+    extents = FreeExtents(answer, UnawaitedCopies())
+    for number, event in enumerate(events):
+        extents.put(0, 8 * number, 8, [event])
+    if is_merged:
+        assert len(extents) == 1
+    is_raising = True
+    with pytest.raises(RuntimeError, match="no device"):
+        extents.take(nbytes)
+    is_raising = False
+    assert sum(extent.nbytes for extent in extents) == 24
+    taken = [extents.take(4) for _ in range(6)]
+    assert [(each.slab, each.start) for each in taken] == [(0, 4 * number) for number in range(6)]
+    assert [ids(each.events) for each in taken] == [ids([events[number // 2]]) for number in range(6)]
+    assert len(extents) == 0

@@ -403,3 +403,55 @@ def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, mon
     assert all(map(torch.equal, job.step(), expected))
     assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
     job.close()
+
+
+class Layer(nn.Module):
+    """Raises in its forward if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.is_interrupted = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).sin()
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return x.cos()
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(torch.linspace(0, 1, 1024).view(32, 32)).sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.usefixtures("no_hooks")
+@pytest.mark.parametrize("ends_by", ["the next forward", "remove"])
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_behind_an_interrupt_in_a_layer_other_models_are_right(enable_ckpt: bool, ends_by: str) -> None:
+    """torch runs no hook behind an interrupted forward: those of the layer are in force until the next one begins."""
+    model, other = Stack(), Stack()
+    expected, expected_of_other = gradients(model), gradients(other)
+    handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=CONFIG)
+    model.layers[2].is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        gradients(model)
+    model.layers[2].is_interrupted = False
+    assert all(map(torch.equal, gradients(other), expected_of_other))
+    if ends_by == "remove":
+        handle.remove()
+    assert all(map(torch.equal, gradients(model), expected))
+    assert torch_private.innermost_hooks(True) is None
+    handle.remove()

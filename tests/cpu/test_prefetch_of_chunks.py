@@ -92,6 +92,19 @@ def test_all_of_the_last_layer_where_a_name_has_two_places(
     bench.finish()
 
 
+@pytest.mark.parametrize("layer_size", [2, None])
+def test_a_name_in_early_layers_only_comes_neither_early_nor_late(layer_size: int | None) -> None:
+    """As the MLP of dense layers in front of experts: the last of its name is in no last layer."""
+    bench, names = Bench("F0.0 F0.1 B0.0 B0.1"), "qkv mlp qkv mlp qkv experts qkv experts"
+    first = bench.forward(FIRST, names, layer_size=layer_size)
+    second = bench.forward(SECOND, names, layer_size=layer_size)
+    assert {group.name for group in first.groups if not group.on_host_bytes} == {"qkv", "experts"}
+    assert bench.num_copied_in == 2, "the last layer"
+    bench.backward(first)
+    bench.backward(second)
+    assert bench.finish() == 0
+
+
 def test_the_groups_of_the_layers_before_come_when_that_backward_has_begun() -> None:
     bench = Bench("F0.0 F0.1 B0.0 B0.1")
     first = bench.forward(FIRST, "large qkv qkv qkv")

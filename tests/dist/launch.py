@@ -12,7 +12,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -45,11 +46,25 @@ class PlainGroup(NamedTuple):
 class Variables(NamedTuple):
     """What torchrun tells its processes, and nothing else."""
 
-    port: int
+    meeting: dict[str, str]
+    """Of `agent_store`."""
 
 
 class RankFailed(AssertionError):
     """A rank raised, died or did not finish; the message holds its traceback."""
+
+
+@contextmanager
+def agent_store() -> Iterator[dict[str, str]]:
+    """Yield the variables by which ranks find a store that listens already, as under the agent of torchrun.
+
+    So no port has to stay free until rank 0 listens: the system has given it to this store.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    yield {**own, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def run_ranks(
@@ -66,7 +81,7 @@ def run_ranks(
         args: for `fn`; pickled.
         world_size: number of ranks; None: as few as the pipeline takes.
         pipeline: shape of the parallel state; None: one plain process, nothing set up; `PlainGroup()`: that, and a
-            process group of gloo; `Variables(port)`: that of torchrun, for a program that makes its own.
+            process group of gloo; `Variables(meeting)`: that of torchrun, for a program that makes its own.
         timeout_s: for all ranks together.
 
     Raises:
@@ -147,7 +162,7 @@ def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: t
             _set_up(group, group.pipeline)
         elif isinstance(group.pipeline, Variables):
             set_variables(group)
-            os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(group.pipeline.port))
+            os.environ.update(group.pipeline.meeting)
         elif group.pipeline is not None:
             set_up_process_group(group)
         outcome = Outcome(result=fn(*args))

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from tests.dist.launch import Variables, run_ranks
+from tests.dist.launch import Variables, agent_store, run_ranks
 
 ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "run.py"
@@ -30,9 +29,11 @@ def run_program(
     Raises:
         RankFailed: if it raised, or left with another code than 0.
     """
-    launched = Variables(_free_port()) if num_ranks > 1 else None
     job = (str(path), arguments, cwd, environment or {})
-    return run_ranks(_main, *job, world_size=num_ranks, pipeline=launched, timeout_s=240.0)
+    if num_ranks == 1:
+        return run_ranks(_main, *job, pipeline=None, timeout_s=240.0)
+    with agent_store() as meeting:
+        return run_ranks(_main, *job, world_size=num_ranks, pipeline=Variables(meeting), timeout_s=240.0)
 
 
 def run_code(code: str, *, cwd: Path) -> str:
@@ -41,12 +42,6 @@ def run_code(code: str, *, cwd: Path) -> str:
         path = Path(directory) / "code.py"
         path.write_text(code)
         return run_program(path, cwd=cwd)[0].out
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
 
 
 def _main(path: str, arguments: tuple[str, ...], cwd: Path, variables: dict[str, str]) -> Printed:

@@ -230,8 +230,33 @@ def test_a_checkpoint_of_another_shape_is_refused(directory: Path) -> None:
     assert "num_layers 4 (now 2)" in fail(directory, f"--num-layers 2 --load {directory / 'saved'}")
 
 
+@pytest.mark.parametrize("flags", [(), ("--num-experts", "4")], ids=["none", "experts"])
+def test_without_flags_it_learns_the_built_in_text(directory: Path, flags: tuple[str, ...]) -> None:
+    """All defaults but for the size, which would take a CPU long."""
+    small = ("--hidden-size", "64", "--seq-length", "128", "--lr", "0.01")
+    result = train(directory, *flags, *small, "--eval-interval", "10", has_data=False)
+    assert result.status == 0, result.output
+    assert ("--disable-bias-linear is implied" in result.output) == bool(flags)
+    assert len(result.curve) == 10 and result.curve[-1][0] < result.curve[0][0] - 1.0
+    assert result.steps[-1]["validation_loss"] < result.curve[0][0] - 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--split 100,0,0 --eval-interval 1", "the built-in text has 0 tokens in this part of --split"),
+        ("--seq-length 1000000", "less than --seq-length 1,000,000: give --data-path"),
+        ("--vocab-size 100", "--vocab-size 100: the built-in text needs 257"),
+    ],
+)
+def test_what_the_built_in_text_cannot_do(directory: Path, flags: str, message: str) -> None:
+    result = train(directory, *flags.split(), has_data=False)
+    assert result.status != 0 and not result.steps
+    assert message in result.output and "Traceback" not in result.output, result.output
+
+
 def test_no_more_flags_than_the_switch(directory: Path) -> None:
-    """Made-up tokens, a model that saves enough to move, and a line of what moved; experts need no second flag."""
+    """The built-in text, a model that saves enough to move, and a line of what moved; experts need no second flag."""
     flags = ("--offload-activation", "--train-iters", "2", "--num-experts", "2")
     result = train(directory, *flags, has_data=False)
     assert result.status == 0, result.output

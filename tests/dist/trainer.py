@@ -8,7 +8,6 @@ import io
 import json
 import multiprocessing
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.dist.launch import PRELOAD
+from tests.dist.launch import PRELOAD, agent_store
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -46,19 +45,20 @@ def train(directory: Path, *flags: str, num_ranks: int = 1, timeout_s: float = 1
     argv = [*data, "--metrics-json", str(metrics), *flags]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port, ranks = _free_port(), []
-    for rank in range(num_ranks):
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(writer, rank, num_ranks, port, argv), daemon=True)
-        process.start()
-        writer.close()
-        ranks.append((process, reader))
-    try:
-        outcomes = [_receive(reader, timeout_s) for _, reader in ranks]
-    finally:
-        for process, _ in ranks:
-            process.kill()
-            process.join()
+    ranks = []
+    with agent_store() as meeting:
+        for rank in range(num_ranks):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, args=(writer, rank, num_ranks, meeting, argv), daemon=True)
+            process.start()
+            writer.close()
+            ranks.append((process, reader))
+        try:
+            outcomes = [_receive(reader, timeout_s) for _, reader in ranks]
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
     steps = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return Run(max(status for status, _ in outcomes), steps, "\n".join(output for _, output in outcomes))
 
@@ -70,9 +70,9 @@ def _receive(reader: Connection, timeout_s: float) -> tuple[int, str]:
         return 1, "a rank died without a word"
 
 
-def _rank_main(writer: Connection, rank: int, num_ranks: int, port: int, argv: Sequence[str]) -> None:
+def _rank_main(writer: Connection, rank: int, num_ranks: int, meeting: dict[str, str], argv: Sequence[str]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(meeting)
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         status = _main(argv)
@@ -94,9 +94,3 @@ def _main(argv: Sequence[str]) -> int:
     except BaseException:
         traceback.print_exc()
         return 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

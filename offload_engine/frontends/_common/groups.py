@@ -10,6 +10,7 @@ import torch
 
 from offload_engine._compat.own_hooks import OwnHooks, take_off
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
+from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import MIB
@@ -92,6 +93,8 @@ class AutomaticGroups:
         """
         if is_in_backward():
             return StayingTensor(without_graph(tensor))
+        if type(tensor) not in PLAIN_TYPES and (parts := taken_apart(tensor, self.pack, self.unpack)) is not None:
+            return parts
         try:
             return self._pack(tensor)
         except CopyError:

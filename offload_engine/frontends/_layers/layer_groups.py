@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_engine._compat.own_hooks import OwnHooks, are_innermost, take_off
 from offload_engine._saved.handles import PackedTensor, StayingTensor, without_graph
+from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.errors import OffloadError
@@ -286,6 +287,8 @@ class LayerGroups:
         forward = self._forward
         if forward is None or is_in_backward():
             return StayingTensor(without_graph(tensor))
+        if type(tensor) not in PLAIN_TYPES and (parts := taken_apart(tensor, self._pack, self._unpack)) is not None:
+            return parts
         group = forward.chunk.groups.innermost
         hooks = forward.chunk.hooks
         if group is not None and self._is_full(group) and hooks.would_start_storage(tensor):

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CPUs of a process change on the way to its GPU: copies, launches, small reads and pinning.
+
+    torchrun --nproc-per-node 8 benchmarks/run.py affinity
+
+Each rank measures as it was started, then on all CPUs that are not near its GPU, then on those that are, which is what
+`OffloadConfig(cpu_affinity=True)` does. All ranks measure at once. The worst rank of each is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.link import measure_link, measure_pinning, measure_reads
+from benchmarks.gpu.model import Ranks
+from benchmarks.tables import Rows
+from offload_engine._devices.affinity import bind_to_gpu
+
+_COPY_BYTES = 64 << 20
+_NUM_LAUNCHES = 5000
+_RATES = ("out_gbps", "in_gbps", "both_out_gbps", "both_in_gbps", "host_alloc_gbps", "slab_gbps")
+_TIMES = ("launch_us", "cpu_idle_ms", "engine_idle_ms", "engine_busy_ms")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true", help="print the table for a document")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU")
+    ranks = _start()
+    rows = []
+    for place in _places(torch.device("cuda", torch.cuda.current_device()), ranks.rank):
+        figures = ranks.gather(_measure(ranks))
+        worst = [min(found[name] for found in figures) for name in _RATES]
+        worst += [max(found[name] for found in figures) for name in _TIMES]
+        rows.append([place, *(f"{figure:.3f}" if figure < 1 else f"{figure:.1f}" for figure in worst)])
+    if ranks.rank == 0:
+        title = f"{torch.cuda.get_device_name()}, {ranks.world_size} ranks, the worst of each"
+        Rows(title, ["CPUs", *_RATES, *_TIMES], rows).print(args.markdown)
+    dist.destroy_process_group()
+    return 0
+
+
+def _start() -> Ranks:
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def _places(device: torch.device, rank: int) -> Iterator[str]:
+    """Yield the name of each set of CPUs that this process runs on then."""
+    allowed = frozenset(os.sched_getaffinity(0))
+    yield "as started"
+    binding = bind_to_gpu(device)
+    print(f"rank {rank}: {binding.text}", flush=True)
+    for place, cpus in (("far", allowed - binding.cpus), ("near", binding.cpus)):
+        if binding.cpus and cpus:
+            _move_to(cpus)
+            yield place
+
+
+def _move_to(cpus: frozenset[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cpus)
+
+
+def _measure(ranks: Ranks) -> dict[str, Any]:
+    (link,) = measure_link([_COPY_BYTES], ranks)
+    ranks.barrier()
+    return {**link, **measure_reads(ranks), **measure_pinning(), "launch_us": _microseconds_of_a_launch()}
+
+
+def _microseconds_of_a_launch() -> float:
+    tensor = torch.zeros(1, device="cuda")
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_NUM_LAUNCHES):
+            tensor.add_(1)
+        best = min(best, (time.perf_counter() - begin) / _NUM_LAUNCHES * 1e6)
+    return best
