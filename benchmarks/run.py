@@ -7,7 +7,6 @@ gpu              beside no offload, megatron-core's own and recomputation, on GP
 frontends        `enable_activation_offloading` and the others beside PyTorch's and other packages' offload
 budget_curve     budgets from the floor to no offload, beside settings made by hand
 trace_waits      reads traces that `gpu --profile` wrote: where the host waited
-reserved_memory  reads histories that `gpu --memory-history` wrote: why torch's allocator reserved more
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("cpu", "gpu", "frontends", "budget_curve", "trace_waits", "reserved_memory")
+NAMES = ("cpu", "gpu", "frontends", "budget_curve", "trace_waits")
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ import pytest
 
 NOT_FOR_MUTANTS = (
     "any_model_example budget_curve checkpointed_example compile cuda_calls environment examples host_cost imports "
-    "lightning_trainer mutation_check random_interrupts readme reserved_memory show_plan soak tools torch_private "
+    "lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
     "trace_waits transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""

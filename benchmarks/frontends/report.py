@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import picture
 from benchmarks.tables import Rows
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
@@ -182,55 +183,44 @@ def _mib(nbytes: float | None) -> str:
 
 def plot_trade(records: Sequence[Record], file: Path) -> None:
     """Plot step time over peak reserved memory, a point for each measured contender: lower left is better."""
-    import matplotlib
+    from matplotlib import colormaps
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
-    colors = pyplot.get_cmap("tab20")
-    measured = [record for record in records if record["kind"] == "summary" and record["step_ms_median"] is not None]
-    for index, record in enumerate(sorted(measured, key=lambda record: record["label"] not in OURS)):
-        gib = (record["peak_reserved_bytes"] or 0) / (1 << 30)  # without a GPU no allocator has a peak
-        axes.scatter(
-            gib,
-            record["step_ms_median"],
-            s=90,
-            color=colors(index),
-            marker="s" if record["label"] in CHECKPOINTED else "o",
-            edgecolors="black" if record["label"] in OURS else "none",
-            label=CONTENDERS[record["label"]],
-            zorder=2,
-        )
-    axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step")
-    axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(11, 5)) as (figure, axes):
+        measured = [
+            record for record in records if record["kind"] == "summary" and record["step_ms_median"] is not None
+        ]
+        for index, record in enumerate(sorted(measured, key=lambda record: record["label"] not in OURS)):
+            gib = (record["peak_reserved_bytes"] or 0) / (1 << 30)  # without a GPU no allocator has a peak
+            axes.scatter(
+                gib,
+                record["step_ms_median"],
+                s=90,
+                color=colormaps["tab20"](index),
+                marker="s" if record["label"] in CHECKPOINTED else "o",
+                edgecolors="black" if record["label"] in OURS else "none",
+                label=CONTENDERS[record["label"]],
+                zorder=2,
+            )
+        axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step")
+        axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
 
 
 def plot_longest(records: Sequence[Record], file: Path) -> None:
     """Plot a bar for each contender that trained any length, the longest on top."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = [record for record in records if record["kind"] == "longest" and record["trained"]]
     found.sort(key=lambda record: record["trained"])
-    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.35 * len(found)), layout="constrained")
-    bars = axes.barh(
-        [CONTENDERS[record["label"]] for record in found],
-        [record["trained"] for record in found],
-        color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
-        hatch=[None if record["is_final"] else "///" for record in found],
-        edgecolor="white",
-    )
-    axes.bar_label(bars, labels=[_tokens(record) for record in found], padding=3, fontsize=8)
-    axes.set(xlabel="tokens of the longest sequence that trains")
-    axes.margins(x=0.15)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(11, 1 + 0.35 * len(found))) as (_, axes):
+        bars = axes.barh(
+            [CONTENDERS[record["label"]] for record in found],
+            [record["trained"] for record in found],
+            color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
+            hatch=[None if record["is_final"] else "///" for record in found],
+            edgecolor="white",
+        )
+        axes.bar_label(bars, labels=[_tokens(record) for record in found], padding=3, fontsize=8)
+        axes.set(xlabel="tokens of the longest sequence that trains")
+        axes.margins(x=0.15)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)

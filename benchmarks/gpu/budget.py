@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks.plots import picture
+
 from .cells import mib, number
 from .contenders import Ours
 from .settings import Entry
@@ -165,28 +167,21 @@ def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
         tokens: of a step.
         file: to write.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = [record for record in records if record["kind"] == "budget"]
     turns = [record for record in records if record["kind"] == "turn"]
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
-    axes.plot(*_points(curve, tokens), color="C0", alpha=0.4, label="predicted for every budget")
-    measured = sorted((one["held_bytes"], one["step_ms"]) for one in found)
-    axes.plot(*_points(measured, tokens), "o", color="C0", label="a budget, measured")
-    by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
-    for index, one in enumerate(by_hand):
-        nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
-        point = _points([(nbytes, one["step_ms_median"])], tokens)
-        axes.plot(*point, "s", color=f"C{index % 8 + 1}", label=one["label"])
-    axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(9, 5)) as (figure, axes):
+        curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
+        axes.plot(*_points(curve, tokens), color="C0", alpha=0.4, label="predicted for every budget")
+        measured = sorted((one["held_bytes"], one["step_ms"]) for one in found)
+        axes.plot(*_points(measured, tokens), "o", color="C0", label="a budget, measured")
+        by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
+        for index, one in enumerate(by_hand):
+            nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
+            point = _points([(nbytes, one["step_ms_median"])], tokens)
+            axes.plot(*point, "s", color=f"C{index % 8 + 1}", label=one["label"])
+        axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=7, frameon=False)
 
 
 def _points(found: Sequence[Sequence[float]], tokens: int) -> tuple[list[float], list[float]]:

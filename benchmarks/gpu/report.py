@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from benchmarks.plots import picture
+
 from .budget import budget_table
 from .cells import mib, number
 from .measure import MemoryTimeline
@@ -271,21 +273,15 @@ def _words(value: Any) -> str:
 
 def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
     """Plot device memory over one step of each contender: allocated as a line, reserved dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-    for timeline in timelines:
-        allocated, reserved = (
-            [nbytes / (1 << 30) for nbytes in series] for series in (timeline.allocated_bytes, timeline.reserved_bytes)
-        )
-        label = in_words(timeline.label)
-        (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
-        axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
-    axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(10, 5)) as (_, axes):
+        for timeline in timelines:
+            allocated, reserved = (
+                [nbytes / (1 << 30) for nbytes in series]
+                for series in (timeline.allocated_bytes, timeline.reserved_bytes)
+            )
+            label = in_words(timeline.label)
+            (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
+            axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
+        axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
+        axes.legend()
+        axes.grid(alpha=0.3)

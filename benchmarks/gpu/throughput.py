@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.plots import picture
+
 Record = dict[str, Any]
 MIB = 1 << 20
 
@@ -89,22 +91,18 @@ def throughput_table(found: Sequence[Record]) -> Table:
 
 def plot_trade(found: Sequence[Record], file: Path) -> None:
     """Plot tokens/s over reserved memory, a point for each contender: further up and to the left is better."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
 
     labels = [textwrap.fill(in_words(one["label"]), _LEGEND_WIDTH) for one in found]
     num_lines = sum(label.count("\n") + 2 for label in labels)
-    figure, axes = pyplot.subplots(figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines)), layout="constrained")
-    colors = pyplot.get_cmap("tab20")
-    for index, (one, label) in enumerate(zip(found, labels, strict=True)):
-        marker = _MARKERS[one["contender"]]
-        gib = one["peak_reserved_bytes"] / (1 << 30)
-        axes.scatter(gib, one["tokens_per_s"], s=110, color=colors(index), marker=marker, label=label, zorder=2)
-    axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
-    axes.set_title("circles: this engine; squares: this engine beside recomputation", loc="left", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines))) as (figure, axes):
+        for index, (one, label) in enumerate(zip(found, labels, strict=True)):
+            marker = _MARKERS[one["contender"]]
+            gib = one["peak_reserved_bytes"] / (1 << 30)
+            axes.scatter(
+                gib, one["tokens_per_s"], s=110, color=colormaps["tab20"](index), marker=marker, label=label, zorder=2
+            )
+        axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
+        axes.set_title("circles: this engine; squares: this engine beside recomputation", loc="left", fontsize=9)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
