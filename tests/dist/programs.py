@@ -30,7 +30,7 @@ def run_program(
     Raises:
         RankFailed: if it raised, or left with another code than 0.
     """
-    launched = Variables(_free_port()) if num_ranks > 1 else None
+    launched = Variables(free_port()) if num_ranks > 1 else None
     job = (str(path), arguments, cwd, environment or {})
     return run_ranks(_main, *job, world_size=num_ranks, pipeline=launched, timeout_s=240.0)
 
@@ -43,7 +43,7 @@ def run_code(code: str, *, cwd: Path) -> str:
         return run_program(path, cwd=cwd)[0].out
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return int(found.getsockname()[1])
