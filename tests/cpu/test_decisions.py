@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey
+from offload_engine import ChunkKey, OffloadConfig, OffloadEngine
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
 from offload_engine._policy.leaving import LeavingQueue
@@ -23,7 +23,9 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.planning.planner import Planner
 from offload_engine.schedule import Action
+from tests.adversarial import AdversarialDevice
 from tests.cpu.test_host_pool import make_pool
+from tests.engine_state import release_all
 
 
 def group(index: int, **nbytes: int) -> TensorGroup:
@@ -115,6 +117,20 @@ def test_a_budget_forgets_the_chunks_of_an_iteration_that_is_reset() -> None:
     assert policy._window._chunks
     policy.clear()
     assert not policy._window._chunks
+
+
+def test_a_tensor_that_no_copy_in_has_brought_back_is_counted_as_missed() -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
+    with engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("group")
+        handle = chunk.tensor_push(torch.ones(64))
+        chunk.close_group()
+        release_all(engine)
+        assert (chunk.tensor_pop(handle) == 1).all()
+        del handle
+        assert engine.stats.prefetch_misses == 1
+    engine.close()
 
 
 def chunks_with_a_group(count: int) -> list[ChunkProgress]:

@@ -117,6 +117,7 @@ def enable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LayerOfflo
         assert handle.engine.pool.num_leases == 0
         assert handle.engine.meter is not None and handle.engine.meter.current_bytes == 0
         handle.remove()
+        assert handle.engine.pool.slab_bytes_total == 0  # the engine is closed
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
