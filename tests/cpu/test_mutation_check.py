@@ -80,24 +80,13 @@ def check(changed: Any, *tests: str) -> Any:
     return outcome
 
 
-VERSIONS = "test_versions.py::test_a_storage_written_after_a_group_has_saved_it_is_saved_anew[None]"
 RULE_5 = "test_copy_order.py::test_rule_5_every_stream_that_reads_waits[seed=None]"
 OTHER = "test_copy_order.py::test_rule_3_copy_out_without_a_wait[seed=None]"
-
-
-def wrong_version() -> Any:
-    """Return the mutation of the version that tells a save from an earlier one of the same storage."""
-    (one,) = [m for m in mutation_check.find_decisions(ROOT, "offload_engine") if "== found[4]" in m.replacement]
-    return one
 
 
 def no_rule_5() -> Any:
     (one,) = [m for m in mutation_check.find_waits(ROOT) if "Rule 5" in m.code]
     return one
-
-
-def test_a_wrong_decision_is_caught_and_the_test_named() -> None:
-    assert check(wrong_version(), OTHER, VERSIONS)[:2] == ("caught", f"tests/cpu/{VERSIONS}")
 
 
 def test_a_missing_wait_is_caught_and_the_test_named() -> None:
