@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plots import picture
-from benchmarks.tables import Rows
+from benchmarks.tables import Rows, mib
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
 
-MIB = 1 << 20
 Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
@@ -80,11 +79,11 @@ def _main_table(title: str, summaries: Sequence[Record]) -> Rows:
         times = (
             f"{s['step_ms_median']:.1f} ({s['step_ms_min']:.1f} to {s['step_ms_max']:.1f})" if s["num_steps"] else ""
         )
-        memory = (_mib(s[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes"))
+        memory = (mib(s[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes"))
         parity = {None: "", True: "yes", False: f"{s['num_differing']} differ"}[s["is_bitwise_equal"]]
         note = f" ({s['failure']}; {s['num_steps']} timed steps)" if s["failure"] else ""
         ratio = "" if s["ratio"] is None else f"{s['ratio']:.4f}"
-        rows.append((_name(s["label"]) + note, times, ratio, *memory, _mib(s["host_rss_bytes"]), parity))
+        rows.append((_name(s["label"]) + note, times, ratio, *memory, mib(s["host_rss_bytes"]), parity))
     return Rows(f"{title}; memory in MiB, peaks of the timed steps", head, rows)
 
 
@@ -94,7 +93,7 @@ def _engine_table(summaries: Sequence[Record]) -> Rows:
     rows = [
         (
             _name(s["label"]),
-            *(_mib(s["engine"][name]) for name in names),
+            *(mib(s["engine"][name]) for name in names),
             str(s["engine"]["prefetch_misses"]),
             f"{s['engine']['num_offloaded_groups']} of {s['engine']['num_groups']}",
         )
@@ -117,7 +116,7 @@ def _bound_table(records: Sequence[Record], summaries: Sequence[Record]) -> Rows
         rows.append(
             (
                 "with checkpointing" if is_checkpointed else "without checkpointing",
-                _mib(bound["saved_bytes"]),
+                mib(bound["saved_bytes"]),
                 *(f"{bound[name]:.1f}" for name in ("out_ms", "in_ms", "compute_ms", "step_ms")),
                 f"{min(alike):.1f}" if alike else "",
             )
@@ -134,8 +133,8 @@ def _longest_table(title: str, found: Sequence[Record]) -> Rows:
             f"{one['failed']:,}" if one["failed"] else "",
             one["reason"] or "",
             f"{one['guess']:,}" if one["guess"] else "",
-            _mib(one["peak_reserved_bytes"]),
-            _mib(one["host_bytes"]),
+            mib(one["peak_reserved_bytes"]),
+            mib(one["host_bytes"]),
             str(one["num_trials"]),
             f"{one['seconds']:.0f}",
         )
@@ -175,10 +174,6 @@ def _left_out(records: Sequence[Record]) -> Rows:
 
 def _name(label: str) -> str:
     return f"{label}: {CONTENDERS[label]}"
-
-
-def _mib(nbytes: float | None) -> str:
-    return f"{nbytes / MIB:,.0f}" if nbytes else ""
 
 
 def plot_trade(records: Sequence[Record], file: Path) -> None:

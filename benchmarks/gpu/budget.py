@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from benchmarks.plots import picture
+from benchmarks.tables import Rows, mib, number
 
-from .cells import mib, number
 from .contenders import Ours
 from .settings import Entry
 
@@ -126,37 +125,24 @@ def _budget_of(own: Sequence[Record]) -> Record:
     }
 
 
-def budget_table(found: Sequence[Record]) -> Table:
+def budget_table(found: Sequence[Record]) -> Rows:
     """Make the table of the budgets, in MiB and ms."""
-    table = Table(
-        title="budgets, on the worst rank: held is reserved, and what is outside of torch", title_justify="left"
+    head = (
+        *("budget", "best by hand that fits", "predicted first", "held then", "predicted", "held", "above"),
+        *("predicted ms", "ms", "over none", "over it", "planned in ms", "steps", "moved", "recomputed"),
     )
-    columns = (
-        "budget",
-        "predicted first",
-        "held then",
-        "predicted",
-        "held",
-        "above",
-        "predicted ms",
-        "ms",
-        "over none",
-    )
-    for name in (*columns, "best by hand that fits", "over it", "planned in ms", "steps", "moved", "recomputed"):
-        table.add_column(name, justify="left" if name.startswith("best") else "right")
-    for one in found:
-        table.add_row(
-            "auto" if one["budget_bytes"] is None else mib(one["budget_bytes"]),
+    rows = [
+        (
+            *("auto" if one["budget_bytes"] is None else mib(one["budget_bytes"]), one["best"] or "none fits"),
             *(mib(one[n]) for n in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes", "held_bytes")),
             "yes" if one["is_above"] else "no",
             *(number(one[n], digits) for n, digits in (("predicted_ms", 1), ("step_ms", 1), ("ratio", 4))),
-            one["best"] or "none fits",
-            number(one["over_best"], 4),
-            number(one["planning_ms"], 0),
-            str(one["planning_steps"]),
+            *(number(one["over_best"], 4), number(one["planning_ms"], 0), str(one["planning_steps"])),
             *(mib(one[n]) for n in ("offloaded_bytes", "recomputed_bytes")),
         )
-    return table
+        for one in found
+    ]
+    return Rows("budgets, on the worst rank: held is reserved, and what is outside of torch", head, rows, num_words=2)
 
 
 def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:

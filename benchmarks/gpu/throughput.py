@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from benchmarks.plots import picture
+from benchmarks.tables import Rows, mib, number
 
 Record = dict[str, Any]
-MIB = 1 << 20
 
 _MARKERS = {
     "none": "*",
@@ -75,18 +73,17 @@ def _of(own: Sequence[Record], tokens: int) -> Record:
     }
 
 
-def throughput_table(found: Sequence[Record]) -> Table:
+def throughput_table(found: Sequence[Record]) -> Rows:
     """Make the table. A second ratio of 1 or less means equal memory, or less."""
-    table = Table(title="throughput, all ranks; memory of the worst rank", title_justify="left")
-    columns = ("tokens/s", "reserved MiB", "tokens/s over recompute", "reserved over recompute")
-    table.add_column("contender")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for one in found:
-        ratios = (one.get("over_recompute"), one.get("reserved_over_recompute"))
-        shown = ("" if ratio is None else f"{ratio:.4f}" for ratio in ratios)
-        table.add_row(one["label"], f"{one['tokens_per_s']:,.0f}", f"{one['peak_reserved_bytes'] / MIB:,.0f}", *shown)
-    return table
+    head = ("contender", "tokens/s", "reserved MiB", "tokens/s over recompute", "reserved over recompute")
+    rows = [
+        (
+            *(one["label"], number(one["tokens_per_s"], 0), mib(one["peak_reserved_bytes"])),
+            *(number(one.get(f"{what}over_recompute"), 4) for what in ("", "reserved_")),
+        )
+        for one in found
+    ]
+    return Rows("throughput, all ranks; memory of the worst rank", head, rows)
 
 
 def plot_trade(found: Sequence[Record], file: Path) -> None:
