@@ -31,6 +31,7 @@ ONCE = {
 # modules, nodes, schedules, recomputation, dispatchers, settings, and what it holds. CI runs them with the oldest
 # version as well, and tools/nightly.sh all others.
 COMPAT = {
+    "test_captured_layers": ("",),
     "test_check": ("",),
     "test_experts": ("",),
     "test_flex_dispatcher": ("test_without",),

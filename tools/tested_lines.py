@@ -13,6 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def bring_up_to_date(path: Path, root: Path, package: str) -> TestedLines:
     if not changed:
         return known
     kept = {test for test in known.seconds if test.split("::")[0] in hashes and test.split("::")[0] not in changed}
-    new = _record(changed, root, package)
+    new = _merged(_record_all(changed, root, package))
     seconds = {test: known.seconds[test] for test in kept} | new.seconds
     lines = set(known.tests) | set(new.tests)
     tests = {line: (known.tests.get(line, set()) & kept) | new.tests.get(line, set()) for line in lines}
@@ -101,11 +102,30 @@ def _hash(*paths: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def _record(files: Sequence[str], root: Path, package: str) -> TestedLines:
-    """Run the tests of `files` in a process of its own, and return what they run."""
+def _record_all(files: Sequence[str], root: Path, package: str) -> list[TestedLines]:
+    """Record files in as many processes as there are cores; the largest files come first."""
     if sys.version_info < (3, 12):
         raise SystemExit("recording which tests run which lines needs Python 3.12 (sys.monitoring)")
-    output = root / "tested-lines"
+    largest = sorted(files, key=lambda name: -(root / name).stat().st_size)
+    num_parts = min(len(files), os.cpu_count() or 1)
+    parts = [largest[number::num_parts] for number in range(num_parts)]
+    with ThreadPoolExecutor(num_parts) as threads:
+        return list(threads.map(lambda number: _record(parts[number], root, package, number), range(num_parts)))
+
+
+def _merged(parts: Sequence[TestedLines]) -> TestedLines:
+    seconds: dict[str, float] = {}
+    tests: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+    for part in parts:
+        seconds |= part.seconds
+        for line, found in part.tests.items():
+            tests[line] |= found
+    return TestedLines(seconds, dict(tests), {}, "")
+
+
+def _record(files: Sequence[str], root: Path, package: str, number: int) -> TestedLines:
+    """Run the tests of `files` in a process of its own, and return what they run."""
+    output = root / f"tested-lines-{number}"
     environment = {
         **os.environ,
         OUTPUT: f"{package}{os.pathsep}{output}",

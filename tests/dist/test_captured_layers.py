@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that TransformerEngine captures under megatron-core: the rows announce their captures to the engine.
+
+There is no GPU, so nothing is replayed: what leaves, and to where, is decided in the captures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_patches import apply
+from offload_engine import OffloadConfig, OffloadError
+from tests.dist.launch import run_ranks
+from tests.dist.streams import Cuda, used_by_megatron
+from tests.dist.tiny import HIDDEN, MICRO_BATCH, NUM_LAYERS, SEQUENCE, make_chunks, make_config, run
+from tests.graph_device import GraphDevice
+
+NAMES = ["attn_proj", "mlp_fc2"]
+ROW_BYTES = SEQUENCE * MICRO_BATCH * 4
+
+
+class _Graph:
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class _Helper:
+    """Captures each layer of a chunk as TransformerEngine does: all forwards, then all backwards."""
+
+    def __init__(self, chunk: Any, config: Any) -> None:
+        self.model = [chunk]
+        self.config = config
+        self.graphs: list[Any] = []
+
+    def create_cudagraphs(self) -> None:
+        layers = list(self.model[0].decoder.layers)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE).triu(1).bool()
+        outputs = []
+        for layer in layers:
+            x = torch.rand(SEQUENCE, MICRO_BATCH, HIDDEN, requires_grad=True)
+            with self._captured():
+                outputs.append(layer(x, attention_mask=mask)[0])
+        for output in reversed(outputs):
+            with self._captured():
+                output.backward(torch.ones_like(output))
+
+    @contextmanager
+    def _captured(self) -> Iterator[None]:
+        graph: Any = torch.cuda.CUDAGraph()
+        self.graphs.append(graph)
+        graph.capture_begin()
+        yield
+        graph.capture_end()
+
+
+def test_named_modules_of_captured_layers_leave() -> None:
+    run_ranks(_check_capture)
+
+
+def _check_capture() -> None:
+    from megatron.core.transformer import cuda_graphs
+
+    device = GraphDevice()
+    with (
+        used_by_megatron(device, Cuda(device), []),
+        mock.patch.object(torch.cuda, "CUDAGraph", _Graph),
+        mock.patch.object(cuda_graphs, "TECudaGraphHelper", _Helper),
+        apply(OffloadConfig(min_tensor_bytes=1), modules=NAMES) as handle,
+    ):
+        config = make_config(cuda_graph_impl="none")
+        chunks = make_chunks(config)
+        run(chunks, 1)
+        helper = _Helper(chunks[0], config)
+        helper.create_cudagraphs()
+        engine = handle.engine
+        assert engine is not None and not engine.graphs.layers  # the configuration captures nothing
+        # A copy: the layers themselves read theirs, and would replay.
+        helper.config = copy.copy(config)
+        vars(helper.config).update(cuda_graph_impl="transformer_engine", cuda_graph_scope=[], cuda_graph_modules=[])
+        helper.create_cudagraphs()
+        (layers,) = engine.graphs.layers
+        # The inputs of the projection and of the second linear layer, of all layers but the last.
+        assert layers.copied_out_bytes == (NUM_LAYERS - 1) * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
+        assert layers.slot_bytes == 2 * ROW_BYTES * (HIDDEN + config.ffn_hidden_size)
+        run(chunks, 1)
+        with pytest.raises(OffloadError, match="captured layers still use"):
+            handle.remove()
+        for graph in helper.graphs:
+            graph.reset()
+    assert not device.hazards
