@@ -11,7 +11,7 @@ copy=${COMPILED_COPY:-$(mktemp -d)}
 
 if [ ! -d "$copy/build/installed" ]; then
     # What is installed of the copy, compiled modules included, goes over the copy.
-    tar -c -f - --exclude './.*' --exclude ./build --exclude ./out . | tar -x -f - -C "$copy"
+    tar -c -f - --exclude './.*' --exclude ./build --exclude ./out --exclude './*.egg-info' . | tar -x -f - -C "$copy"
     OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
         --no-deps --no-build-isolation --target "$copy/build/installed" "$copy"
     cp -r "$copy/build/installed/." "$copy"
