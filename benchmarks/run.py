@@ -9,7 +9,6 @@ budget_curve     budgets from the floor to no offload, beside settings made by h
 captured         steps of which megatron-core captures CUDA graphs, beside its own offload
 affinity         copies, launches and reads on CPUs near the GPU and far from it
 trace_waits      reads traces that `gpu --profile` wrote: where the host waited
-reserved_memory  reads histories that `gpu --memory-history` wrote: why torch's allocator reserved more
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("cpu", "gpu", "frontends", "budget_curve", "captured", "affinity", "trace_waits", "reserved_memory")
+NAMES = ("cpu", "gpu", "frontends", "budget_curve", "captured", "affinity", "trace_waits")
 
 
 def main() -> int:

@@ -10,6 +10,18 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+MIB = 1 << 20
+
+
+def mib(nbytes: float | None, digits: int = 0) -> str:
+    """Show bytes in MiB; empty where there are none to show."""
+    return "" if nbytes is None else f"{nbytes / MIB:,.{digits}f}"
+
+
+def number(value: float | None, digits: int) -> str:
+    """Show a number with so many digits behind the point; empty where there is none."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
 
 class Rows(NamedTuple):
     """A table, for the terminal or for a document."""

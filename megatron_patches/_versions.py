@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -25,6 +27,7 @@ def installed_version() -> str:
     return str(__version__)
 
 
+@functools.cache  # some rows are applied around each forward of the experts
 def is_in_range(version: str, specifiers: str) -> bool:
     """Return whether a version lies in a range such as ">=0.16.1,<0.20"; release candidates in the range count."""
     return SpecifierSet(specifiers).contains(Version(version), prereleases=True)

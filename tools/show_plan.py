@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shows in which order each pipeline rank runs its chunks, and how many chunks' activations are alive at each point.
 
-python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 [--rank R] [--png FILE]
+python tools/show_plan.py --pp 2 --vpp 2 --microbatches 8 [--rank R]
 
 F1.3 is the forward of virtual stage 1 for microbatch 3, B1.3 its backward. The number below an action is how many
 chunks wait then: their forward is done, their backward is not, so their activations are alive.
@@ -36,7 +36,6 @@ from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape
 from offload_engine.planning.simulate import PipelineJob, RankJob, Simulation, simulate
 from offload_engine.schedule import (
     Action,
-    ChunkKey,
     count_alive,
     format_actions,
     interleaved,
@@ -70,11 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if simulation is not None:
             console.print(outcome_table(simulation))
     if options.png is not None:
+        if simulation is None:
+            parser.error("--png draws what is simulated: it needs --moves, and milliseconds in --names")
         try:
-            if simulation is None:
-                draw(plans, describe(options), options.png)
-            else:
-                draw_timeline(simulation, list(plans), describe(options), options.png)
+            draw_timeline(simulation, list(plans), describe(options), options.png)
         except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
             print(f"show_plan.py: error: cannot write {options.png}: {error}", file=sys.stderr)
             return 1
@@ -93,9 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--overlap-expert-comm", action="store_true", help="as with --overlap-moe-expert-parallel-comm of megatron-core"
     )
     parser.add_argument("--rank", type=int, metavar="R", help="this pipeline rank only (default: all)")
-    parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="also draw which chunks are alive when, or the timeline of --moves"
-    )
+    parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the simulated timeline of --moves")
     moves = parser.add_argument_group("moves of groups")
     moves.add_argument("--moves", action="store_true", help="print the plan of each rank")
     moves.add_argument("--layers", type=int, default=2, metavar="N", help="layers of each model chunk (default: 2)")
@@ -275,33 +271,6 @@ def outcome_table(simulation: Simulation) -> Table:
     return table
 
 
-def waiting_spans(actions: Sequence[Action]) -> dict[ChunkKey, tuple[int, int]]:
-    """Return, for each chunk, the numbers of actions at the end of its forward and at the end of its backward."""
-    end = {action: position + 1 for position, action in enumerate(actions)}
-    return {a.chunk: (end[a], end[Action("B", a.chunk)]) for a in actions if a.kind == "F"}
-
-
-def draw(plans: dict[int, list[Action]], title: str, path: Path) -> None:
-    """Draw, for each rank, how many chunks are alive, and below a bar for each chunk while it is."""
-    os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
-    import matplotlib.pyplot as plt
-
-    heights = [height for actions in plans.values() for height in (1.0, 0.4 + 0.15 * len(waiting_spans(actions)))]
-    figure, axes = plt.subplots(
-        2 * len(plans), 1, figsize=(11, 1.2 + sum(heights)), height_ratios=heights, sharex=True, squeeze=False
-    )
-    panels = axes[:, 0]
-    for (rank, actions), count_panel, bar_panel in zip(plans.items(), panels[0::2], panels[1::2], strict=True):
-        draw_count(count_panel, rank, actions)
-        draw_bars(bar_panel, actions)
-    panels[0].set_xlim(0, max(map(len, plans.values())))
-    panels[-1].set_xlabel("forwards and backwards of the rank, in its own order (not time)")
-    figure.suptitle(f"Chunks alive (forward done, backward not): {title}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
 
 
@@ -332,31 +301,6 @@ def draw_spans(panel: Axes, spans: Sequence[Span]) -> None:
         panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
     panel.set_yticks(range(len(rows)), rows)
     panel.set_ylim(len(rows) - 0.5, -0.5)
-
-
-def draw_count(panel: Axes, rank: int, actions: Sequence[Action]) -> None:
-    """Draw how many chunks are alive after each action."""
-    alive = count_alive(actions)
-    panel.fill_between(range(len(actions) + 1), [0, *alive], step="post", color="0.8")
-    panel.set_ylim(0, max(alive) + 0.5)
-    panel.set_yticks([0, max(alive)])
-    panel.set_ylabel("alive")
-    panel.set_title(f"rank {rank}: at most {max(alive)} alive", loc="left", fontsize=10)
-
-
-def draw_bars(panel: Axes, actions: Sequence[Action]) -> None:
-    """Draw a bar for each chunk while it is alive, in the order of the forwards; a colour for each virtual stage."""
-    spans = waiting_spans(actions)
-    labelled: set[int] = set()
-    for row, (key, (begin, end)) in enumerate(spans.items()):
-        label = None if key.stage in labelled else f"virtual stage {key.stage}"
-        labelled.add(key.stage)
-        panel.barh(row, end - begin, left=begin, height=0.8, color=f"C{key.stage % 10}", label=label)
-    panel.set_yticks(range(len(spans)), [f"{key.stage}.{key.microbatch}" for key in spans], fontsize=6)
-    panel.set_ylim(len(spans), -1)
-    panel.set_ylabel("stage.microbatch")
-    if len(labelled) > 1:
-        panel.legend(loc="lower left", fontsize=7, frameon=False)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # Builds the compiled core in a copy of the checkout and runs tests there. Arguments go to pytest; default all of
 # tests/cpu, two at a time. VENV is an environment with the extras "test" and "dev" (see tools/setup_env.sh).
+# COMPILED_COPY=DIR, an empty one, keeps the copy for the next call; --build alone builds it and runs no test.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$(cd "${VENV:-.venv}" && pwd)/bin/python
-copy=$(mktemp -d)
-trap 'rm -rf "$copy"' EXIT
+copy=${COMPILED_COPY:-$(mktemp -d)}
+[ -n "${COMPILED_COPY:-}" ] || trap 'rm -rf "$copy"' EXIT
 
-# What is installed of the copy, compiled modules included, goes over the copy.
-tar -c -f - --exclude './.*' --exclude ./build --exclude ./out . | tar -x -f - -C "$copy"
-OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
-    --no-deps --no-build-isolation --target "$copy/build/installed" "$copy"
-cp -r "$copy/build/installed/." "$copy"
+if [ ! -d "$copy/build/installed" ]; then
+    # What is installed of the copy, compiled modules included, goes over the copy.
+    tar -c -f - --exclude './.*' --exclude ./build --exclude ./out --exclude './*.egg-info' . | tar -x -f - -C "$copy"
+    OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
+        --no-deps --no-build-isolation --target "$copy/build/installed" "$copy"
+    cp -r "$copy/build/installed/." "$copy"
+fi
+[ "${1:-}" != --build ] || exit 0
 
 export OFFLOAD_TESTS_EXPECT_COMPILED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$copy"

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import pytest
 
 NOT_FOR_MUTANTS = (
-    "any_model_example budget_curve checkpointed_example compile cuda_calls environment examples host_cost imports "
-    "lightning_trainer mutation_check random_interrupts readme reserved_memory show_plan soak tools torch_private "
-    "trace_waits transformers_trainer"
+    "any_model_example budget_curve checkpointed_example compile cuda_calls ended_processes environment examples "
+    "host_cost imports lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
+    "transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""
 OUTPUT = "TESTED_LINES_OUTPUT"  # in the environment of the recording process: the package, and the file that it writes
-_IMPORTS_MEGATRON = re.compile(r"^(from|import) megatron|importorskip\(.megatron", re.MULTILINE)  # it takes seconds
+# megatron-core takes seconds, and the copies for mutants have no benchmarks.
+_IMPORTS_OTHERS = re.compile(r"^(from|import) (megatron|benchmarks)|importorskip\(.megatron", re.MULTILINE)
 _TOOL_ID = 4  # of those that sys.monitoring leaves to anybody
 
 
@@ -93,7 +94,7 @@ def bring_up_to_date(path: Path, root: Path, package: str) -> TestedLines:
 def _test_files(root: Path) -> Iterator[Path]:
     left_out = {f"test_{name}.py" for name in NOT_FOR_MUTANTS}
     for file in sorted((root / "tests/cpu").glob("test_*.py")):
-        if file.name not in left_out and not _IMPORTS_MEGATRON.search(file.read_text()):
+        if file.name not in left_out and not _IMPORTS_OTHERS.search(file.read_text()):
             yield file
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.plots import picture
 from benchmarks.tables import Rows
 
 from .by_hand_titles import TITLES
@@ -78,25 +79,22 @@ def _mib(nbytes: int | None) -> str:
 
 def plot(lengths: Sequence[Record], file: Path) -> None:
     """Draw throughput over memory: what one flag reaches, and settings by hand."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     drawn = [length for length in lengths if measured(length)]
-    figure, row = pyplot.subplots(
-        1, max(1, len(drawn)), figsize=(1.5 + 5 * max(1, len(drawn)), 4.6), layout="constrained", squeeze=False
-    )
-    for axes, length in zip(row[0], drawn, strict=False):
-        _draw(axes, length)
-    handles = {
-        label: handle for axes in row[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=2 * len(drawn), fontsize=7, frameon=False
-    )
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    num = max(1, len(drawn))
+    with picture(file, 1, num, figsize=(1.5 + 5 * num, 4.6), squeeze=False) as (figure, row):
+        for axes, length in zip(row[0], drawn, strict=False):
+            _draw(axes, length)
+        handles = {
+            label: handle for axes in row[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(),
+            handles.keys(),
+            loc="outside lower center",
+            ncols=2 * len(drawn),
+            fontsize=7,
+            frameon=False,
+        )
 
 
 def _draw(axes: Any, length: Record) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.flags import settings_of
 from benchmarks.frontends.settings import Shape, default_layers
 
 TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
@@ -43,26 +44,14 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error("--draw FILE draws into the file of --plot: give it")
     if args.draw and not args.draw.is_file():
         parser.error(f"--draw {args.draw} is not a file")
-    return Settings(
-        device=args.device,
-        shapes=_shapes(args),
-        is_tiny=args.tiny,
-        budgets=args.budgets,
-        iters=args.iters,
-        warmup=args.warmup,
-        seconds=args.seconds,
-        json=args.json,
-        plot=args.plot,
-        draw=args.draw,
-        markdown=args.markdown,
-    )
+    return settings_of(Settings, args, shapes=_shapes(args))
 
 
 def _shapes(args: argparse.Namespace) -> tuple[Shape, ...]:
-    sizes = TINY if args.tiny else {}
-    lengths = args.seq or (_TINY_LENGTHS if args.tiny else _LENGTHS)
+    sizes = TINY if args.is_tiny else {}
+    lengths = args.seq or (_TINY_LENGTHS if args.is_tiny else _LENGTHS)
     return tuple(
-        Shape(seq=length, layers=args.layers or (6 if args.tiny else default_layers(length)), **sizes)
+        Shape(seq=length, layers=args.layers or (6 if args.is_tiny else default_layers(length)), **sizes)
         for length in lengths
     )
 
@@ -74,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         "random weights, trained by SGD with a learning rate of 0, so that every step is the same.",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few kilobytes: tries the program itself")
+    parser.add_argument(
+        "--tiny", dest="is_tiny", action="store_true", help="a model of a few kilobytes: tries the program itself"
+    )
     parser.add_argument(
         "--seq", type=int, action="append", metavar="N", help="tokens of the one sequence; repeatable (4096 and 32768)"
     )

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import Rows
+from benchmarks.plots import picture
+from benchmarks.tables import Rows, mib
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
 
-MIB = 1 << 20
 Record = dict[str, Any]
 
 _MEMORY = ("peak_allocated_bytes", "peak_reserved_bytes", "host_rss_bytes")
@@ -79,11 +79,11 @@ def _main_table(title: str, summaries: Sequence[Record]) -> Rows:
         times = (
             f"{s['step_ms_median']:.1f} ({s['step_ms_min']:.1f} to {s['step_ms_max']:.1f})" if s["num_steps"] else ""
         )
-        memory = (_mib(s[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes"))
+        memory = (mib(s[name]) for name in ("peak_allocated_bytes", "peak_reserved_bytes", "pinned_bytes"))
         parity = {None: "", True: "yes", False: f"{s['num_differing']} differ"}[s["is_bitwise_equal"]]
         note = f" ({s['failure']}; {s['num_steps']} timed steps)" if s["failure"] else ""
         ratio = "" if s["ratio"] is None else f"{s['ratio']:.4f}"
-        rows.append((_name(s["label"]) + note, times, ratio, *memory, _mib(s["host_rss_bytes"]), parity))
+        rows.append((_name(s["label"]) + note, times, ratio, *memory, mib(s["host_rss_bytes"]), parity))
     return Rows(f"{title}; memory in MiB, peaks of the timed steps", head, rows)
 
 
@@ -93,7 +93,7 @@ def _engine_table(summaries: Sequence[Record]) -> Rows:
     rows = [
         (
             _name(s["label"]),
-            *(_mib(s["engine"][name]) for name in names),
+            *(mib(s["engine"][name]) for name in names),
             str(s["engine"]["prefetch_misses"]),
             f"{s['engine']['num_offloaded_groups']} of {s['engine']['num_groups']}",
         )
@@ -116,7 +116,7 @@ def _bound_table(records: Sequence[Record], summaries: Sequence[Record]) -> Rows
         rows.append(
             (
                 "with checkpointing" if is_checkpointed else "without checkpointing",
-                _mib(bound["saved_bytes"]),
+                mib(bound["saved_bytes"]),
                 *(f"{bound[name]:.1f}" for name in ("out_ms", "in_ms", "compute_ms", "step_ms")),
                 f"{min(alike):.1f}" if alike else "",
             )
@@ -133,8 +133,8 @@ def _longest_table(title: str, found: Sequence[Record]) -> Rows:
             f"{one['failed']:,}" if one["failed"] else "",
             one["reason"] or "",
             f"{one['guess']:,}" if one["guess"] else "",
-            _mib(one["peak_reserved_bytes"]),
-            _mib(one["host_bytes"]),
+            mib(one["peak_reserved_bytes"]),
+            mib(one["host_bytes"]),
             str(one["num_trials"]),
             f"{one['seconds']:.0f}",
         )
@@ -176,61 +176,46 @@ def _name(label: str) -> str:
     return f"{label}: {CONTENDERS[label]}"
 
 
-def _mib(nbytes: float | None) -> str:
-    return f"{nbytes / MIB:,.0f}" if nbytes else ""
-
-
 def plot_trade(records: Sequence[Record], file: Path) -> None:
     """Plot step time over peak reserved memory, a point for each measured contender: lower left is better."""
-    import matplotlib
+    from matplotlib import colormaps
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 5), layout="constrained")
-    colors = pyplot.get_cmap("tab20")
-    measured = [record for record in records if record["kind"] == "summary" and record["step_ms_median"] is not None]
-    for index, record in enumerate(sorted(measured, key=lambda record: record["label"] not in OURS)):
-        gib = (record["peak_reserved_bytes"] or 0) / (1 << 30)  # without a GPU no allocator has a peak
-        axes.scatter(
-            gib,
-            record["step_ms_median"],
-            s=90,
-            color=colors(index),
-            marker="s" if record["label"] in CHECKPOINTED else "o",
-            edgecolors="black" if record["label"] in OURS else "none",
-            label=CONTENDERS[record["label"]],
-            zorder=2,
-        )
-    axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step")
-    axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(11, 5)) as (figure, axes):
+        measured = [
+            record for record in records if record["kind"] == "summary" and record["step_ms_median"] is not None
+        ]
+        for index, record in enumerate(sorted(measured, key=lambda record: record["label"] not in OURS)):
+            gib = (record["peak_reserved_bytes"] or 0) / (1 << 30)  # without a GPU no allocator has a peak
+            axes.scatter(
+                gib,
+                record["step_ms_median"],
+                s=90,
+                color=colormaps["tab20"](index),
+                marker="s" if record["label"] in CHECKPOINTED else "o",
+                edgecolors="black" if record["label"] in OURS else "none",
+                label=CONTENDERS[record["label"]],
+                zorder=2,
+            )
+        axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step")
+        axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
 
 
 def plot_longest(records: Sequence[Record], file: Path) -> None:
     """Plot a bar for each contender that trained any length, the longest on top."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = [record for record in records if record["kind"] == "longest" and record["trained"]]
     found.sort(key=lambda record: record["trained"])
-    figure, axes = pyplot.subplots(figsize=(11, 1 + 0.35 * len(found)), layout="constrained")
-    bars = axes.barh(
-        [CONTENDERS[record["label"]] for record in found],
-        [record["trained"] for record in found],
-        color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
-        hatch=[None if record["is_final"] else "///" for record in found],
-        edgecolor="white",
-    )
-    axes.bar_label(bars, labels=[_tokens(record) for record in found], padding=3, fontsize=8)
-    axes.set(xlabel="tokens of the longest sequence that trains")
-    axes.margins(x=0.15)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(11, 1 + 0.35 * len(found))) as (_, axes):
+        bars = axes.barh(
+            [CONTENDERS[record["label"]] for record in found],
+            [record["trained"] for record in found],
+            color=["tab:blue" if record["label"] in OURS else "tab:gray" for record in found],
+            hatch=[None if record["is_final"] else "///" for record in found],
+            edgecolor="white",
+        )
+        axes.bar_label(bars, labels=[_tokens(record) for record in found], padding=3, fontsize=8)
+        axes.set(xlabel="tokens of the longest sequence that trains")
+        axes.margins(x=0.15)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.set_title("blue: this project; hatched: not searched to the end", loc="left", fontsize=9)

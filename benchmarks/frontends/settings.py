@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.settings import assignment, words
-from benchmarks.size_flags import bytes_flag
+from benchmarks.flags import add_engine_flag, bytes_flag, engine_settings, settings_of, words
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -132,7 +131,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     try:
         shape = _shape(args)
         contenders = _contenders(args)
-        engine = dict(assignment(text) for text in args.engine)
+        engine = engine_settings(args)
         bounds = [_positive(name, getattr(args, name)) for name in ("host_gib", "device_gib")]
     except ValueError as error:
         parser.error(str(error))
@@ -147,16 +146,14 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     if args.resume and not args.resume.is_file():
         parser.error(f"--resume {args.resume} is not a file")
     seconds = args.contender_seconds or (90.0 if args.longest else 6.0 if args.quick else 15.0)
-    unit = args.longest_unit or (32 if args.tiny else 8192)
+    unit = args.longest_unit or (32 if args.is_tiny else 8192)
     length = unit if args.longest else shape.seq
     if args.documents and (args.documents < 1 or length % args.documents):
         parser.error(f"--documents {args.documents} do not divide a sequence of {length:,} tokens")
-    return Settings(
+    return settings_of(
+        Settings,
+        args,
         shape=shape,
-        seq=args.seq,
-        device=args.device,
-        is_tiny=args.tiny,
-        has_head=args.head,
         contenders=contenders,
         rounds=rounds,
         iters=iters,
@@ -165,26 +162,17 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         host_bytes=bounds[0],
         device_bytes=bounds[1],
         engine=engine,
-        group_bytes=args.group_bytes if args.group_bytes is not None else 4096 if args.tiny else None,
-        rivals=args.rivals,
-        recording=args.recording,
-        longest=args.longest,
+        group_bytes=args.group_bytes if args.group_bytes is not None else 4096 if args.is_tiny else None,
         longest_unit=unit,
-        longest_upper=args.longest_upper,
         total_seconds=args.total_seconds or 330.0,
-        resume=args.resume,
-        documents=args.documents,
-        json=args.json,
-        markdown=args.markdown,
-        plot=args.plot,
     )
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    values: dict[str, Any] = dict(_TINY) if args.tiny else {}
-    values["seq"] = 64 if args.tiny else 4096 if args.quick else 32768
+    values: dict[str, Any] = dict(_TINY) if args.is_tiny else {}
+    values["seq"] = 64 if args.is_tiny else 4096 if args.quick else 32768
     values |= {f.name: given for f in dataclasses.fields(Shape) if (given := getattr(args, f.name)) is not None}
-    values.setdefault("layers", 4 if args.tiny or args.longest else default_layers(values["seq"]))
+    values.setdefault("layers", 4 if args.is_tiny or args.longest else default_layers(values["seq"]))
     shape = Shape(**values)
     shape.check()
     return shape
@@ -220,13 +208,17 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Contenders: {names}.",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of a few kilobytes: tries the program itself")
+    parser.add_argument(
+        "--tiny", dest="is_tiny", action="store_true", help="a model of a few kilobytes: tries the program itself"
+    )
     parser.add_argument("--quick", action="store_true", help="one short round at 4096 tokens, without slow imports")
     for field in dataclasses.fields(Shape):
         parser.add_argument(
             f"--{field.name.replace('_', '-')}", type=int, metavar="N", help="instead of the default, Qwen2-7B's"
         )
-    parser.add_argument("--head", action="store_true", help="with the language model head and its loss")
+    parser.add_argument(
+        "--head", dest="has_head", action="store_true", help="with the language model head and its loss"
+    )
     parser.add_argument("--contenders", metavar="A,B", help="in order; without this flag all (--help lists them)")
     parser.add_argument("--rounds", type=int, metavar="N", help="times all contenders take their turn (default 2)")
     parser.add_argument(
@@ -252,13 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="G",
         help="limit on device memory, as on a smaller GPU, in GiB or as 500MiB",
     )
-    parser.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of ours, see OffloadConfig.from_flags",
-    )
+    add_engine_flag(parser)
     parser.add_argument("--group-bytes", type=bytes_flag(), metavar="SIZE", help="group_bytes of manage_activations")
     parser.add_argument(
         "--rivals",

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from .cells import mib, number
+from benchmarks.plots import picture
+from benchmarks.tables import Rows, mib, number
+
 from .contenders import Ours
 from .settings import Entry
 
@@ -124,37 +125,24 @@ def _budget_of(own: Sequence[Record]) -> Record:
     }
 
 
-def budget_table(found: Sequence[Record]) -> Table:
+def budget_table(found: Sequence[Record]) -> Rows:
     """Make the table of the budgets, in MiB and ms."""
-    table = Table(
-        title="budgets, on the worst rank: held is reserved, and what is outside of torch", title_justify="left"
+    head = (
+        *("budget", "best by hand that fits", "predicted first", "held then", "predicted", "held", "above"),
+        *("predicted ms", "ms", "over none", "over it", "planned in ms", "steps", "moved", "recomputed"),
     )
-    columns = (
-        "budget",
-        "predicted first",
-        "held then",
-        "predicted",
-        "held",
-        "above",
-        "predicted ms",
-        "ms",
-        "over none",
-    )
-    for name in (*columns, "best by hand that fits", "over it", "planned in ms", "steps", "moved", "recomputed"):
-        table.add_column(name, justify="left" if name.startswith("best") else "right")
-    for one in found:
-        table.add_row(
-            "auto" if one["budget_bytes"] is None else mib(one["budget_bytes"]),
+    rows = [
+        (
+            *("auto" if one["budget_bytes"] is None else mib(one["budget_bytes"]), one["best"] or "none fits"),
             *(mib(one[n]) for n in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes", "held_bytes")),
             "yes" if one["is_above"] else "no",
             *(number(one[n], digits) for n, digits in (("predicted_ms", 1), ("step_ms", 1), ("ratio", 4))),
-            one["best"] or "none fits",
-            number(one["over_best"], 4),
-            number(one["planning_ms"], 0),
-            str(one["planning_steps"]),
+            *(number(one["over_best"], 4), number(one["planning_ms"], 0), str(one["planning_steps"])),
             *(mib(one[n]) for n in ("offloaded_bytes", "recomputed_bytes")),
         )
-    return table
+        for one in found
+    ]
+    return Rows("budgets, on the worst rank: held is reserved, and what is outside of torch", head, rows, num_words=2)
 
 
 def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
@@ -165,28 +153,21 @@ def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
         tokens: of a step.
         file: to write.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = [record for record in records if record["kind"] == "budget"]
     turns = [record for record in records if record["kind"] == "turn"]
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
-    axes.plot(*_points(curve, tokens), color="C0", alpha=0.4, label="predicted for every budget")
-    measured = sorted((one["held_bytes"], one["step_ms"]) for one in found)
-    axes.plot(*_points(measured, tokens), "o", color="C0", label="a budget, measured")
-    by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
-    for index, one in enumerate(by_hand):
-        nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
-        point = _points([(nbytes, one["step_ms_median"])], tokens)
-        axes.plot(*point, "s", color=f"C{index % 8 + 1}", label=one["label"])
-    axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(9, 5)) as (figure, axes):
+        curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
+        axes.plot(*_points(curve, tokens), color="C0", alpha=0.4, label="predicted for every budget")
+        measured = sorted((one["held_bytes"], one["step_ms"]) for one in found)
+        axes.plot(*_points(measured, tokens), "o", color="C0", label="a budget, measured")
+        by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
+        for index, one in enumerate(by_hand):
+            nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
+            point = _points([(nbytes, one["step_ms_median"])], tokens)
+            axes.plot(*point, "s", color=f"C{index % 8 + 1}", label=one["label"])
+        axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=7, frameon=False)
 
 
 def _points(found: Sequence[Sequence[float]], tokens: int) -> tuple[list[float], list[float]]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .contenders import Copies
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
+# Those that the record of a run has, beside its shape.
+_SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "overlap", "deterministic", "single_thread")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,16 +223,8 @@ class Run:
             "kind": "run",
             **provenance(_PACKAGES),
             "rank": self._ranks.rank,
-            "setup": self._settings.setup,
             "shape": asdict(self._settings.shape),
-            "rounds": self._settings.rounds,
-            "rotate": self._settings.rotate,
-            "iters": self._settings.iters,
-            "warmup": self._settings.warmup,
-            "engine": self._settings.engine,
-            "overlap": self._settings.overlap,
-            "deterministic": self._settings.deterministic,
-            "single_thread": self._settings.single_thread,
+            **{name: getattr(self._settings, name) for name in _SETTINGS},
             "world_size": self._ranks.world_size,
             "num_gpus": num_gpus(self._ranks.world_size),
             "device": torch.cuda.get_device_name(),

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+
+from benchmarks.plots import picture
+from benchmarks.tables import Rows, mib, number
 
 from .budget import budget_table
-from .cells import mib, number
 from .measure import MemoryTimeline
 from .throughput import in_words, throughput, throughput_table
 
@@ -167,37 +168,27 @@ def tables(title: str, summaries: Sequence[Record], records: Sequence[Record]) -
     parts = [_time_table(title, summaries), _memory_table(summaries), _moves_table(summaries)]
     parts += [throughput_table(found)] if (found := throughput(summaries, records)) else []
     parts += [budget_table(within)] if (within := [r for r in records if r["kind"] == "budget"]) else []
-    return Group(*parts, _machine_table(records))
+    return Group(*(rows.for_terminal() for rows in (*parts, _machine_table(records))))
 
 
-def _time_table(title: str, summaries: Sequence[Record]) -> Table:
-    table = _table(
-        f"{title}: step time, slowest rank",
-        "contender",
-        "median ms",
-        "min",
-        "max",
-        "host ms",
-        "ratio",
-        "ratio by round",
-    )
+def _time_table(title: str, summaries: Sequence[Record]) -> Rows:
+    head = ("contender", "ratio by round", "median ms", "min", "max", "host ms", "ratio")
+    rows = []
     for s in {s["label"]: s for s in reversed(summaries)}.values():
         times = (f"{s[name]:,.1f}" for name in ("step_ms_median", "step_ms_min", "step_ms_max", "host_ms_median"))
         rounds = " ".join(f"{ratio:.4f}" for ratio in s.get("round_ratios", ()))
-        table.add_row(s["label"], *times, number(s.get("ratio"), 4), rounds)
-    return table
+        rows.append((s["label"], rounds, *times, number(s.get("ratio"), 4)))
+    return Rows(f"{title}: step time, slowest rank", head, rows, num_words=2)
 
 
-def _memory_table(summaries: Sequence[Record]) -> Table:
-    table = _table(
-        "memory, MiB (peaks of the turn)",
-        *("rank", "contender", "allocated", "reserved", "fall alloc.", "fall res.", "host max", "host at peak"),
+def _memory_table(summaries: Sequence[Record]) -> Rows:
+    head = (
+        *("contender", "rank", "allocated", "reserved", "fall alloc.", "fall res.", "host max", "host at peak"),
         *("R at peak", "R of max", "res. at peak", "res. of max", "pinned", "RSS", "retries"),
     )
-    for s in sorted(summaries, key=lambda s: s["rank"]):
-        table.add_row(
-            str(s["rank"]),
-            s["label"],
+    rows = [
+        (
+            *(s["label"], str(s["rank"])),
             *(mib(s.get(name)) for name in ("peak_allocated_bytes", "peak_reserved_bytes")),
             *(mib(s.get(name)) for name in ("fall_allocated_bytes", "fall_reserved_bytes")),
             *(mib(s[name]) for name in ("host_bytes_max", "host_bytes_at_peak")),
@@ -206,32 +197,19 @@ def _memory_table(summaries: Sequence[Record]) -> Table:
             *(mib(s.get(name)) for name in ("pinned_bytes", "host_rss_bytes")),
             str(s["alloc_retries"]),
         )
-    return table
+        for s in sorted(summaries, key=lambda s: s["rank"])
+    ]
+    return Rows("memory, MiB (peaks of the turn)", head, rows)
 
 
-def _moves_table(summaries: Sequence[Record]) -> Table:
-    table = _table(
-        "copies of one step, and losses and gradients against no offload",
-        *(
-            "rank",
-            "contender",
-            "moved",
-            "out MiB",
-            "in MiB",
-            "misses",
-            "out GB/s",
-            "in GB/s",
-            "link out ms",
-            "link in ms",
-            "over bound",
-        ),
-        *("bitwise", "differing", "max relative", "repeats itself"),
+def _moves_table(summaries: Sequence[Record]) -> Rows:
+    head = (
+        *("contender", "rank", "moved", "out MiB", "in MiB", "misses", "out GB/s", "in GB/s"),
+        *("link out ms", "link in ms", "over bound", "bitwise", "differing", "max relative", "repeats itself"),
     )
-    for s in sorted(summaries, key=lambda s: s["rank"]):
-        table.add_row(
-            str(s["rank"]),
-            s["label"],
-            _words(s["is_confirmed"]),
+    rows = [
+        (
+            *(s["label"], str(s["rank"]), _words(s["is_confirmed"])),
             *(mib(s[name]) for name in ("copied_out_bytes", "copied_in_bytes")),
             str(s["prefetch_misses"]),
             *(number(s.get(name), 1) for name in ("out_gbps", "in_gbps", "link_out_ms", "link_in_ms")),
@@ -240,26 +218,20 @@ def _moves_table(summaries: Sequence[Record]) -> Table:
             number(s["max_relative"], 6),
             _words(s["repeats_itself"]),
         )
-    return table
+        for s in sorted(summaries, key=lambda s: s["rank"])
+    ]
+    return Rows("copies of one step, and losses and gradients against no offload", head, rows)
 
 
-def _machine_table(records: Sequence[Record]) -> Table:
-    table = _table("the machine, same run", "what", "rank", "figures")
+def _machine_table(records: Sequence[Record]) -> Rows:
+    rows = []
     for record in records:
         if record["kind"] in ("link", "host_read", "pinning", "group_cost", "host"):
             figures = {k: v for k, v in record.items() if k.endswith(("_gbps", "_ms", "us"))}
             what = f"{record['kind']} {mib(record['copy_bytes'])} MiB" if "copy_bytes" in record else record["kind"]
             shown = "  ".join(f"{name} {value:.3f}" for name, value in figures.items())
-            table.add_row(what, str(record.get("rank", "")), shown)
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        is_text = column in ("contender", "what", "figures", "", "ratio by round")
-        table.add_column(column, justify="left" if is_text else "right")
-    return table
+            rows.append((what, shown, str(record.get("rank", ""))))
+    return Rows("the machine, same run", ("what", "figures", "rank"), rows, num_words=2)
 
 
 def _words(value: Any) -> str:
@@ -271,21 +243,15 @@ def _words(value: Any) -> str:
 
 def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
     """Plot device memory over one step of each contender: allocated as a line, reserved dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-    for timeline in timelines:
-        allocated, reserved = (
-            [nbytes / (1 << 30) for nbytes in series] for series in (timeline.allocated_bytes, timeline.reserved_bytes)
-        )
-        label = in_words(timeline.label)
-        (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
-        axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
-    axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(10, 5)) as (_, axes):
+        for timeline in timelines:
+            allocated, reserved = (
+                [nbytes / (1 << 30) for nbytes in series]
+                for series in (timeline.allocated_bytes, timeline.reserved_bytes)
+            )
+            label = in_words(timeline.label)
+            (line,) = axes.plot(timeline.milliseconds, allocated, label=f"{label}: allocated")
+            axes.plot(timeline.milliseconds, reserved, "--", color=line.get_color(), label=f"{label}: reserved")
+        axes.set(xlabel="ms since the step began (host)", ylabel="GiB on the device, rank 0", ylim=(0, None))
+        axes.legend()
+        axes.grid(alpha=0.3)

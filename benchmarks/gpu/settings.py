@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from benchmarks.flags import add_engine_flag, assignment, engine_settings, settings_of, words
 
 T = TypeVar("T")
 
@@ -167,42 +168,23 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
     try:
         entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
-        if args.budget_curve:
+        if args.budgets:
             entries = _with_budget(entries)
-        engine = dict(assignment(text) for text in args.engine)
+        engine = engine_settings(args)
         shape = dataclasses.replace(preset.shape, **changes)
         overlap = _overlap(args, shape, entries)
     except ValueError as error:
         parser.error(str(error))
-    if args.budget_plot and not args.budget_curve:
+    if args.budget_plot and not args.budgets:
         parser.error("--budget-plot draws what --budget-curve measures: give that, too")
-    if args.budget_curve and args.rounds < 2:
+    if args.budgets and args.rounds < 2:
         parser.error("--budget-curve needs --rounds of at least 2: the first one finds the range of budgets")
     absent = [kind for kind in words(args.profile_contender) if kind not in {e.kind for e in entries}]
     if args.profile and absent:
         parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
-    return Settings(
-        setup=args.setup,
-        shape=shape,
-        entries=entries,
-        rounds=args.rounds,
-        rotate=args.rotate,
-        iters=args.iters,
-        warmup=args.warmup,
-        engine=engine,
-        overlap=overlap,
-        deterministic=args.deterministic,
-        single_thread=args.single_thread,
-        share_gpus=args.share_gpus,
-        micro=not args.no_micro,
-        budgets=args.budget_curve,
-        budget_plot=args.budget_plot,
-        json=args.json,
-        memory_plot=args.memory_plot,
-        trade_plot=args.trade_plot,
-        memory_history=args.memory_history,
-        profile=args.profile,
-        profile_contenders=words(args.profile_contender),
+    profiled = words(args.profile_contender)
+    return settings_of(
+        Settings, args, shape=shape, entries=entries, engine=engine, overlap=overlap, profile_contenders=profiled
     )
 
 
@@ -345,13 +327,7 @@ def _parser() -> argparse.ArgumentParser:
         "--iters-per-round", type=int, default=4, dest="iters", metavar="N", help="timed steps of a turn"
     )
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the turn's peaks are reset")
-    parser.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of ours, see OffloadConfig.from_flags",
-    )
+    add_engine_flag(parser)
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
     parser.add_argument(
         "--single-thread",
@@ -366,11 +342,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--no-micro",
-        action="store_true",
+        dest="micro",
+        action="store_false",
         help="skip the measurements of the machine: link, host reads, pinning, group cost, host",
     )
     parser.add_argument(
         "--budget-curve",
+        dest="budgets",
         type=int,
         default=0,
         metavar="N",
@@ -395,7 +373,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_output_file,
         metavar="FILE",
         help="the allocator's history over one step from empty caches, rank 0; with several contenders, each has a "
-        "file with its name at the end (benchmarks/run.py reserved_memory and https://pytorch.org/memory_viz read it)",
+        "file with its name at the end (https://pytorch.org/memory_viz reads it)",
     )
     parser.add_argument(
         "--profile",
@@ -425,23 +403,3 @@ def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
         return file
     stem, dot, suffixes = file.name.partition(".")
     return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Split a list on the command line into words, separated by commas or spaces."""
-    return tuple(word for word in text.replace(",", " ").split())
-
-
-def assignment(text: str) -> tuple[str, Any]:
-    """Parse a field of `OffloadConfig` as the command line gives it.
-
-    Raises:
-        ValueError: if it is not NAME=VALUE.
-    """
-    name, separator, value = text.partition("=")
-    if not (name and separator and value):
-        raise ValueError(f"{text!r} is not NAME=VALUE: an argument of OffloadConfig.from_flags and its value")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value

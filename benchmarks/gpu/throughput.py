@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from benchmarks.plots import picture
+from benchmarks.tables import Rows, mib, number
 
 Record = dict[str, Any]
-MIB = 1 << 20
 
 _MARKERS = {
     "none": "*",
@@ -73,38 +73,33 @@ def _of(own: Sequence[Record], tokens: int) -> Record:
     }
 
 
-def throughput_table(found: Sequence[Record]) -> Table:
+def throughput_table(found: Sequence[Record]) -> Rows:
     """Make the table. A second ratio of 1 or less means equal memory, or less."""
-    table = Table(title="throughput, all ranks; memory of the worst rank", title_justify="left")
-    columns = ("tokens/s", "reserved MiB", "tokens/s over recompute", "reserved over recompute")
-    table.add_column("contender")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for one in found:
-        ratios = (one.get("over_recompute"), one.get("reserved_over_recompute"))
-        shown = ("" if ratio is None else f"{ratio:.4f}" for ratio in ratios)
-        table.add_row(one["label"], f"{one['tokens_per_s']:,.0f}", f"{one['peak_reserved_bytes'] / MIB:,.0f}", *shown)
-    return table
+    head = ("contender", "tokens/s", "reserved MiB", "tokens/s over recompute", "reserved over recompute")
+    rows = [
+        (
+            *(one["label"], number(one["tokens_per_s"], 0), mib(one["peak_reserved_bytes"])),
+            *(number(one.get(f"{what}over_recompute"), 4) for what in ("", "reserved_")),
+        )
+        for one in found
+    ]
+    return Rows("throughput, all ranks; memory of the worst rank", head, rows)
 
 
 def plot_trade(found: Sequence[Record], file: Path) -> None:
     """Plot tokens/s over reserved memory, a point for each contender: further up and to the left is better."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
 
     labels = [textwrap.fill(in_words(one["label"]), _LEGEND_WIDTH) for one in found]
     num_lines = sum(label.count("\n") + 2 for label in labels)
-    figure, axes = pyplot.subplots(figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines)), layout="constrained")
-    colors = pyplot.get_cmap("tab20")
-    for index, (one, label) in enumerate(zip(found, labels, strict=True)):
-        marker = _MARKERS[one["contender"]]
-        gib = one["peak_reserved_bytes"] / (1 << 30)
-        axes.scatter(gib, one["tokens_per_s"], s=110, color=colors(index), marker=marker, label=label, zorder=2)
-    axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
-    axes.set_title("circles: this engine; squares: this engine beside recomputation", loc="left", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines))) as (figure, axes):
+        for index, (one, label) in enumerate(zip(found, labels, strict=True)):
+            marker = _MARKERS[one["contender"]]
+            gib = one["peak_reserved_bytes"] / (1 << 30)
+            axes.scatter(
+                gib, one["tokens_per_s"], s=110, color=colormaps["tab20"](index), marker=marker, label=label, zorder=2
+            )
+        axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
+        axes.set_title("circles: this engine; squares: this engine beside recomputation", loc="left", fontsize=9)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)

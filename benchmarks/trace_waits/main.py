@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.size_flags import bytes_flag
+from benchmarks.flags import bytes_flag
 from benchmarks.tables import Rows, labelled_file, mistake_in
 
 from .caused import Judged, judge, summarize

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import picture
+
 from .caused import Judged
 from .spans import Span, union, within
 from .trace import Trace
@@ -32,26 +34,19 @@ def draw(
         span_us: how much time each panel shows.
         noticed_us: waits of which copies caused more are red.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(
-        len(traces), 1, figsize=(12, 0.8 + 1.9 * len(traces)), squeeze=False, layout="constrained"
-    )
-    for axes, (label, (trace, judged)) in zip(panels[:, 0], traces.items(), strict=True):
-        bound = window(trace, judged, span_us)
-        for height, name in enumerate(_LANES):
-            _bars(axes, within(union(_lane(trace, name, activation_bytes)), bound), bound, height, _COLORS.get(name))
-        red = [one.wait.span for one in judged if one.caused_us > noticed_us]
-        _bars(axes, within(union(red), bound), bound, 0, _CAUSED)
-        longest = max((one.caused_us for one in judged), default=0.0)
-        axes.set_title(f"{label}: the longest wait that a copy caused takes {longest / 1e3:.3f} ms", loc="left")
-        axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, xlim=(0, bound.length / 1e3))
-    panels[-1, 0].set_xlabel(f"ms; host waits of which a copy caused more than {noticed_us / 1e3:g} ms are red")
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+    with picture(file, len(traces), 1, figsize=(12, 0.8 + 1.9 * len(traces)), squeeze=False) as (_, panels):
+        for axes, (label, (trace, judged)) in zip(panels[:, 0], traces.items(), strict=True):
+            bound = window(trace, judged, span_us)
+            for height, name in enumerate(_LANES):
+                _bars(
+                    axes, within(union(_lane(trace, name, activation_bytes)), bound), bound, height, _COLORS.get(name)
+                )
+            red = [one.wait.span for one in judged if one.caused_us > noticed_us]
+            _bars(axes, within(union(red), bound), bound, 0, _CAUSED)
+            longest = max((one.caused_us for one in judged), default=0.0)
+            axes.set_title(f"{label}: the longest wait that a copy caused takes {longest / 1e3:.3f} ms", loc="left")
+            axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, xlim=(0, bound.length / 1e3))
+        panels[-1, 0].set_xlabel(f"ms; host waits of which a copy caused more than {noticed_us / 1e3:g} ms are red")
 
 
 def window(trace: Trace, judged: Sequence[Judged], span_us: float) -> Span:

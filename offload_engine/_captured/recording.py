@@ -15,7 +15,7 @@ from offload_engine._compat import torch_private
 from offload_engine._devices.regions import HostRegion
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.handles import StayingTensor
-from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
+from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine.errors import OffloadError
 
 Lend = Callable[[list[int]], "list[HostRegion] | None"]
@@ -155,8 +155,8 @@ class Recording:
         return self._pack(tensor, self.pack_ungrouped, is_grouped=self._saves_all)
 
     def _pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], is_grouped: bool) -> Any:
-        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
-            return PackedParts(tensor, pack, self.unpack)
+        if type(tensor) not in PLAIN_TYPES and (parts := taken_apart(tensor, pack, self.unpack)) is not None:
+            return parts
         found = self._eligibility.read_movable(tensor)
         if found is None or found[7]:
             return StayingTensor(self._eligibility.staying(tensor))

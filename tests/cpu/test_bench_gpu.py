@@ -197,7 +197,7 @@ def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     assert found["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
     own = found["ours"]
     assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
-    assert throughput.throughput_table(list(found.values())).row_count == 4
+    assert len(throughput.throughput_table(list(found.values())).rows) == 4
     assert throughput.throughput(summaries, run_records()) == [], "its shape is unknown"
 
 

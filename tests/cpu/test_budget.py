@@ -372,13 +372,6 @@ def test_the_report_says_what_stays_and_what_it_takes() -> None:
     assert [nbytes for nbytes, _ in curve] == sorted(nbytes for nbytes, _ in curve)
 
 
-def test_the_curve_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
-    plot_budget(job.engine, tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"policy": ResidentBudget(5)}, {"policy": FixedBounds(horizon_bytes=5)}, {"policy": Planned(resident_bytes=5)}],

@@ -268,12 +268,6 @@ def test_a_recomputation_that_raises(offload: CheckpointOffload) -> None:
     assert offload.engine.pool.num_leases == 0 and not offload.engine.has_saved
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_with_and_without_an_early_stop(offload: CheckpointOffload, is_early: bool) -> None:
-    found = run(offload.checkpoint, early_stop=is_early)
-    assert all_equal(found, run(torch_checkpoint, early_stop=is_early))
-
-
 def gradients_of_keywords(function: Checkpoint) -> list[torch.Tensor]:
     """One activation is passed by position, one by keyword; 8 KiB each."""
 
@@ -292,15 +286,6 @@ def test_keywords(offload: CheckpointOffload) -> None:
     assert offload.stats.copied_out_bytes == 2 * 2 * 1024 * 4
 
 
-def test_keywords_where_all_that_is_saved_leaves() -> None:
-    activations = manage_activations(config=OffloadConfig(min_tensor_bytes=0), group_bytes=1)
-    with activations:
-        found = gradients_of_keywords(checkpoint)
-    assert all_equal(found, gradients_of_keywords(torch_checkpoint))
-    assert activations.stats.managed_bytes == 2 * 2 * 1024 * 4
-    activations.close()
-
-
 def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
     """The outer one saves no input of the inner one, so there is nothing to offload."""
 
@@ -314,19 +299,6 @@ def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
         found = nest(checkpoint)
     assert offload.stats.num_groups == DEPTH
     assert all_equal(found, nest(torch_checkpoint))
-
-
-def test_two_forwards_before_a_backward(offload: CheckpointOffload) -> None:
-    def losses(function: Checkpoint) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Stack(call=lambda block, x: function(block, x, use_reentrant=False))
-        first, second = (model(torch.randn(2, LENGTH, HIDDEN)) for _ in range(2))
-        first.backward()
-        second.backward()
-        return [first.detach(), second.detach(), *(p.grad for p in model.parameters())]
-
-    assert all_equal(losses(offload.checkpoint), losses(torch_checkpoint))
-    assert not offload.engine.is_in_iteration
 
 
 def test_inputs_too_small_to_leave(offload: CheckpointOffload) -> None:

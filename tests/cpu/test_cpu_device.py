@@ -282,17 +282,6 @@ def test_a_tensor_stands_for_its_storage(device: CpuDevice) -> None:
     assert torch.equal(target.view(4, 4), source)
 
 
-def test_several_copies_of_one_call(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), device.new_slab(3 * device.host_alignment)
-    sources = [garbage(nbytes, nbytes) for nbytes in (1, 7, device.host_alignment)]
-    targets = [torch.zeros_like(source) for source in sources]
-    regions = [HostRegion(slab, i * device.host_alignment, source.nbytes) for i, source in enumerate(sources)]
-    device.copy_out(stream, list(zip(sources, regions, strict=True)))
-    device.copy_in(stream, list(zip(regions, targets, strict=True)))
-    finish(device, stream)
-    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
-
-
 def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), GatedSlab()
     slab.gate.set()
@@ -427,18 +416,6 @@ def test_a_full_disk_is_a_copy_error(file_device: CpuDevice, first_write_fails: 
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == errno.ENOSPC
     assert not file_device.is_complete(event)
-
-
-def test_a_real_limit_of_the_system_is_a_copy_error(file_device: CpuDevice) -> None:
-    stream, slab = file_device.new_stream("out"), file_device.new_slab(MIB)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the system signals and fails writes behind it
-    try:
-        event = file_device.copy_out(stream, [(garbage(8192), HostRegion(slab, 0, 8192))])
-        with pytest.raises(CopyError):
-            file_device.synchronize(event)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:

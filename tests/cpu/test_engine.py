@@ -81,43 +81,6 @@ def check_nothing_left(engine: OffloadEngine) -> None:
 # -- exact views ------------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_and_its_transpose_saved_together(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: (y := x * 1) * y.t().contiguous() + y.t() * y, leaf(16, 16))
-
-
-def test_a_prefix_view_and_the_whole(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: (y := x * 1)[:1] * y + y[2:3] * y, leaf(16, 8))
-
-
-def test_overlapping_strided_views(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: (x * 1).as_strided((15, 4), (4, 2), 1).exp(), leaf(128))
-
-
-def test_views_of_another_dtype(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: (y := torch.view_as_complex(x * 1)).abs() * y.real, leaf(32, 2))
-
-
-def test_conjugate_and_negative_views(engine: OffloadEngine) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        conjugate = torch.view_as_complex(x * 1).conj()
-        return (conjugate * conjugate).abs() + conjugate.imag * conjugate.imag.exp()
-
-    check_against_plain(engine, function, leaf(32, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_dtypes(engine: OffloadEngine, dtype: torch.dtype) -> None:
-    check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf(dtype=dtype))
-
-
-def test_an_expanded_tensor_keeps_its_strides(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: (x * 1).view(1, -1).expand(8, -1).exp().sum(0), leaf())
-
-
-def test_a_tensor_without_elements(engine: OffloadEngine) -> None:
-    check_against_plain(engine, lambda x: x.exp().sum() * x[:0].exp().sum().exp() + x, leaf())
-
-
 # -- which tensors move -----------------------------------------------------------------------------------------------
 
 
@@ -426,30 +389,6 @@ def test_at_the_host_limit_a_group_stays_resident_and_is_counted() -> None:
 
 
 # -- graphs that do not end in one backward ---------------------------------------------------------------------------
-
-
-def test_a_retained_graph_can_run_its_backward_twice(engine: OffloadEngine) -> None:
-    x = leaf()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        total = in_group(chunk, torch.exp, in_group(chunk, torch.sin, x)).sum()
-        first = torch.autograd.grad(total, x, retain_graph=True)[0]
-        second = torch.autograd.grad(total, x)[0]
-        del total
-    assert torch.equal(first, second)
-    assert torch.equal(first, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-    check_nothing_left(engine)
-
-
-def test_a_branch_without_backward_gives_everything_back(engine: OffloadEngine) -> None:
-    x = leaf()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        unused = in_group(chunk, torch.exp, x)
-        used = in_group(chunk, torch.sin, x)
-        used.sum().backward()
-        del unused, used
-    check_nothing_left(engine)
 
 
 def test_a_graph_that_outlives_the_iteration_stays_valid_and_is_named(

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -524,15 +523,6 @@ def test_buffers_stay_where_the_model_is_given(device: AdversarialDevice, kind: 
     known.close()
 
 
-def test_recomputation_saves_nothing_that_moves(activations: ManagedActivations) -> None:
-    model = make_model()
-    with activations:
-        loss = checkpoint(model, batch().requires_grad_() * 1, use_reentrant=True).sum()
-        managed = activations.stats.managed_bytes
-        loss.backward()
-    assert activations.stats.managed_bytes == managed == TENSOR_BYTES
-
-
 @pytest.mark.parametrize("has_raised", [False, True])
 def test_the_next_region_is_another_forward(activations: ManagedActivations, has_raised: bool) -> None:
     """Two tensors make a group, which leaves before the third: if they are of one forward."""
@@ -547,49 +537,7 @@ def test_the_next_region_is_another_forward(activations: ManagedActivations, has
     (first + second).sum().backward()
 
 
-def test_modified_in_place_is_the_error_that_autograd_raises(activations: ManagedActivations) -> None:
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    for modify_late in (False, True):
-        with activations:
-            y = x.sin()
-            out = y.exp() if modify_late else y.square()
-            loss = (out * 2).sum()
-        (out if modify_late else y).add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-    with activations:
-        loss = x.sin().exp().sum()
-    loss.backward()
-
-
 # -- host memory, statistics, life ------------------------------------------------------------------------------------
-
-
-def test_host_memory_is_kept_from_step_to_step() -> None:
-    model = make_model()
-    with_engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    activations = manage_activations(model, group_bytes=TENSOR_BYTES, engine=with_engine)
-    obtained = []
-    for _ in range(3):
-        with activations:
-            loss = loss_of(model)
-        loss.backward()
-        obtained.append(activations.stats.host_bytes)
-    assert obtained[0] > 0 and len(set(obtained)) == 1
-    activations.close()
-
-
-def test_it_yields_the_statistics_of_the_step() -> None:
-    model = make_model()
-    config = OffloadConfig(min_tensor_bytes=0, directory="none")  # on a machine with a GPU too: the model is not there
-    with manage_activations(model, config, group_bytes=2 * TENSOR_BYTES) as activations:
-        loss = loss_of(model)
-    loss.backward()
-    stats = activations.stats
-    assert stats.managed_bytes > stats.peak_resident_bytes
-    assert stats.copied_out_bytes > 0 and stats.num_storages_left == 0
-    assert stats.num_groups == stats.num_offloaded_groups + stats.num_kept_groups
-    activations.close()
 
 
 def test_prefetch_is_ahead_of_every_group() -> None:
@@ -771,37 +719,6 @@ def test_after_a_failed_copy_the_next_step_is_as_ever(
     loss.backward()
     assert torch.equal(loss, expected) and not activations.engine.has_saved
     expected.backward()
-
-
-@pytest.mark.parametrize("kind", ["out", "in"])
-def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(
-    kind: str, device: AdversarialDevice, activations: ManagedActivations
-) -> None:
-    """No event tells of that copy, and the graph goes with the step."""
-    stream = getattr(activations.engine._store._context, f"copy_{kind}_stream")
-    record, interrupts = device.record_event, iter([KeyboardInterrupt])
-
-    def record_event(of: Any) -> Any:
-        for interrupt in interrupts if of == stream else ():
-            raise interrupt
-        return record(of)
-
-    model = make_model()
-
-    def step(region: AbstractContextManager[Any]) -> Results:
-        model.zero_grad()
-        torch.manual_seed(0)
-        with region:
-            loss = loss_of(model)
-        loss.backward()
-        return results(model, loss)
-
-    expected = [result.clone() for result in step(nullcontext())]
-    with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
-        step(activations)
-    gc.collect()
-    assert all(map(torch.equal, step(activations), expected))
-    assert not activations.engine.has_saved and not device.hazards
 
 
 def test_where_hooks_are_refused_nothing_is_entered(activations: ManagedActivations) -> None:

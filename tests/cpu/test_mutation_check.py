@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -52,15 +50,6 @@ def test_mutations_are_programs_that_differ() -> None:
     assert len({mutation[:5] for mutation in found}) == len(found)
 
 
-def test_every_file_of_decisions_has_some() -> None:
-    found = {mutation.path for mutation in mutation_check.find_decisions(ROOT, "offload_engine")}
-    assert found == {Path("offload_engine") / name for name in mutations.FILES}
-
-
-def test_files_that_are_left_out_exist() -> None:
-    assert all((ROOT / f"tests/cpu/test_{name}.py").exists() for name in tested_lines.NOT_FOR_MUTANTS)
-
-
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="needs sys.monitoring")
 def test_a_record_tells_which_tests_run_a_line_and_is_kept_up_to_date(tmp_path: Path) -> None:
     root, record = tmp_path / "root", tmp_path / "record"
@@ -91,24 +80,13 @@ def check(changed: Any, *tests: str) -> Any:
     return outcome
 
 
-VERSIONS = "test_versions.py::test_a_storage_written_after_a_group_has_saved_it_is_saved_anew[None]"
 RULE_5 = "test_copy_order.py::test_rule_5_every_stream_that_reads_waits[seed=None]"
 OTHER = "test_copy_order.py::test_rule_3_copy_out_without_a_wait[seed=None]"
-
-
-def wrong_version() -> Any:
-    """Return the mutation of the version that tells a save from an earlier one of the same storage."""
-    (one,) = [m for m in mutation_check.find_decisions(ROOT, "offload_engine") if "== found[4]" in m.replacement]
-    return one
 
 
 def no_rule_5() -> Any:
     (one,) = [m for m in mutation_check.find_waits(ROOT) if "copied_in)  # Rule 5" in m.code]
     return one
-
-
-def test_a_wrong_decision_is_caught_and_the_test_named() -> None:
-    assert check(wrong_version(), OTHER, VERSIONS)[:2] == ("caught", f"tests/cpu/{VERSIONS}")
 
 
 def test_a_missing_wait_is_caught_and_the_test_named() -> None:
@@ -121,24 +99,6 @@ def test_what_no_test_misses_survives() -> None:
 
 def test_a_program_that_does_not_load_is_an_error_not_a_catch() -> None:
     assert check(no_rule_5()._replace(replacement="pass )"), RULE_5).verdict == "error"
-
-
-def test_tests_of_another_tree_than_the_changed_one_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an installed package that comes before the copy would be."""
-    copy = mutation_check._copy
-
-    def copy_beside(root: Path, target: Path) -> Path:
-        copy(root, target)
-        shutil.copytree(target / "offload_engine", target / "tests" / "offload_engine")
-        imports = (
-            "import sys; sys.path.insert(0, str(__import__('pathlib').Path(__file__).parent)); import offload_engine\n"
-        )
-        (target / "tests" / "__init__.py").write_text(imports)
-        return target
-
-    monkeypatch.setattr(mutation_check, "_copy", copy_beside)
-    outcome = check(no_rule_5(), OTHER)
-    assert outcome.verdict == "error" and "another offload_engine was tested" in outcome.detail
 
 
 def test_a_test_that_fails_without_a_mutation_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +116,3 @@ def test_a_test_that_fails_without_a_mutation_is_left_out(monkeypatch: pytest.Mo
     check = mutation_check.Check(ROOT, lines)
     assert check.leave_out_failing([(0, changed)], 1) == {failing}
     assert [outcome.verdict for _, outcome in check.run([(0, changed)], 1)] == ["survived"]
-
-
-def test_a_run_is_resumed_from_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcomes = {0: mutation_check.Outcome("caught", "a test", 1.0), 1: mutation_check.Outcome("survived", "", 1.0)}
-    options = mutation_check._parse(["--results", str(tmp_path / "results"), "--jobs", "1"])
-    chosen = list(enumerate(mutation_check.find_waits(ROOT)))[:3]
-    run = mock.Mock(side_effect=lambda items, *_: iter([((i, one), outcomes[i]) for i, one in items if i in outcomes]))
-    monkeypatch.setattr(mutation_check.Check, "run", run)
-    check = mutation_check.Check(ROOT, mutation_check.TestedLines({}, {}, {}, ""))
-    assert mutation_check.check_all(check, chosen, options) == outcomes
-    assert mutation_check._read(options.results, chosen) == outcomes
-    other = [(0, chosen[0][1]._replace(line=7))]
-    assert mutation_check._read(options.results, other) == {}

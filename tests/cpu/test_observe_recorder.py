@@ -157,16 +157,6 @@ def test_copies_and_waits_have_the_times_of_their_streams(step: Step) -> None:
     assert second.end_ms - second.begin_ms == pytest.approx(back.end_ms - back.begin_ms)
 
 
-def test_moves_have_their_boundaries(step: Step) -> None:
-    out_and_back(step, Group(index=1))
-    moves = step.recorder.finish().get().moves
-    assert [(m.boundary, m.op, m.group) for m in moves] == [
-        ("F0.3:1", OUT, "0.3:1"),
-        ("F0.3:1", DROP, "0.3:1"),
-        ("B0.3:1", IN, "0.3:1"),
-    ]
-
-
 def test_boundaries_without_a_group_count_those_committed(step: Step) -> None:
     recorder, group = step.recorder, Group(index=4)
     recorder.note_boundary(FORWARD, CHUNK)
@@ -196,16 +186,21 @@ def fate_of(step: Step, group: Group, *residencies: Residency) -> Reason:
     return step.recorder.finish().get().saved[0].reason
 
 
-def test_reason_of_a_released_group_is_moved(step: Step) -> None:
-    assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.ON_HOST, Residency.RETIRED) is Reason.MOVED
-
-
-def test_reason_of_an_unreleased_copy_out_is_recalled(step: Step) -> None:
-    assert fate_of(step, Group(), Residency.COPYING_OUT, Residency.RESIDENT, Residency.RETIRED) is Reason.RECALLED
-
-
-def test_reason_of_a_group_that_the_plan_keeps_is_kept(step: Step) -> None:
-    assert fate_of(step, Group(is_kept=True)) is Reason.KEPT
+@pytest.mark.parametrize(
+    ("group", "residencies", "reason"),
+    [
+        (Group(), [Residency.COPYING_OUT, Residency.ON_HOST, Residency.RETIRED], Reason.MOVED),
+        (Group(), [Residency.COPYING_OUT, Residency.RESIDENT, Residency.RETIRED], Reason.RECALLED),
+        (Group(is_kept=True), [], Reason.KEPT),
+        (Group(is_ungrouped=True), [], Reason.NOT_ASKED),
+        (Group(), [], Reason.FITS),
+    ],
+    ids=lambda value: value.name if isinstance(value, Reason) else "",
+)
+def test_the_reason_is_what_became_of_the_group(
+    group: Group, residencies: list[Residency], reason: Reason, step: Step
+) -> None:
+    assert fate_of(step, group, *residencies) is reason
 
 
 def test_reason_of_a_group_kept_no_longer_is_not_kept(step: Step) -> None:
@@ -218,13 +213,8 @@ def test_reason_of_a_group_kept_no_longer_is_not_kept(step: Step) -> None:
     assert step.recorder.finish().get().saved[0].reason is Reason.FITS
 
 
-def test_reason_of_an_ungrouped_tensor_is_not_requested(step: Step) -> None:
-    assert fate_of(step, Group(is_ungrouped=True)) is Reason.NOT_ASKED
-
-
-@pytest.mark.parametrize("fallback", [Reason.FITS, Reason.DRY_RUN])
-def test_reason_without_a_move_is_the_fallback(fallback: Reason) -> None:
-    assert fate_of(Step(fallback=fallback), Group()) is fallback
+def test_reason_without_a_move_is_the_fallback() -> None:
+    assert fate_of(Step(fallback=Reason.DRY_RUN), Group()) is Reason.DRY_RUN
 
 
 def test_a_group_without_host_room_says_so(step: Step) -> None:
@@ -295,27 +285,6 @@ def test_tensor_that_outlives_the_step_ends_with_it(step: Step) -> None:
     step.save(Group())
     step.device.compute(4.0)
     assert step.recorder.finish().get().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)
-
-
-def test_a_call_costs_about_a_microsecond(step: Step) -> None:
-    """Ten times that here: other processes share the machine."""
-    recorder, group, storage, count = step.recorder, Group(), Storage(Group()), 2000
-    recorder.note_saved(storage.tensor, group, storage=storage)
-    calls = {
-        "boundary": lambda: recorder.note_boundary(COMMIT, CHUNK, group),
-        "move": lambda: recorder.note_move(OUT, group, 1),
-        "saved": lambda: recorder.note_saved(storage.tensor, group, storage=storage),
-        "residency": lambda: recorder.note_residency(storage, Residency.COPYING_OUT),
-        "counters": lambda: recorder.note_counters(1, 2, 3),
-    }
-    for name, call in calls.items():
-        best = float("inf")
-        for _ in range(5):
-            begin = time.perf_counter()
-            for _ in range(count):
-                call()
-            best = min(best, (time.perf_counter() - begin) / count)
-        assert best < 20e-6, f"{name}: {best * 1e6:.1f} us"
 
 
 # ---- modules ----

@@ -214,11 +214,6 @@ def test_without_a_recording_the_counters_are_told() -> None:
     assert "2 storages came back late" in text and "no room" in text and "record a step to see why" in text
 
 
-def test_numbers_are_written_as_ranges() -> None:
-    assert numbers_text([5, 0, 1, 2, -1, 7, 8]) == "0-2, 5, 7-8"
-    assert numbers_text([-1]) == "" and numbers_text([3, 3]) == "3"
-
-
 # ---- the command ----
 
 

@@ -50,15 +50,6 @@ def test_prints_the_order_of_each_rank(capsys, monkeypatch, columns):
     assert all(len(line) <= columns for line in printed.splitlines())
 
 
-def test_png(capsys, monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setenv("MPLBACKEND", "Agg")
-    target = tmp_path / "plan.png"
-    printed = show(capsys, f"--pp 2 --vpp 2 --microbatches 4 --png {target}")
-    assert f"plot: {target}" in printed
-    assert target.read_bytes().startswith(b"\x89PNG")
-
-
 MOVES = "--pp 2 --microbatches 3 --moves --layers 2 --tail mlp --head-ms 2.5"
 
 
@@ -99,6 +90,7 @@ def test_a_budget_keeps_what_fits(capsys):
         ("--microbatches 1 --moves --names a --tail b", "--tail must be one of a, got b"),
         ("--pp 4 --vpp 2 --microbatches 3", "group_size must be in [num_stages=4, num_microbatches=3], got 4"),
         ("--pp 2", "required: --microbatches"),
+        ("--microbatches 1 --png plan.png", "--png draws what is simulated: it needs --moves"),
     ],
 )
 def test_bad_input(capsys, arguments, message):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,14 +121,6 @@ def test_copies_completed_by_the_launch_are_released() -> None:
     bench.backward()
 
 
-def test_they_wait_no_longer_than_the_forward() -> None:
-    bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit(may_delay=True)
-    bench.chunk.end_forward()
-    assert bench.num_copied == 1
-    bench.backward()
-
-
 def test_before_the_storage_is_taken_from_its_holders() -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     held = torch.ones(GROUP_BYTES, dtype=torch.uint8)
@@ -141,20 +134,21 @@ def test_before_the_storage_is_taken_from_its_holders() -> None:
     assert (bench.chunk.tensor_pop(handle) == 1).all()
 
 
-def test_they_wait_no_longer_than_to_the_next_forward() -> None:
+@pytest.mark.parametrize(
+    "come_to",
+    [
+        lambda bench: bench.chunk.end_forward(),
+        lambda bench: bench.engine.start_chunk(ChunkKey(0, 1)),
+        lambda bench: bench.chunk.on_group_commit_backward(bench.chunk.groups[0]),
+    ],
+    ids=["the end of the forward", "the next forward", "a backward"],
+)
+def test_they_wait_no_longer_than_to(come_to: Callable[[Bench], object]) -> None:
     bench = Bench(max_inflight_bytes=1 << 20)
     bench.commit(may_delay=True)
-    bench.engine.start_chunk(ChunkKey(0, 1))
+    assert bench.num_copied == 0
+    come_to(bench)
     assert bench.num_copied == 1
-    bench.engine.reset_iteration()
-
-
-def test_they_wait_no_longer_than_to_a_backward() -> None:
-    bench = Bench(max_inflight_bytes=1 << 20)
-    bench.commit()
-    bench.commit(may_delay=True)
-    bench.chunk.on_group_commit_backward(bench.chunk.groups[0])
-    assert bench.num_copied == 2
     bench.engine.reset_iteration()
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from offload_engine import (
-    CopyError,
     FixedBounds,
     GroupWindow,
     OffloadConfig,
@@ -33,7 +32,6 @@ from tests.checkpointed import (
     INPUT_BYTES,
     LENGTH,
     WAYS,
-    Block,
     Stack,
     all_equal,
     first_recomputation,  # noqa: F401 (a fixture)
@@ -102,16 +100,6 @@ def test_order_of_copies(wrap: Callable[..., Any], device: AdversarialDevice, wa
     assert all_equal(found, train(make_language_model("llama", way), num_steps=1))
 
 
-@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(wrap: Callable[..., Any], way: str, dtype: torch.dtype) -> None:
-    def run(model: nn.Module) -> list[torch.Tensor]:
-        with torch.autocast("cpu", dtype):
-            return step(model)
-
-    assert all_equal(run(wrap(make_stack(way))), run(make_stack(way)))
-
-
 @pytest.mark.parametrize("is_first_first", [False, True])
 @pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
 def test_two_forwards_before_a_backward(wrap: Callable[..., Any], way: str, is_first_first: bool) -> None:
@@ -128,28 +116,6 @@ def test_two_forwards_before_a_backward(wrap: Callable[..., Any], way: str, is_f
     assert model.activation_offload.stats.copied_out_bytes == 2 * DEPTH * INPUT_BYTES
     # Each forward is a chunk, so that another order than the reverse one costs one wait, for the input it begins with.
     assert model.activation_offload.stats.prefetch_misses == (1 if is_first_first else 0)
-
-
-@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
-def test_retained_graph(wrap: Callable[..., Any], way: str) -> None:
-    def run(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        loss = model(torch.randn(2, LENGTH, HIDDEN))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
-
-    model = wrap(make_stack(way))
-    assert all_equal(run(model), run(make_stack(way)))
-    assert model.activation_offload.engine.is_in_iteration is False
-
-
-def test_gradients_of_some_inputs_only(wrap: Callable[..., Any]) -> None:
-    def run(model: Stack) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(3)
-        return torch.autograd.grad(model(torch.randn(2, LENGTH, HIDDEN)), list(model.blocks[2].parameters()))
-
-    assert all_equal(run(wrap(make_stack())), run(make_stack()))
 
 
 def test_a_layer_used_twice(wrap: Callable[..., Any]) -> None:
@@ -176,41 +142,6 @@ def test_at_most_the_horizon_is_on_the_device(wrap: Callable[..., Any], way: str
         assert stats.num_groups == stats.num_offloaded_groups == DEPTH
 
 
-@pytest.mark.parametrize("num_inputs", [2, 3, DEPTH])
-def test_inputs_that_fit_a_budget_stay(wrap: Callable[..., Any], num_inputs: int) -> None:
-    model, plain = wrap(make_stack(), horizon_groups=None, resident_bytes=num_inputs * INPUT_BYTES), make_stack()
-    for _ in range(2):
-        assert all_equal(step(model), step(plain))
-    stats = model.activation_offload.stats
-    assert stats.peak_resident_bytes == num_inputs * INPUT_BYTES and stats.prefetch_misses == 0
-    room = DEPTH if num_inputs == DEPTH else num_inputs - 1  # one place is that of the next input
-    assert stats.copied_out_bytes == stats.copied_in_bytes <= (DEPTH + 1 - room) * INPUT_BYTES
-
-
-@needs_transformers
-@pytest.mark.parametrize("horizon", [1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
-def test_at_most_the_horizon_of_a_language_model(wrap: Callable[..., Any], way: str, horizon: int) -> None:
-    model = wrap(make_language_model("qwen2", way), horizon)
-    tokens = random_tokens(0)
-    model(tokens, labels=tokens).loss.backward()
-    assert model.activation_offload.stats.peak_resident_bytes <= horizon * INPUT_BYTES
-    assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
-
-
-@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
-def test_the_storages_really_go(wrap: Callable[..., Any], way: str) -> None:
-    """When a block runs, its own input is the only one there is; plain checkpointing has them all."""
-    for model, expected in (
-        (wrap(make_stack(way)), [[i] for i in range(DEPTH)]),
-        (make_stack(way), [list(range(i + 1)) for i in range(DEPTH)]),
-    ):
-        with watch_inputs([wrapped._checkpoint_wrapped_module for wrapped in model.blocks]) as alive:
-            loss = model(torch.randn(2, LENGTH, HIDDEN))
-        assert alive[:DEPTH] == expected
-        loss.backward()
-
-
 @needs_transformers
 @pytest.mark.parametrize("way", WAYS)
 def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str) -> None:
@@ -222,58 +153,6 @@ def test_the_storages_of_a_language_model_go(wrap: Callable[..., Any], way: str)
         loss = model(random_tokens(0), labels=random_tokens(0)).loss
     assert alive == [[0], *([0, i] for i in range(1, DEPTH)), [DEPTH - 1]]
     loss.backward()
-
-
-def test_inputs_come_back_ahead_of_time(wrap: Callable[..., Any], device: AdversarialDevice) -> None:
-    """While a block is recomputed, the input of the one in front of it is on its way; no copy is late."""
-    model = wrap(make_stack())
-    issued: list[int] = []
-
-    def note(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            issued.append(device.num_copies["in"])
-
-    for block in model.blocks:
-        block._checkpoint_wrapped_module.register_forward_pre_hook(note)
-    step(model)
-    # The last input never left: it was being copied out, and its bytes were still there.
-    assert issued == [*range(1, DEPTH), DEPTH - 1]
-    assert model.activation_offload.stats.prefetch_misses == 0
-
-
-def test_the_last_input_stays_where_it_is(wrap: Callable[..., Any], device: AdversarialDevice) -> None:
-    """Its copy-out has completed when the backward begins, but its bytes are still there: they are not copied in."""
-    model = wrap(make_stack())
-    loss = model(torch.randn(2, LENGTH, HIDDEN))
-    device.synchronize_all()
-    loss.backward()
-    assert device.num_copies["in"] == DEPTH - 1 and model.activation_offload.stats.prefetch_misses == 0
-
-
-@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
-def test_an_input_passed_by_keyword_leaves_too(wrap: Callable[..., Any], way: str) -> None:
-    def make() -> Stack:
-        return make_stack(way, call=lambda block, x: block(x=x))
-
-    model = wrap(make())
-    with watch_inputs([wrapped._checkpoint_wrapped_module for wrapped in model.blocks]) as alive:
-        found = step(model)
-    assert alive[:DEPTH] == [[i] for i in range(DEPTH)]
-    assert all_equal(found, step(make()))
-
-
-@pytest.mark.parametrize("way", ["pytorch", "pytorch reentrant"])
-def test_tensor_shared_by_all_layers_is_copied_once(wrap: Callable[..., Any], way: str) -> None:
-    mask = (torch.rand(2, LENGTH, HIDDEN) > 0.5).float()
-
-    def make() -> Stack:
-        return make_stack(way, call=lambda block, x: block(x, mask))
-
-    model = wrap(make())
-    found = step(model)
-    assert model.activation_offload.stats.managed_bytes == (DEPTH + 1) * INPUT_BYTES
-    assert model.activation_offload.stats.copied_out_bytes == (DEPTH + 1) * INPUT_BYTES
-    assert all_equal(found, step(make()))
 
 
 # -- what stays as it was ----------------------------------------------------------------------------------------------
@@ -393,15 +272,6 @@ def test_it_offloads_from_the_device_of_the_model(device: AdversarialDevice, mon
     model.activation_offload.remove()
 
 
-def test_inputs_too_small_to_move_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = offload_wrapper(make_stack(), config=PLAIN.replace(min_tensor_bytes=1 << 30))
-    for _ in range(2):
-        model(torch.randn(2, LENGTH, HIDDEN)).sum().backward()
-    (message,) = caplog.messages
-    assert message.startswith("nothing was offloaded: no activation")
-    model.activation_offload.remove()
-
-
 def test_two_horizons_are_an_error(device: AdversarialDevice) -> None:
     with pytest.raises(ValueError, match="activation_loading_horizon=3 and policy=FixedBounds\\(horizon_bytes=7"):
         offload_wrapper(make_stack(), 3, config=PLAIN.replace(policy=FixedBounds(horizon_bytes=7)))
@@ -440,31 +310,6 @@ def test_an_exception_in_forward_ends_well(wrap: Callable[..., Any]) -> None:
     assert stats.num_groups == DEPTH and stats.peak_resident_bytes == 2 * INPUT_BYTES
 
 
-def test_an_exception_in_backward_ends_well(wrap: Callable[..., Any]) -> None:
-    class Failure(Exception):
-        pass
-
-    def fail(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            raise Failure
-
-    model = wrap(make_stack())
-    hook = model.blocks[2]._checkpoint_wrapped_module.register_forward_pre_hook(fail)
-    with pytest.raises(Failure):
-        step(model)
-    hook.remove()
-    assert all_equal(step(model), step(make_stack()))
-
-
-@pytest.mark.parametrize("kind", ["out", "in"])
-def test_a_failed_copy_is_told_and_overcome(wrap: Callable[..., Any], device: AdversarialDevice, kind: str) -> None:
-    model = wrap(make_stack())
-    device.fail_next_copy(kind, after=2)
-    with pytest.raises(CopyError, match=r"copy-\w+ of group \d \(checkpoint\)"):
-        step(model)
-    assert all_equal(step(model), step(make_stack()))
-
-
 @needs_transformers
 def test_two_offloads_of_the_same_inputs_are_told(caplog: pytest.LogCaptureFixture, wrap: Callable[..., Any]) -> None:
     def save_elsewhere(function: Callable[..., Any], *args: Any) -> Any:
@@ -478,8 +323,3 @@ def test_two_offloads_of_the_same_inputs_are_told(caplog: pytest.LogCaptureFixtu
         for _ in range(2):
             model(random_tokens(0), labels=random_tokens(0)).loss.backward()
     assert [r for r in caplog.messages if "offload=True" in r] == caplog.messages and len(caplog.messages) == 1
-
-
-def test_block_is_what_is_checkpointed() -> None:
-    """The helpers themselves: without checkpointing more is saved than the inputs."""
-    assert all(isinstance(wrapped._checkpoint_wrapped_module, Block) for wrapped in make_stack().blocks)

@@ -41,13 +41,14 @@ def check_all(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
 def check_cases(cases: Sequence[Case], microbatches: Iterable[Sequence[int]]) -> None:
     """On one rank: every case without offload, then with, at its own numbers of microbatches.
 
-    Evaluation comes before and between the steps of the first case of each model: names change nothing about it.
+    Evaluation before and between the steps, and tables of the second one, come with the first case of each model:
+    names change nothing about them.
     """
     gc.disable()
     references = References()
     for case, numbers in zip(cases, microbatches, strict=False):
         is_first = not references.has(case)
-        run_with(case, numbers, references.of(case, numbers), evaluate=is_first)
+        run_with(case, numbers, references.of(case, numbers), has_more=is_first)
 
 
 def check_in_turns(cases: Sequence[Case], microbatches: Sequence[int]) -> None:
@@ -92,15 +93,19 @@ def run_without(case: Case, microbatches: Sequence[int]) -> list[dict[str, str]]
 
 
 def run_with(
-    case: Case, microbatches: Sequence[int], expected: list[dict[str, str]], *, evaluate: bool = True
+    case: Case, microbatches: Sequence[int], expected: list[dict[str, str]], *, has_more: bool = True
 ) -> list[IterationStats]:
-    """Steps with offload, compared with `expected`, and evaluation around them; returns the counters of each step."""
+    """Compare steps with offload with `expected`; return the counters of each.
+
+    Has it more, evaluation comes around the steps, and tables of the second one.
+    """
     meter = ResidencyMeter()
     counters = []
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), meter=meter) as handle:
+    config = OffloadConfig(min_tensor_bytes=1, directory="none")
+    with apply(config, meter=meter, has_report=has_more) as handle:
         settings = {**case.settings, "offload_activation": True, "offload_modules": list(case.names)}
         chunks = make_chunks(make_config(case.kind, case.dtype, **settings), wrap=case.wrap, change=case.change)
-        if evaluate:
+        if has_more:
             run(chunks, microbatches[-1], forward_only=True)
         assert handle.engine is None, "evaluation must not start anything"
         for n, wanted in zip(microbatches, expected, strict=True):
@@ -110,7 +115,7 @@ def run_with(
             _check_counters(case, handle, chunks, n)
             assert meter.current_bytes == 0 and handle.engine is not None and handle.engine.pool.num_leases == 0
             counters.append(handle.engine.stats)
-            if evaluate:
+            if has_more:
                 run(chunks, microbatches[0], forward_only=True)
     return counters
 

@@ -76,7 +76,7 @@ class Job:
         return self._handle.engine.budget
 
     def step(self, extra: int = 0, **more: Any) -> dict[str, str]:
-        found = fingerprint(self.chunks, run(self.chunks, 4, **more))
+        found = fingerprint(self.chunks, run(self.chunks, 2, **more))
         self._optimizer.step()
         self.num_steps += 1
         if not isinstance(self.view._last.gauge, Skewed):
@@ -136,7 +136,7 @@ def _check_unequal(name: str) -> tuple[str, str]:
     budget = 2 * highest
     with patched() as handle:
         job, states = Job(name, handle, budget), []
-        expected = fingerprint(job._reference, run(job._reference, 4))
+        expected = fingerprint(job._reference, run(job._reference, 2))
         for _ in range(NUM_STEPS):
             assert job.step(extra=budget - top + (top - floor) // 2) == expected
             states.append(job.view.state)

@@ -19,7 +19,7 @@ from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
 from tests.dist.training import train  # noqa: E402
 
-NUM_STEPS = 10
+NUM_STEPS = 8
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 
 
@@ -35,8 +35,8 @@ class Layout(NamedTuple):
 SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "add_bias_linear": False}
 COMBINED = {**SHARED, "overlap_moe_expert_parallel_comm": True}
 LAYOUTS = {
-    "no pipeline, other microbatches": Layout(others={6: 2, 8: 6}),
-    "1F1B, other microbatches": Layout(shape=Pipeline(2), others={6: 2, 8: 6}),
+    "no pipeline, other microbatches": Layout(others={5: 2, 6: 6}),
+    "1F1B, other microbatches": Layout(shape=Pipeline(2), others={5: 2, 6: 6}),
     "interleaved, experts": Layout("mixed", Pipeline(2, 2, expert=2), SHARED),
     "interleaved, all-to-all overlap": Layout("moe", Pipeline(2, 2, expert=2), COMBINED),
     "context parallel": Layout(shape=Pipeline(context=2)),

@@ -31,7 +31,7 @@ from tests.dist.test_recompute_switches import MODELS, _config, _step  # noqa: E
 from tests.dist.tiny import make_chunks, run  # noqa: E402
 
 NUM_STEPS = 10
-NUM_MICROBATCHES = 4
+NUM_MICROBATCHES = 2
 DECIDE = "offload_engine._budget.decide"
 
 

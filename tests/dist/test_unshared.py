@@ -70,11 +70,14 @@ def _on_call(module: torch.nn.Module, do: Any) -> None:
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {}),
-    "shared experts": ("mixed", {"moe_shared_expert_intermediate_size": 32}),
+    "shared experts": ("mixed", {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 32}),
     "latent attention": ("moe", LATENT),
     "further tokens": ("moe", {"mtp_num_layers": 1}),
     "norms of query and key": ("dense", {"qk_layernorm": True}),
-    "recomputed": ("mixed", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    "recomputed": (
+        "mixed",
+        {"moe_layer_freq": [0, 1], "recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ),
 }
 
 
@@ -93,7 +96,7 @@ def test_tensors_that_bypass_the_engine_are_in_no_group(model: str, settings: di
 def _check_disjoint(model: str, settings: dict[str, Any]) -> int:
     """Count the storages that bypassed the engine."""
     kind, own = MODELS[model]
-    more = {**own, **settings}
+    more = {**own, **settings, "num_layers": 2}
     return num_passing(lambda offload: run(make_chunks(make_config(kind, torch.bfloat16, **more, **offload)), 2))
 
 

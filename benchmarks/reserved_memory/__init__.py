@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Growths of what torch's caching allocator has reserved."""

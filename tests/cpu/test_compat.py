@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of tests/dist that CI runs with the oldest megatron-core loses nothing without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conftest import COMPAT
+
+DIST = Path(__file__).parents[1] / "dist"
+# Their subject is the engine's own decisions, torch, or what other tests cover with each version of megatron-core.
+WITH_ONE_VERSION = {
+    f"test_{name}"
+    for name in (
+        "bad_input budget_agreement budget_layouts budget_recompute frozen_weights fsdp fsdp_example gpu_budget "
+        "megatron_fsdp pipelining plan_command planned second_step torch_fsdp2 trainer turn_around waiting_copies"
+    ).split()
+}
+
+
+def test_each_file_has_tests_for_the_oldest_version_or_says_that_it_needs_none() -> None:
+    files = {path.stem for path in DIST.glob("test_*.py")}
+    assert COMPAT.keys() | WITH_ONE_VERSION == files and not COMPAT.keys() & WITH_ONE_VERSION
