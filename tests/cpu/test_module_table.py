@@ -117,7 +117,7 @@ def test_parts_of_a_requested_name_are_left_out() -> None:
 
 def test_recompute_modules_and_parts_exist() -> None:
     known = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
-    known |= {"gdp_in_proj"}
+    known |= {"gdp_in_proj", "mhc"}
     for row in MODULES:
         assert {*row.recomputed_by, *row.discarded_by, *row.input_of} <= known
         assert {*row.input_of} <= {*row.recomputed_by}
