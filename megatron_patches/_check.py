@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from packaging.version import Version
+
 from megatron_patches._rows.registry import Patch, PatchError, locate, misfit
 from megatron_patches._versions import SUPPORTED, is_in_range
 
@@ -131,10 +133,11 @@ def _digest(source: str) -> str:
 def accept(rows: Iterable[Patch], version: str, path: Path = KNOWN_TARGETS) -> None:
     """Add the code of all targets in the installed version to the known ones: the rows were read against it."""
     known = {target: dict(codes) for target, codes in read_known(path).items()} if path.exists() else {}
+    release = Version(version).public  # without the commit that megatron-core adds in a clone
     for row in rows:
         if not row.is_new and is_in_range(version, row.versions):
             owner, name = locate(row, version)
-            known.setdefault(row.target, {})[version] = list(code_of(getattr(owner, name)))
+            known.setdefault(row.target, {})[release] = list(code_of(getattr(owner, name)))
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 

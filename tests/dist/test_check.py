@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 from megatron_patches._arguments import Settings  # noqa: E402
-from megatron_patches._check import State, check_rows, read_known, table_of  # noqa: E402
+from megatron_patches._check import State, accept, check_rows, read_known, table_of  # noqa: E402
 from megatron_patches._handle import patch_rows  # noqa: E402
 from megatron_patches._rows.registry import Patch  # noqa: E402
 from megatron_patches._runtime import ModelRuntime  # noqa: E402
@@ -77,3 +79,11 @@ def test_rows_of_other_versions_are_not_needed_and_new_ones_must_not_exist() -> 
     [other] = check_rows([dataclasses.replace(schedule, versions="<0.1")], installed_version(), {})
     [new] = check_rows([dataclasses.replace(schedule, is_new=True)], installed_version(), {})
     assert (other.state, new.state) == (State.NOT_NEEDED, State.EXISTS)
+
+
+def test_accepted_code_is_kept_by_release(tmp_path: Path) -> None:
+    """In a clone the version has the commit, of whatever repository the working directory is in."""
+    accept(rows(), f"{Version(installed_version()).public}+0123abc", tmp_path / "known.json")
+    versions = {version for codes in read_known(tmp_path / "known.json").values() for version in codes}
+    assert versions == {Version(installed_version()).public}
+    assert not any("+" in version for codes in read_known().values() for version in codes)

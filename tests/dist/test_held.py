@@ -16,15 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from megatron_patches import Handle, apply  # noqa: E402
 from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
 from offload_engine import FixedBounds, IterationStats, OffloadConfig  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import Case, actions, run_with, run_without  # noqa: E402
+from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without  # noqa: E402
 from tests.dist.tiny import NUM_LAYERS, forward_step, make_chunks, make_config, run  # noqa: E402
-
-SAVES_COPIES = is_in_range(installed_version(), "<0.20")
-"""Whether `CheckpointWithoutOutput` saves detached copies of its inputs, and not the inputs themselves."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
