@@ -6,6 +6,7 @@ cpu              what an engine costs and saves on a machine without a GPU
 gpu              beside no offload, megatron-core's own and recomputation, on GPUs; torchrun starts several ranks
 frontends        `enable_activation_offloading` and the others beside PyTorch's and other packages' offload
 budget_curve     budgets from the floor to no offload, beside settings made by hand
+captured         steps of which megatron-core captures CUDA graphs, beside its own offload
 trace_waits      reads traces that `gpu --profile` wrote: where the host waited
 reserved_memory  reads histories that `gpu --memory-history` wrote: why torch's allocator reserved more
 """
@@ -16,7 +17,7 @@ import importlib
 import sys
 from pathlib import Path
 
-NAMES = ("cpu", "gpu", "frontends", "budget_curve", "trace_waits", "reserved_memory")
+NAMES = ("cpu", "gpu", "frontends", "budget_curve", "captured", "trace_waits", "reserved_memory")
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from megatron_patches._hooks.bracket import GroupBracket
 from megatron_patches._model.candidates import check_plan, find_among, find_candidates
 from megatron_patches._model.fsdp import gathered_weights
 from megatron_patches._model.gpu_budget import budget_bytes
-from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs, may_be_recorded
 from megatron_patches._model.host_claims import HostClaims
 from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.peers import Peers
@@ -151,6 +151,25 @@ class ModelRuntime:
         """Return a context manager around the capture of the next step of the model with `chunk` as its first chunk."""
         attached = self._attachments.get(chunk)
         return nullcontext() if attached is None else attached.attachment.engine.graphs.capture()
+
+    @contextmanager
+    def captured_layers(self, chunk: torch.nn.Module, config: Any) -> Iterator[None]:
+        """Return a context manager around the captures of the layers of the model with `chunk` as its first chunk."""
+        attached = self._attachments.get(chunk)
+        if attached is None or not captured_names(config, attached.settings.modules):
+            yield
+            return
+        attachment = attached.attachment
+        engine = attachment.engine
+        engine.graphs.release_dropped()
+        self._running = attachment  # for what selective recomputation keeps
+        try:
+            least = engine.config.min_tensor_bytes
+            with engine.graphs.capture_layers(attachment.weights, min_bytes=least, saves_all=False) as captured:
+                yield
+        finally:
+            self._running = None
+        logger.info("%s", captured)
 
     def release_captured(self, chunk: torch.nn.Module) -> None:
         """Return the host memory of captured steps of that model, whose graph is gone."""

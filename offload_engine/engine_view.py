@@ -95,19 +95,21 @@ class EngineView:
             raise TypeError(f"actions must be Action objects, got {actions[0]!r}; parse_actions() makes them of text")
         self._executor.refuse_capture("an iteration begins")
 
-    def _check_capture(self) -> None:
-        """Check that the next step may be captured."""
+    def _check_capture(self, is_whole_step: bool) -> None:
+        """Check that the next step, or parts of it, may be captured."""
         if self._is_closed:
-            raise OffloadError("graphs.capture() after close(): make a new engine")
+            raise OffloadError("a capture after close(): make a new engine")
         if self._is_in_iteration or self.has_saved:
             raise OffloadError(
-                "graphs.capture() inside a step: end it first, and drop the graphs that still hold saved tensors"
+                "a capture inside a step: end it first, and drop the graphs that still hold saved tensors"
             )
         if self.budget is not None:
             raise OffloadError(
-                "graphs.capture() with a gpu_budget: it measures steps, and a graph cannot change. Choose a policy, "
-                "such as Planned(resident_bytes=...)"
+                "a capture with a gpu_budget: it measures steps, and a graph cannot change. Choose a policy, such as "
+                "Planned(resident_bytes=...)"
             )
+        if not is_whole_step:
+            return
         if not self.stats.num_groups:
             raise OffloadError("graphs.capture() before the first step: run two steps like it, which pin host memory")
         if isinstance(self._executor.policy, PlannedPolicy) and self.plan is None:

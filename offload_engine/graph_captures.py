@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GraphCaptures`: announces captures of whole steps as CUDA graphs, and keeps the host memory that these use."""
+"""`GraphCaptures`: announces captures of steps and of their parts as CUDA graphs, and keeps what these use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakMethod
 
+import torch
+
+from offload_engine._captured.graphs import told_of_graphs
+from offload_engine._captured.recording import Recording
 from offload_engine._host.pool import HostPool
 from offload_engine._host.slabs import HostSlabs
 from offload_engine._saved.transfers import TransferContext, fork_copy_streams, join_copy_streams
+from offload_engine.captured_layers import CapturedLayers, eligibility_of
+from offload_engine.config import OffloadConfig
 from offload_engine.errors import CopyError, OffloadError
 
 
@@ -38,23 +44,40 @@ class CapturedStep:
 
 
 class GraphCaptures:
-    """Lets one step of an engine be recorded by a CUDA graph, with its copies.
+    """Lets one step of an engine, or parts of its steps, be recorded by CUDA graphs.
 
     Args:
         context: of the engine's transfers.
-        pool: of the engine; what it has pinned is handed over to the graph.
-        check: a method that raises OffloadError while the engine cannot be captured.
+        pool: of the engine; what it has pinned is handed over to the graph of a step.
+        check: a method that raises OffloadError while a whole step, or else parts of one, cannot be captured.
         reset: a method that drops what a failed capture has saved. Neither keeps its engine alive.
     """
 
     def __init__(
-        self, context: TransferContext, pool: HostPool, check: Callable[[], None], reset: Callable[[], None]
+        self,
+        context: TransferContext,
+        pool: HostPool,
+        check: Callable[[bool], None],
+        reset: Callable[[], None],
     ) -> None:
         self._context = context
         self._pool = pool
         self._check = WeakMethod(check)
         self._reset = WeakMethod(reset)
         self._steps: list[CapturedStep] = []
+        self._layers: list[CapturedLayers] = []
+        self._recorded: CapturedLayers | None = None  # whose captures are announced
+
+    @property
+    def layers(self) -> tuple[CapturedLayers, ...]:
+        """Return the captured layers that are not released, in the order of their captures."""
+        return tuple(self._layers)
+
+    @property
+    def recording(self) -> Recording | None:
+        """Return what packs saved tensors while a layer is captured; None at all other times."""
+        layers = self._recorded
+        return layers.recording if layers is not None and layers.recording.is_capturing else None
 
     @property
     def steps(self) -> tuple[CapturedStep, ...]:
@@ -104,12 +127,83 @@ class GraphCaptures:
         step.slabs = self._pool.hand_over()
         self._steps.append(step)
 
+    @contextmanager
+    def capture_layers(
+        self,
+        weights: Iterable[torch.Tensor] = (),
+        *,
+        min_bytes: int = OffloadConfig.min_tensor_bytes,
+        saves_all: bool = True,
+        graphs_beside: int = 1,
+        owner: Any = torch.cuda,
+    ) -> Iterator[CapturedLayers]:
+        """Return a context manager for the captures of parts of a step, each forward and each backward in a graph:
+
+        ```python
+        with engine.graphs.capture_layers(model.parameters()) as captured:
+            layers = torch.cuda.make_graphed_callables(layers, samples)
+        ```
+
+        What the forwards save leaves the memory of the graphs. It is copied behind the replay of its graph, beside what
+        runs next, and back beside what runs before its backward. The graphs have to be replayed in the order of
+        their captures, over and over; a pass may be broken off.
+
+        Args:
+            weights: parameters and buffers; their storages, and views of them, never move.
+            min_bytes: smaller storages stay.
+            saves_all: whatever the forwards save may move; False: what groups save (`recording`).
+            graphs_beside: how many graphs run beside a copy. Their number times what one layer saves stays on the
+                device, twice in backward; 0: copies run beside what runs eagerly between two graphs.
+            owner: has the class of the graphs, `CUDAGraph`.
+
+        Raises:
+            OffloadError: if the engine is closed or inside a step, or captures already.
+            NotImplementedError: if the device has no graphs.
+        """
+        context = self._context
+        self._check_before(is_whole_step=False)
+        eligibility = eligibility_of(context.device.torch_device, min_bytes, weights)
+        layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, graphs_beside, self._forget)
+        self._recorded = layers
+        try:
+            with told_of_graphs(layers, owner):
+                yield layers
+            layers.complete()
+        except BaseException:
+            layers.slabs.close_free()
+            raise
+        finally:
+            self._recorded = None
+        self._pool.set_aside(layers.slabs)
+        self._layers.append(layers)
+
+    def release_dropped(self) -> None:
+        """Release the captured layers whose graphs have all been reset or freed."""
+        for layers in self.layers:
+            if layers.are_dropped:
+                layers.release()
+
+    def check_layers_released(self) -> None:
+        """Release the captured layers whose graphs are gone, and check that there are no others.
+
+        Raises:
+            OffloadError: if there are.
+        """
+        self.release_dropped()
+        if self._layers:
+            nbytes = sum(layers.host_bytes for layers in self._layers)
+            raise OffloadError(
+                f"captured layers still use {nbytes:,} bytes of host memory, which their replays overwrite: reset "
+                "their graphs (TECudaGraphHelper.delete_cuda_graphs() does) or drop them"
+            )
+
     def check_released(self) -> None:
-        """Check that no captured step has host memory.
+        """Check that no captured step and no captured layers have host memory.
 
         Raises:
             OffloadError: if one has.
         """
+        self.check_layers_released()
         if self._steps:
             nbytes = sum(step.host_bytes for step in self._steps)
             raise OffloadError(
@@ -117,16 +211,18 @@ class GraphCaptures:
                 "overwrite: reset their graphs, then call release() on what graphs.capture() returned"
             )
 
-    def _begin(self) -> None:
-        context = self._context
-        graphs = context.device.graphs
+    def _check_before(self, is_whole_step: bool) -> None:
+        context, graphs = self._context, self._context.device.graphs
         if graphs is None:
-            raise NotImplementedError("graphs.capture() on a device without CUDA graphs: capture a step on a GPU")
-        if context.is_captured or graphs.is_capturing():
-            raise OffloadError(
-                "graphs.capture() inside a capture: it has to begin before that of CUDA, and one at a time"
-            )
-        _call(self._check)
+            raise NotImplementedError("a capture on a device without CUDA graphs: capture on a GPU")
+        if context.is_captured or self._recorded is not None or graphs.is_capturing():
+            raise OffloadError("a capture inside a capture: it has to begin before that of CUDA, and one at a time")
+        _call(self._check, is_whole_step)
+
+    def _begin(self) -> None:
+        context, graphs = self._context, self._context.device.graphs
+        self._check_before(is_whole_step=True)
+        assert graphs is not None
         self._wait_for_copies()
         self._pool.freeze()  # it may ask for events
         graphs.record(True)
@@ -160,6 +256,11 @@ class GraphCaptures:
         for stream in (self._context.copy_out_stream, self._context.copy_in_stream, device.current_stream()):
             device.synchronize(device.record_event(stream))
 
+    def _forget(self, layers: CapturedLayers) -> None:
+        if layers in self._layers:
+            self._layers.remove(layers)
+            self._pool.take_over(layers.slabs)
+
     def _release(self, step: CapturedStep) -> None:
         if step.slabs is None:
             return
@@ -170,7 +271,7 @@ class GraphCaptures:
         self._pool.take_over(slabs)
 
 
-def _call(reference: WeakMethod[Callable[[], None]]) -> None:
+def _call(reference: WeakMethod[Callable[..., None]], *args: bool) -> None:
     method = reference()
     assert method is not None, "the caller of a capture holds the engine"
-    method()
+    method(*args)

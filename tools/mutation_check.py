@@ -46,7 +46,14 @@ from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
-FOLDERS = (".", "_chunk", "_host", "_policy", "_saved")  # where waits are; a test holds that no other folder has any
+FOLDERS = (
+    ".",
+    "_captured",
+    "_chunk",
+    "_host",
+    "_policy",
+    "_saved",
+)  # where waits are; a test holds that no other folder has any
 SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
@@ -221,7 +228,7 @@ def _compile(snapshot: Path) -> None:
 
 def _copy(root: Path, target: Path) -> Path:
     """Copy the parts of the repository that the tests need."""
-    for name in (PACKAGE, "megatron_patches", "tests"):
+    for name in (PACKAGE, "megatron_patches", "benchmarks", "tests"):
         shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("*.so"))
     shutil.copy(root / "pyproject.toml", target)
     return target

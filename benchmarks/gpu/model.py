@@ -167,9 +167,23 @@ def _build_chunk(shape: Shape, config: Any, stage: int | None) -> torch.nn.Modul
 class Training:
     """Owns the chunks and one batch; `step()` is one forward and backward of all microbatches."""
 
-    def __init__(self, shape: Shape, chunks: Sequence[torch.nn.Module], device: torch.device | str = "cuda") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        chunks: Sequence[torch.nn.Module],
+        device: torch.device | str = "cuda",
+        keeps_gradients: bool = False,
+    ) -> None:
+        """
+        Args:
+            shape: of the model and its batches.
+            chunks: of this rank.
+            device: of the batch.
+            keeps_gradients: the caller zeroes them in place.
+        """
         from megatron.core import parallel_state
 
+        self._keeps_gradients = keeps_gradients
         self._shape = shape
         self._chunks = list(chunks)
         self._parameters = [p for chunk in chunks for p in chunk.parameters()]
@@ -187,7 +201,7 @@ class Training:
         # Looked up at each step: a contender may have replaced it.
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        for parameter in self._parameters:
+        for parameter in () if self._keeps_gradients else self._parameters:
             parameter.grad = None
         self._delayed.clear()
         has_stages = bool(self._shape.vpp)

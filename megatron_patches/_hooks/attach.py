@@ -172,8 +172,11 @@ class Attachment:
         self._is_closed = True
         self._hooks.remove()
         self.reset()
-        for step in self.engine.graphs.steps:  # as a process ends, megatron-core has not dropped its graph
+        # As a process ends, megatron-core has not dropped its graphs.
+        for step in self.engine.graphs.steps:
             step.release()
+        for layers in self.engine.graphs.layers:
+            layers.release()
         self.engine.close()
 
     def bracket(self, site: Site, is_last: bool = False) -> GroupBracket:

@@ -59,7 +59,8 @@ class GroupBracket:
         self._counter = counter
         self._keeps = keeps
         self._traits = traits
-        self._chunk: ChunkOffloadHandler | None = None  # the chunk of the open group
+        self._chunk: ChunkOffloadHandler | None = None  # the chunk of the open group; None in captures of layers
+        self._hooks: Any = None  # of the chunk, or of the capture; None: the bracket is not open
         self._has_hooks = False  # False: the bracket is suspended, or not open
 
     def enter(self) -> bool:
@@ -74,8 +75,8 @@ class GroupBracket:
         """
         chunk = self._engine.active_chunk
         if chunk is None:
-            return False
-        if self._chunk is not None:
+            return self._enter_captured()
+        if self._hooks is not None:
             self.leave()  # the site is entered again before its end was reached
         if not chunk.hooks.are_innermost():
             return False  # torch's checkpoint recomputes without this group, and must see the same saves in both runs
@@ -83,21 +84,32 @@ class GroupBracket:
         if is_kept:
             chunk.offload_kept_groups(self._name)  # the site is called again: only its last call needs no copy
         chunk.open_group(self._name, self._traits._replace(keep=True) if is_kept else self._traits)
-        self._chunk = chunk
+        self._chunk, self._hooks = chunk, chunk.hooks
         self.resume()
         self._counter[self._name] += 1
         return True
 
+    def _enter_captured(self) -> bool:
+        """Open a group in a layer that is captured: what is saved belongs to its graph, and needs no mark."""
+        recording = self._engine.graphs.recording
+        if recording is None or not recording.are_innermost():
+            return False
+        if self._hooks is not None:
+            self.leave()
+        self._hooks = recording.group(self._traits.min_bytes)
+        self.resume()
+        return True
+
     def suspend(self) -> None:
         """Pause the open group: tensors saved until `resume` do not belong to it. Idempotent; no-op if none is open."""
-        if self._chunk is not None and self._has_hooks:
-            self._chunk.hooks.pop()
+        if self._hooks is not None and self._has_hooks:
+            self._hooks.pop()
             self._has_hooks = False
 
     def resume(self) -> None:
         """Undo `suspend`: saved tensors belong to the open group again. Idempotent; no-op if none is open."""
-        if self._chunk is not None and not self._has_hooks:
-            self._chunk.hooks.push()
+        if self._hooks is not None and not self._has_hooks:
+            self._hooks.push()
             self._has_hooks = True
 
     def leave_with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,6 +146,9 @@ class GroupBracket:
             needed_before: the backward of the group begins when the gradient of this tensor is there, ahead of the
                 hooks that it gets from now on.
         """
+        if (recording := self._engine.graphs.recording) is not None:
+            recording.add_to_group(tensors)
+            return
         if not (needed_before.requires_grad and self.enter()):
             return
         chunk = self._chunk
@@ -155,7 +170,7 @@ class GroupBracket:
 
     def _exit_hooks(self) -> ChunkOffloadHandler | None:
         self.suspend()
-        chunk, self._chunk = self._chunk, None
+        chunk, self._chunk, self._hooks = self._chunk, None, None
         return chunk
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches._model.graphs import check_cuda_graphs
+from megatron_patches._model.graphs import captured_names, check_cuda_graphs
 from megatron_patches._model.modules import EXPERTS, MODULES, drop_parts, is_in_experts
 from megatron_patches._model.sites import find_sites, own_norms, survey
 from megatron_patches._model.validate import check_conflicts, check_parts_are_called
@@ -86,7 +86,7 @@ def _why_refused(config: Any, name: str, chunks: Sequence[torch.nn.Module]) -> s
     if getattr(config, "moe_paged_stash", False) and is_in_experts(name):
         return f"moe_paged_stash keeps what {EXPERTS} saves"
     checks: tuple[Callable[[], None], ...] = (
-        lambda: check_cuda_graphs(config, [name]),
+        lambda: check_cuda_graphs(config, [name], has_budget=bool(captured_names(config, [name]))),
         lambda: check_conflicts(config, [name], own_norms(chunks)),
         lambda: check_parts_are_called(config, [name], chunks),
     )

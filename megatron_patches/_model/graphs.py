@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that CUDA graphs capture, which cannot be offloaded, and those that are compiled."""
+"""The modules that CUDA graphs capture, and those that are compiled."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = False) -> None:
-    """Reject names whose modules are captured: a replay calls no module and saves into memory of the graph.
+    """Reject names that cannot be offloaded beside the graphs of a configuration.
 
-    Where whole steps are captured, all names are in the graph, with their copies; see docs/graphs.md.
+    Where whole steps are captured, all names are in the graph, with their copies; where TransformerEngine captures
+    layers, what they save is copied between their replays. See docs/graphs.md.
 
     Args:
         config: of the model.
@@ -63,7 +64,7 @@ def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = Fals
         has_budget: a budget chooses what stays.
 
     Raises:
-        NotImplementedError: if a name is captured; names both settings.
+        NotImplementedError: if a name cannot be; names both settings.
     """
     implementation = getattr(config, "cuda_graph_impl", None) or "none"
     setting, scopes = _scopes(config)
@@ -77,19 +78,20 @@ def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = Fals
             f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl='local', which rejects layers "
             "with hooks, and offload needs hooks. Set cuda_graph_impl='transformer_engine', or drop one of the two"
         )
-    if not scopes:
+    captured = captured_names(config, names)
+    if captured and has_budget:
         raise NotImplementedError(
-            f"offload_modules has {', '.join(map(repr, names))} beside cuda_graph_impl={implementation!r}, which "
-            f"captures every layer as a whole: a replayed graph calls no module. Limit {setting} to other "
-            "modules, with cuda_graph_impl='transformer_engine', or drop one of the two"
+            f"offload_gpu_budget beside {setting}, which captures {', '.join(map(repr, captured))}: a budget changes "
+            "what stays, and a graph cannot change. Name the offload_modules instead, or drop one of the two"
         )
-    for name in names:
-        captured_in = [scope for scope in scopes if _is_captured(row_of(name), scope)]
-        if captured_in:
-            raise NotImplementedError(
-                f"offload_modules has {name!r}, which {captured_in[0]!r} in {setting} captures: a replayed graph calls "
-                "no module. Drop one of the two"
-            )
+
+
+def captured_names(config: Any, names: Sequence[str]) -> list[str]:
+    """Return the names whose modules TransformerEngine captures, or a part of them."""
+    if not is_captured_by_te(config):
+        return []
+    _, scopes = _scopes(config)
+    return [name for name in names if not scopes or any(_is_captured(row_of(name), scope) for scope in scopes)]
 
 
 def _is_for_inference(config: Any, implementation: str, scopes: Sequence[str]) -> bool:

@@ -7,13 +7,6 @@ from typing import Any
 
 from offload_engine import OffloadEngine, OffloadError
 
-UNPROVEN: str | None = (
-    "offload_activation beside a capture of whole steps by megatron-core: on a GPU the gradients of replays were not "
-    "those of steps without offload, for a reason that is not known yet. Set cuda_graph_impl to 'none', or drop the "
-    "offload"
-)
-"""Why all are refused; None: they are not. The tests lift it."""
-
 _LEAST_WARMUP = 3  # the first step pins host memory, the second makes the plan, the third hands over its recording
 
 
@@ -39,16 +32,15 @@ def check_whole_step(config: Any, has_budget: bool) -> None:
             "offload_activation beside a capture of whole steps and moe_expert_rank_capacity_factor, whose runner "
             "repeats steps in which experts overflow: drop one of the three"
         )
-    if UNPROVEN is not None:
-        raise NotImplementedError(UNPROVEN)
 
 
 def release_captured(engine: OffloadEngine) -> None:
-    """Return the host memory of captured steps whose graph is gone.
+    """Return the host memory of captured steps and layers whose graphs are gone.
 
     Raises:
-        OffloadError: if megatron-core still has the graph.
+        OffloadError: if megatron-core still has a graph.
     """
+    engine.graphs.check_layers_released()
     steps = engine.graphs.steps
     if not steps:
         return

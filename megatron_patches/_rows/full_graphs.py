@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row around captures of whole steps by megatron-core (`cuda_graph_impl="full_iteration"`): it announces them."""
+"""Rows around megatron-core's captures of whole steps, and of layers by TransformerEngine: they announce them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ def full_graph_rows(runtime: Runtime) -> list[Patch]:
             target="megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
             wrapper=functools.partial(_wrap_call, runtime=runtime),
             why=_WHY,
-        )
+        ),
+        Patch(
+            target="megatron.core.transformer.cuda_graphs:TECudaGraphHelper.create_cudagraphs",
+            wrapper=functools.partial(_wrap_create, runtime=runtime),
+            why="activation offload moves what captured layers save between the replays of their graphs",
+        ),
     ]
 
 
@@ -39,6 +44,15 @@ def _wrap_call(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..
             return original(self, *args, **kwargs)
 
     return call
+
+
+def _wrap_create(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with runtime.captured_layers(_first_chunk(self.model), self.config):
+            return original(self, *args, **kwargs)
+
+    return create
 
 
 def _first_chunk(model: Any) -> Any:

@@ -62,6 +62,9 @@ class Runtime(Protocol):
     def captured(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
         """Return a context manager around the capture of the next step of the model with `chunk` as its first chunk."""
 
+    def captured_layers(self, chunk: torch.nn.Module, config: Any) -> AbstractContextManager[object]:
+        """Return a context manager around the captures of the layers of the model with `chunk` as its first chunk."""
+
     def release_captured(self, chunk: torch.nn.Module) -> None:
         """Return the host memory of captured steps of that model, whose graph is gone."""
 

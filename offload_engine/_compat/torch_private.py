@@ -115,6 +115,10 @@ use_count: Final[Callable[[int], int]] = take("torch._C._storage_Use_Count")
 is the storage itself, once."""
 free_weak_ref: Final[Callable[[Any], None]] = take("torch.UntypedStorage._free_weak_ref")
 """Give back what `storage._weak_ref()` returned: until then no other storage gets its address."""
+storage_at: Final[Callable[[int, torch.device, int], torch.UntypedStorage]] = take(
+    "torch._C._construct_storage_from_data_pointer"
+)
+"""Make a storage over so many bytes at an address, which it does not own."""
 neg_view: Final[Callable[[torch.Tensor], torch.Tensor]] = take("torch._neg_view")
 
 # -- torch.compile

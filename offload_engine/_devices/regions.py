@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from offload_engine._compat import reads
+from offload_engine._compat import reads, torch_private
 
 _address_of: Final[Any] = reads.address_of
 
@@ -67,6 +67,11 @@ def new_buffer(nbytes: int, spec: TensorSpec | None, device: torch.device) -> to
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a 1-D uint8 tensor over all of `storage`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload]
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a storage over bytes that something else owns: nothing is freed with it."""
+    return torch_private.storage_at(address, device, nbytes)
 
 
 def check_slab_size(nbytes: int, alignment: int) -> None:

@@ -203,8 +203,20 @@ class HostPool:
             slabs, self._slabs = self._slabs, self._slabs.successor()
         return slabs
 
+    def books_beside(self) -> HostSlabs:
+        """Return books of others, without slabs, for what the limit leaves now; see `set_aside`."""
+        self._settle()
+        with self._lock:
+            self._slabs.close_idle()
+            return self._slabs.successor()
+
+    def set_aside(self, slabs: HostSlabs) -> None:
+        """Count what the books of `books_beside` have by now for this pool's limit."""
+        with self._lock:
+            self._slabs.give_up(slabs.nbytes)
+
     def take_over(self, slabs: HostSlabs) -> None:
-        """Take slabs back that `hand_over` gave away; no copy may be in flight in them any more."""
+        """Take slabs back that were handed over or set aside; no copy may be in flight in them any more."""
         with self._lock:
             self._slabs.adopt(slabs)
 

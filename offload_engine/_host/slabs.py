@@ -101,8 +101,13 @@ class HostSlabs:
         successor.spared_bytes = self.spared_bytes
         return successor
 
+    def give_up(self, nbytes: int) -> None:
+        """Lower the limit, if there is one, by what another object has."""
+        if self._limit_bytes is not None:
+            self._limit_bytes = max(0, self._limit_bytes - nbytes)
+
     def adopt(self, predecessor: HostSlabs) -> None:
-        """Take the slabs of the object that `successor` was called on, whose bytes are free and read by no copy."""
+        """Take the slabs of another object, which count for this limit; no copy reads them, and none of it is lent."""
         if self._limit_bytes is not None:
             self._limit_bytes += predecessor.nbytes
         for slab in predecessor.by_index.values():

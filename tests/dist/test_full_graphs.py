@@ -10,12 +10,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from megatron_patches import Handle, apply
-from megatron_patches._model import whole_steps
 from megatron_patches._rows.registry import Patch, apply_patches
 from offload_engine import OffloadConfig, OffloadError
 from tests.adversarial import AdversarialStream
@@ -70,7 +68,6 @@ def _graphs() -> Iterator[GraphDevice]:
     with (
         used_by_megatron(device, _GraphCuda(device), ["full_cuda_graph"]),
         apply_patches([no_states]),
-        mock.patch.object(whole_steps, "UNPROVEN", None),
     ):
         yield device
     FullCudaGraphWrapper.cuda_graph["training"] = None

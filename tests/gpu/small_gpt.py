@@ -70,9 +70,10 @@ def make_config(**overrides: Any) -> TransformerConfig:
 def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
     """Return this rank's model chunks, one for each virtual stage, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
-    # Generators that a capture of whole steps can register; another model begins with a tracker of its own kind.
-    is_captured = config.cuda_graph_impl == "full_iteration"
-    model_parallel_cuda_manual_seed(1, use_cudagraphable_rng=is_captured, force_reset_rng=True)
+    # Generators that a capture can register; another model begins with a tracker of its own kind.
+    captures = {"te_rng_tracker": "transformer_engine", "use_cudagraphable_rng": "full_iteration"}
+    trackers = {name: config.cuda_graph_impl == value for name, value in captures.items()}
+    model_parallel_cuda_manual_seed(1, **trackers, force_reset_rng=True)
     num_stages = config.virtual_pipeline_model_parallel_size
     return [_make_chunk(config, stage) for stage in (range(num_stages) if num_stages else [None])]
 
@@ -115,6 +116,15 @@ def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Modul
         if ".conv1d_" in name:
             parameter.requires_grad_(False)
     return model
+
+
+def keep_gradients(chunks: list[torch.nn.Module]) -> None:
+    """Give every parameter a gradient for good, which the next steps set to zero in its place."""
+    for chunk in chunks:
+        grads = [torch.zeros_like(parameter) for parameter in chunk.parameters()]
+        for parameter, grad in zip(chunk.parameters(), grads, strict=True):
+            parameter.grad = grad
+        chunk.zero_grad_buffer = partial(torch._foreach_zero_, grads)
 
 
 def run(

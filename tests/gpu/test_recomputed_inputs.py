@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of megatron-core's own test of its offload, as recipes that are taken over: the same bits, and less memory.
+"""The cases of megatron-core's own test of its offload, as recipes that are taken over: equal bits, no more memory.
 
 Norms are recomputed, and in models with experts the activation: what leaves are the inputs that these start from, and
 what else is named. tests/dist/test_recomputed_inputs.py runs the same without a GPU.
@@ -44,7 +44,7 @@ OVERLAP_CASES = [
 SIZES = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 1024}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-TOLERANCE = 0.3  # of the bytes that leave, as in megatron-core's test: the peak may be where something has come back
+BUFFERS = 1 << 20  # bytes that other buffers than activations may take at the peak
 
 
 @pytest.mark.parametrize(("has_experts", "has_latents", "names"), CASES)
@@ -68,11 +68,15 @@ def _settings(has_experts: bool, has_latents: bool) -> dict[str, Any]:
 
 
 def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) -> None:
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as incumbent
+
     from megatron_patches import apply
     from offload_engine import OffloadConfig
 
     recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1024}
     with deterministic_algorithms(warn_only=True):
+        incumbent.FineGrainedActivationOffloadingInterface.reset_instance()
+        _, theirs, _ = _steps({**settings, **recipe}, num_microbatches)
         without = run_twice(lambda: _steps(settings, num_microbatches), lambda a, b: a[0] == b[0])
         with apply(OffloadConfig(), replace_fine_grained=True) as handle:
             got = _steps({**settings, **recipe}, num_microbatches, handle)
@@ -80,8 +84,7 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
     stats = got[2]
     assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes, stats
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
-    away = stats.copied_out_bytes // num_microbatches  # at the peak, when the first backward begins
-    assert without[1] - got[1] > (1 - TOLERANCE) * away, (without[1], got[1], away)
+    assert got[1] < without[1] and got[1] <= theirs + BUFFERS, (without[1], got[1], theirs)
 
 
 def _steps(
@@ -89,9 +92,10 @@ def _steps(
 ) -> tuple[list[dict[str, str]], int, IterationStats | None]:
     """Run three steps; return their bits, the peak of allocated memory in the last, and its counters."""
     from tests.dist.tiny import fingerprint
-    from tests.gpu.small_gpt import make_chunks, make_config, run
+    from tests.gpu.small_gpt import keep_gradients, make_chunks, make_config, run
 
     chunks, bits, peaks = make_chunks(make_config(**settings)), [], []
+    keep_gradients(chunks)  # else the peak is where the last of them is made
     for _ in range(3):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

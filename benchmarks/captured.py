@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps of which megatron-core captures CUDA graphs, with and without offload, beside its own offload.
+
+python benchmarks/run.py captured [--graphs layers|step] [--modules NAME ...] [--contenders NAME ...] [--rounds N]
+
+`layers`: TransformerEngine captures attention and router of each layer, and experts run eagerly between them (64 small
+experts a layer). `step`: one graph of the whole step of dense layers. Contenders take turns, each in a process of its
+own: `eager` and `eager-ours` without graphs, `none`, `ours` and `incumbent` with them. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.apart import run_apart
+from benchmarks.gpu.settings import SETUPS, Shape
+
+CONTENDERS = ("eager", "eager-ours", "none", "ours", "incumbent")
+SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
+WARMUP = 4  # eager steps before the capture; megatron-core's default is 3
+_SHAPES = {
+    "layers": replace(SETUPS["fine-2"].shape, pp=1, vpp=0, ep=1),
+    "step": SETUPS["a"].shape,
+}
+_MODULES = {
+    "layers": ("core_attn", "attn_proj", "expert_fc1", "moe_act"),
+    "step": ("qkv_linear",),
+}
+_SCOPES = ["attn", "moe_router"]
+
+
+class Job(NamedTuple):
+    """What one process does."""
+
+    contender: str
+    graphs: str
+    shape: Shape
+    modules: tuple[str, ...]
+    num_steps: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    import torch
+    from rich.console import Console
+    from tqdm import tqdm
+
+    if not torch.cuda.is_available():
+        print("this benchmark needs a GPU", file=sys.stderr)
+        return 2
+    shape = replace(_SHAPES[options.graphs], **{k: v for k in ("layers", "nmb", "seq") if (v := getattr(options, k))})
+    modules = tuple(options.modules or _MODULES[options.graphs])
+    records: list[dict[str, Any]] = []
+    turns = [name for _ in range(options.rounds) for name in options.contenders]
+    for name in tqdm(turns, desc=f"captured {options.graphs}", unit="process"):
+        job = Job(name, options.graphs, shape, modules, options.iters)
+        ended = run_apart(_measure, job, seconds=SECONDS, host_bytes=HOST_BYTES)
+        records.append({"contender": name, "graphs": options.graphs, "failure": ended.failure, **(ended.value or {})})
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps(records[-1]) + "\n")
+    Console(width=150).print(_table(records, torch.cuda.get_device_name(), shape, modules))
+    return int(any(record["failure"] for record in records))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="captured", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--graphs", choices=sorted(_SHAPES), default="layers", help="what is captured")
+    parser.add_argument("--modules", nargs="+", metavar="NAME", help="to offload")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each contender")
+    parser.add_argument("--iters", type=int, default=8, help="timed steps of a turn")
+    for name, what in (("layers", "layers"), ("nmb", "microbatches"), ("seq", "tokens of a sequence")):
+        parser.add_argument(f"--{name}", type=int, help=f"{what}, in place of the setup's")
+    parser.add_argument("--json", type=Path, help="append a record of each turn to this file")
+    return parser.parse_args(arguments)
+
+
+def _table(records: list[dict[str, Any]], device: str, shape: Shape, modules: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    title = (
+        f"{device}, {shape.layers} layers, {shape.seq} tokens, {shape.nmb} microbatches, offload of {' '.join(modules)}"
+    )
+    table = Table(
+        "contender", "step ms", "host ms", "reserved MiB", "allocated MiB", "on host MiB", "loss", title=title
+    )
+    for record in records:
+        if record["failure"]:
+            table.add_row(record["contender"], record["failure"])
+            continue
+        mib = [f"{record[name] / 2**20:,.0f}" for name in ("reserved_bytes", "allocated_bytes", "moved_bytes")]
+        times = [f"{statistics.median(record[name]):.1f}" for name in ("step_ms", "host_ms")]
+        table.add_row(record["contender"], *times, *mib, f"{record['loss']:.6f}")
+    return table
+
+
+def _measure(job: Job) -> dict[str, Any]:
+    os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
+    import torch
+
+    from benchmarks.gpu.model import start_ranks
+
+    ranks = start_ranks(job.shape, deterministic=False, share_gpus=False)
+    assert ranks.world_size == 1
+    with _offload(job) as moved, contextlib.redirect_stdout(io.StringIO()):
+        training = _Training(job)
+        for _ in range(WARMUP):
+            training.step()
+        training.capture()
+        training.step()
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        training.step()
+        steps, loss = [], 0.0
+        for _ in range(job.num_steps):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            losses = training.step()
+            issued = time.perf_counter()
+            torch.cuda.synchronize()
+            steps.append((time.perf_counter() - begin, issued - begin))
+            loss = sum(value.item() for value in losses)
+        found = {
+            "step_ms": [1e3 * step for step, _ in steps],
+            "host_ms": [1e3 * issued for _, issued in steps],
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "moved_bytes": moved(),
+            "loss": loss,
+        }
+        training.close()
+    return found
+
+
+@contextlib.contextmanager
+def _offload(job: Job) -> Any:
+    if not job.contender.endswith("ours"):
+        yield lambda: 0
+        return
+    from megatron_patches import apply
+    from offload_engine import OffloadConfig
+
+    with apply(OffloadConfig(), modules=job.modules) as handle:
+
+        def moved() -> int:
+            engine = handle.engine
+            assert engine is not None
+            layers = sum(layers.copied_out_bytes for layers in engine.graphs.layers)
+            return int(engine.stats.copied_out_bytes) + layers * job.shape.nmb
+
+        yield moved
+
+
+class _Training:
+    """The model, its graphs, and a step of it."""
+
+    def __init__(self, job: Job) -> None:
+        from benchmarks.gpu.model import Training, build_chunks, make_config
+
+        self._is_captured = not job.contender.startswith("eager")
+        self._job = job
+        settings: dict[str, Any] = {}
+        if self._is_captured:
+            settings["cuda_graph_warmup_steps"] = WARMUP
+            if job.graphs == "layers":
+                settings |= {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": _SCOPES}
+            else:
+                settings["cuda_graph_impl"] = "full_iteration"
+        if job.contender == "incumbent":
+            settings |= {"fine_grained_activation_offloading": True, "offload_modules": list(job.modules)}
+            settings |= {"delay_offload_until_cuda_graph": self._is_captured and job.graphs == "layers"}
+        _seed(job.graphs if self._is_captured else "")
+        config = make_config(job.shape, False, **settings)
+        self._config = config
+        self._chunks = _with_gradients(build_chunks(job.shape, config), config, job.graphs)
+        self._training = Training(job.shape, self._chunks, keeps_gradients=True)
+        self._graphs: Any = None
+        self._schedule: Callable[..., Any] | None = None
+        if self._is_captured and job.graphs == "step":
+            self._schedule = _captured_schedule()
+
+    def step(self) -> list[Any]:
+        """Run a step; return the losses."""
+        from unittest import mock
+
+        from megatron.core import pipeline_parallel
+
+        self._zero_gradients()
+        if self._schedule is None:
+            return list(self._training.step())
+        with mock.patch.object(pipeline_parallel, "get_forward_backward_func", lambda: self._schedule):
+            return list(self._training.step())
+
+    def capture(self) -> None:
+        """Capture the layers. A whole step is captured by the step that comes next."""
+        if not self._is_captured or self._job.graphs == "step":
+            return
+        from megatron.core import num_microbatches_calculator
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        shape = self._job.shape
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, shape.nmb * shape.mbs, shape.mbs, 1)
+        self._graphs = TECudaGraphHelper(self._chunks, self._config, shape.seq, shape.mbs)
+        self._graphs.create_cudagraphs()
+
+    def close(self) -> None:
+        """Drop the graphs."""
+        if self._graphs is not None:
+            self._graphs.delete_cuda_graphs()
+        if self._schedule is not None:
+            self._schedule.reset_cuda_graph("training")  # type: ignore[attr-defined]
+
+    def _zero_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]
+
+
+def _seed(graphs: str) -> None:
+    """Give every contender the same weights, with generators that its graphs can register."""
+    import torch
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(1)
+    trackers = {"te_rng_tracker": graphs == "layers", "use_cudagraphable_rng": graphs == "step"}
+    model_parallel_cuda_manual_seed(1, **trackers, force_reset_rng=True)
+
+
+def _with_gradients(chunks: list[Any], config: Any, graphs: str) -> list[Any]:
+    """Give all parameters gradients that stay where they are, as in megatron-core's training."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    if graphs == "layers":
+        parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.synchronize()
+            wrapped = [DistributedDataParallel(config, parallel, Float16Module(config, chunk)) for chunk in chunks]
+            torch.cuda.synchronize()
+        return wrapped
+    for chunk in chunks:
+        grads = [torch.zeros_like(parameter) for parameter in chunk.parameters()]
+        for parameter, grad in zip(chunk.parameters(), grads, strict=True):
+            parameter.grad = grad
+        chunk.zero_grad_buffer = lambda grads=grads: torch._foreach_zero_(grads)
+    return chunks
+
+
+def _captured_schedule() -> Any:
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    wrapper = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=WARMUP)
+    wrapper.data_read = lambda data_iterator, *_: data_iterator  # the batch stays where it is
+    return wrapper

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has to be done around each replay, from what the captures have saved and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from offload_engine._captured.saves import CapturedStorage
+from offload_engine._devices.regions import HostRegion, storage_at, whole
+
+
+class Use(NamedTuple):
+    """A capture that reads a storage which has left."""
+
+    saved: CapturedStorage
+    number: int
+    """Of the capture."""
+    after: int
+    """The last capture that used the same bytes of the slot; -1: none."""
+    address: int
+    """Where it reads."""
+
+
+class CopyIn(NamedTuple):
+    """The copy-ins for one graph."""
+
+    number: int
+    """Of the graph."""
+    copies: list[tuple[HostRegion, torch.Tensor]]
+    saved_by: tuple[int, ...]
+    """The graphs whose copy-outs it follows, because compute has not waited for them yet."""
+
+
+@dataclass
+class Step:
+    """What is done around the replays of one graph.
+
+    Attributes:
+        left: graphs whose copy-outs compute waits for, because this graph uses the bytes again.
+        reads: compute waits for this graph's copy-ins.
+        copy_outs: of what this graph has saved, behind its replay.
+        copy_ins: for later graphs, behind its replay, in their order.
+    """
+
+    left: list[int] = field(default_factory=list)
+    reads: bool = False
+    copy_outs: list[tuple[torch.Tensor, HostRegion]] = field(default_factory=list)
+    copy_ins: list[CopyIn] = field(default_factory=list)
+
+
+def make_program(
+    uses: Sequence[Use], left_before: Mapping[int, int], num_graphs: int, device: torch.device
+) -> tuple[Step, ...]:
+    """Return the steps of all graphs.
+
+    A copy-in begins as soon as its slot is free and its bytes are there: behind the last graph that used the slot, or
+    the graph that saved. What no backward reads is not copied.
+
+    Args:
+        uses: in the order of the captures.
+        left_before: of captures whose storages have left, the capture before which they did.
+        num_graphs: that were captured.
+        device: of the addresses.
+    """
+    steps = tuple(Step() for _ in range(num_graphs))
+    copied: set[CapturedStorage] = set()
+    for saved in (use.saved for use in uses):
+        if saved in copied:
+            continue
+        copied.add(saved)
+        assert saved.region is not None
+        step = steps[saved.number]
+        if not step.copy_outs:
+            steps[left_before[saved.number]].left.append(saved.number)
+        step.copy_outs.append((_at(saved.address, saved.nbytes, device), saved.region))
+    for number in dict.fromkeys(use.number for use in uses):
+        of_graph = [use for use in uses if use.number == number]
+        begin = max(max(use.after, use.saved.number) for use in of_graph)
+        not_awaited = {use.saved.number for use in of_graph if left_before[use.saved.number] > begin}
+        copies = [
+            (use.saved.region, _at(use.address, use.saved.nbytes, device))
+            for use in of_graph
+            if use.saved.region is not None
+        ]
+        steps[begin].copy_ins.append(CopyIn(number, copies, tuple(sorted(not_awaited))))
+        steps[number].reads = True
+    return steps
+
+
+def _at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    return whole(storage_at(address, nbytes, device))

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Recording`: what the captures of several graphs save and read, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from offload_engine._captured.program import Use
+from offload_engine._captured.saves import CapturedStorage, CapturedTensor
+from offload_engine._captured.slots import Slots
+from offload_engine._compat import torch_private
+from offload_engine._devices.regions import HostRegion
+from offload_engine._saved.eligibility import Eligibility
+from offload_engine._saved.handles import StayingTensor
+from offload_engine._saved.quantized import PLAIN_TYPES, PackedParts, is_quantized_activation
+from offload_engine.errors import OffloadError
+
+Lend = Callable[[list[int]], "list[HostRegion] | None"]
+_innermost_hooks = torch_private.innermost_hooks
+
+
+class _Leaving(NamedTuple):
+    """Storages of one capture that leave together, and where to."""
+
+    number: int
+    storages: list[CapturedStorage]
+    regions: list[HostRegion]
+
+
+class CapturedGroup:
+    """What a module saves in a capture. Made by `Recording.group`."""
+
+    def __init__(self, recording: Recording, min_bytes: int) -> None:
+        self._recording = recording
+        self._min_bytes = min_bytes
+
+    def push(self) -> None:
+        """Begin, or go on."""
+        self._recording.push(self._min_bytes)
+
+    def pop(self) -> None:
+        """End, or pause."""
+        self._recording.pop()
+
+
+class Recording:
+    """Numbers captures, and packs what they save.
+
+    A storage stays in the memory of the graphs while it is copied beside the captures after its own. Then its tensors
+    are dropped, so the captures behind these use the same bytes, and its backward reads it at another address.
+
+    Args:
+        eligibility: of saved tensors.
+        slots: where backwards read what has left.
+        lend: returns host memory for storages of these sizes, or None.
+        saves_all: whatever is saved may leave, not only what groups save.
+        graphs_beside: how many graphs run beside the copy-out.
+
+    Attributes:
+        number: of the running or last capture.
+        is_capturing: a capture runs.
+        uses: what was read of what has left.
+        left_before: captures whose storages have left, and the capture before which they did.
+    """
+
+    def __init__(self, eligibility: Eligibility, slots: Slots, lend: Lend, saves_all: bool, graphs_beside: int) -> None:
+        self.number: int = -1
+        self.is_capturing: bool = False
+        self.uses: list[Use] = []
+        self.left_before: dict[int, int] = {}
+        self._eligibility = eligibility
+        self._slots = slots
+        self._lend = lend
+        self._saves_all = saves_all
+        self._graphs_beside = graphs_beside
+        self._kept: dict[int, dict[int, CapturedStorage]] = {}  # by capture, then by storage
+        self._groups: list[int] = []  # that are open: the bytes below which storages stay
+        self._brought_back: dict[CapturedStorage, torch.UntypedStorage] = {}  # by the running capture
+        self._leaving: list[_Leaving] = []  # at the first save or read of the running capture
+        self._away: list[_Leaving] = []
+        # Host memory of backwards that are captured, by its sizes, with the first capture whose saves may have it.
+        self._returned: dict[tuple[int, ...], list[tuple[int, list[HostRegion]]]] = {}
+
+    # -- captures ----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> int:
+        """Begin the next capture, before CUDA does; return its number."""
+        self.number += 1
+        self._return_regions()
+        for number in [number for number in self._kept if number + self._graphs_beside < self.number]:
+            self._find_leaving(number)
+        self._slots.begin_capture()
+        return self.number
+
+    def begin(self) -> None:
+        """Begin to pack, inside the capture."""
+        self._kept[self.number] = {}
+        self.is_capturing = True
+        torch_private.push_hooks(self.pack_ungrouped, self.unpack)
+
+    def end(self) -> None:
+        """End to pack, and all groups that are open. No-op outside of a capture."""
+        if self.is_capturing:
+            while self._groups:
+                self.pop()
+            torch_private.pop_hooks()
+            self.is_capturing = False
+        for leaving in self._leaving:  # nothing was saved or read
+            self._keep(leaving)
+        self._leaving.clear()
+
+    def finish(self) -> None:
+        """Note that CUDA has ended the capture."""
+        self._brought_back.clear()
+        self._slots.end_capture(self.number)
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def group(self, min_bytes: int = 0) -> CapturedGroup:
+        """Return a group: what is saved between its `push` and `pop` may leave, storages of `min_bytes` or more."""
+        return CapturedGroup(self, min_bytes)
+
+    def push(self, min_bytes: int) -> None:
+        """Begin a group."""
+        self._groups.append(min_bytes)
+        torch_private.push_hooks(self.pack, self.unpack)
+
+    def pop(self) -> None:
+        """End the innermost group. No-op if none is open: its capture has ended before it."""
+        if self._groups:
+            self._groups.pop()
+            torch_private.pop_hooks()
+
+    def add_to_group(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let tensors leave that the running capture has saved outside the groups."""
+        for tensor in tensors:
+            saved = self._kept[self.number].get(tensor.untyped_storage()._cdata)
+            if saved is not None:
+                saved.is_grouped = True
+
+    def are_innermost(self) -> bool:
+        """Return whether the innermost hooks are these: False inside a checkpoint of torch, say."""
+        top = _innermost_hooks(True)
+        return top is not None and top[1] == self.unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Pack a tensor that a group saves; return what autograd keeps."""
+        return self._pack(tensor, self.pack, is_grouped=True)
+
+    def pack_ungrouped(self, tensor: torch.Tensor) -> Any:
+        """Pack a tensor that is saved outside the groups; return what autograd keeps."""
+        return self._pack(tensor, self.pack_ungrouped, is_grouped=self._saves_all)
+
+    def _pack(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], is_grouped: bool) -> Any:
+        if type(tensor) not in PLAIN_TYPES and is_quantized_activation(tensor):
+            return PackedParts(tensor, pack, self.unpack)
+        found = self._eligibility.read_movable(tensor)
+        if found is None or found[7]:
+            return StayingTensor(self._eligibility.staying(tensor))
+        self._let_go()
+        storages = self._kept[self.number]
+        saved = storages.get(found[1])
+        if saved is None or not saved.handles:  # none: another storage of before had this identity
+            saved = storages[found[1]] = CapturedStorage(self.number, found)
+        saved.is_grouped |= is_grouped and saved.nbytes >= (self._groups[-1] if self._groups else 0)
+        return CapturedTensor(tensor, found, saved)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that a handle stands for, in the memory where the running capture finds it.
+
+        Raises:
+            OffloadError: outside of a capture, if its bytes have left.
+            RuntimeError: if it was written in place after it had been saved.
+        """
+        if not isinstance(packed, CapturedTensor):
+            tensor: torch.Tensor = packed.unpack()
+            return tensor
+        if packed.is_modified:
+            raise RuntimeError(
+                "a tensor that a captured forward saved for its backward has been modified by an inplace operation"
+            )
+        self._let_go(packed.saved)
+        return self._bring_back(packed) if packed.tensor is None else packed.tensor
+
+    def _bring_back(self, packed: CapturedTensor) -> torch.Tensor:
+        if not self.is_capturing:
+            raise OffloadError("the backward of a captured forward runs eagerly: capture it, too")
+        saved = packed.saved
+        storage = self._brought_back.get(saved)
+        if storage is None:
+            storage, after = self._slots.take(saved.nbytes)
+            self._brought_back[saved] = storage
+            self.uses.append(Use(saved, self.number, after, storage.data_ptr()))
+        offset, shape, stride, dtype = packed.place
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[call-overload, no-any-return]
+
+    # -- what has left -----------------------------------------------------------------------------------------------
+
+    def _find_leaving(self, number: int) -> None:
+        """Find what leaves of the saves of a capture, and where to. Between captures: in one nothing can be pinned."""
+        storages = list(self._kept.pop(number).values())
+        leaving = [saved for saved in storages if saved.may_leave()]
+        sizes = [saved.nbytes for saved in leaving]
+        regions = self._regions(sizes, number) if leaving else None
+        if regions is not None:
+            self._leaving.append(_Leaving(number, leaving, regions))
+            self._slots.reserve(self._slots.size_of(sizes))
+
+    def _let_go(self, read: CapturedStorage | None = None) -> None:
+        """Drop what leaves, at the first save or read of a capture, which is the read of `read`.
+
+        Not where this is the backward of just that: it would be copied out and back with nothing beside it.
+        """
+        for leaving in self._leaving:
+            if read is not None and read.number == leaving.number:
+                self._keep(leaving)
+                continue
+            for saved, region in zip(leaving.storages, leaving.regions, strict=True):
+                saved.leave(region)
+            self.left_before[leaving.number] = self.number
+            self._away.append(leaving)
+        self._leaving.clear()
+
+    def _keep(self, leaving: _Leaving) -> None:
+        self._kept[leaving.number] = {saved.key: saved for saved in leaving.storages}
+        self._return(leaving, leaving.number)
+
+    def _regions(self, sizes: list[int], number: int) -> list[HostRegion] | None:
+        """Return host memory that is not used from the replay of the forward `number` on until its backward."""
+        returned = self._returned.get(tuple(sizes), [])
+        for found in returned:
+            if found[0] <= number:
+                returned.remove(found)
+                return found[1]
+        return self._lend(sizes)
+
+    def _return_regions(self) -> None:
+        for leaving in [one for one in self._away if not any(saved.handles for saved in one.storages)]:
+            self._away.remove(leaving)
+            self._return(leaving, self.number)
+
+    def _return(self, leaving: _Leaving, since: int) -> None:
+        sizes = tuple(region.nbytes for region in leaving.regions)
+        self._returned.setdefault(sizes, []).append((since, leaving.regions))

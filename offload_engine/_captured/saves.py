@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a captured forward has saved: storages, and the handles that autograd keeps instead of tensors over them."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from offload_engine._compat import torch_private
+from offload_engine._compat.tensor_reads import Reads
+from offload_engine._devices.regions import HostRegion
+from offload_engine._saved.places import Place
+
+
+class CapturedTensor:
+    """Stands for one saved tensor inside autograd. Owned by autograd.
+
+    Attributes:
+        saved: the storage.
+        place: which of its bytes the tensor has.
+        tensor: an alias of the tensor, with its version; None: its bytes have left.
+        original: the identity of the tensor.
+    """
+
+    __slots__ = ("saved", "place", "tensor", "original", "_version", "__weakref__")
+
+    def __init__(self, tensor: torch.Tensor, found: Reads, saved: CapturedStorage) -> None:
+        self.saved: CapturedStorage = saved
+        self.place: Place = found[5]
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.original: int = id(tensor)
+        self._version: int = found[4]
+        saved.add(self)
+
+    @property
+    def is_modified(self) -> bool:
+        """Return whether the tensor has been written in place since it was saved."""
+        return self.tensor is not None and self.tensor._version != self._version
+
+
+class CapturedStorage:
+    """A storage that a captured forward has saved.
+
+    Attributes:
+        number: of the capture.
+        key: its identity, while it is there.
+        address: on the device, in each replay.
+        nbytes: of the storage.
+        is_grouped: a group has saved it, so it may leave.
+        region: its bytes on the host; None: it has not left.
+    """
+
+    def __init__(self, number: int, found: Reads) -> None:
+        self.number: int = number
+        self.address: int = found[3]
+        self.nbytes: int = found[2]
+        self.is_grouped: bool = False
+        self.region: HostRegion | None = None
+        self.key: int = found[1]
+        self._handles: list[weakref.ref[CapturedTensor]] = []
+
+    def add(self, handle: CapturedTensor) -> None:
+        """Note another handle over this storage."""
+        self._handles.append(weakref.ref(handle))
+
+    @property
+    def handles(self) -> list[CapturedTensor]:
+        """Return the handles whose backward has not been captured."""
+        return [handle for ref in self._handles if (handle := ref()) is not None]
+
+    def may_leave(self) -> bool:
+        """Return whether to drop the handles' tensors frees the bytes, and the backward reads what was saved."""
+        handles = self.handles
+        if not (self.is_grouped and handles) or any(handle.is_modified for handle in handles):
+            return False
+        # Each alias holds its original, too, for derivatives in forward mode. Where others hold it, such as a static
+        # output does, nothing would be freed.
+        ours = len(handles) + len({handle.original for handle in handles})
+        return torch_private.use_count(self.key) <= ours
+
+    def leave(self, region: HostRegion) -> None:
+        """Drop the tensors: the next captures use the bytes again."""
+        for handle in self.handles:
+            handle.tensor = None
+        self.region = region

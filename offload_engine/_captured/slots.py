@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Slots`: the device memory that captured backwards read, outside of the memory of their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload_engine._devices.regions import storage_at
+from offload_engine.errors import OffloadError
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+class Slot:
+    """Memory for what one backward reads; another may take it as soon as nothing is left of that.
+
+    Attributes:
+        nbytes: of the slot.
+        last_used: the number of the last capture that used it; -1: none yet.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.nbytes: int = buffer.nbytes
+        self.last_used: int = -1
+        self._buffer = buffer
+        self._taken_bytes = 0
+        self._storages: list[torch.UntypedStorage] = []  # of the running capture
+        self._left: list[StorageWeakRef] = []  # of the last user, until nothing holds them: a stash of inputs may
+
+    def take(self, nbytes: int, alignment: int) -> torch.UntypedStorage:
+        """Return a storage over the next bytes.
+
+        Raises:
+            OffloadError: if there are not so many left.
+        """
+        begin = self._taken_bytes
+        self._taken_bytes = begin + (nbytes + alignment - 1) // alignment * alignment
+        if self._taken_bytes > self.nbytes:
+            raise OffloadError(
+                f"a captured backward reads more than the {self.nbytes:,} bytes that any captured forward has saved: "
+                "capture the backward of each forward by itself, as make_graphed_callables does"
+            )
+        storage = storage_at(self._buffer.data_ptr() + begin, nbytes, self._buffer.device)
+        self._storages.append(storage)
+        return storage
+
+    def end_capture(self, number: int) -> None:
+        """Note that a capture has ended, which used this slot if anything of it is still there."""
+        self._left += [StorageWeakRef(storage) for storage in self._storages]
+        if self._left:
+            self.last_used = number
+        self._storages.clear()
+        self._left = [left for left in self._left if not left.expired()]
+        self._taken_bytes = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether nothing of its last user is left."""
+        return not self._left
+
+
+class Slots:
+    """Owns the slots, all of one size.
+
+    Args:
+        allocate: returns a tensor of so many bytes; called between captures only.
+        alignment: of each storage in a slot, in bytes.
+        num_free: how many are free when a backward is captured. It takes one; the others may be read by the backwards
+            before it, beside which its own is filled.
+    """
+
+    def __init__(self, allocate: Allocate, alignment: int, num_free: int) -> None:
+        self._allocate = allocate
+        self._num_free = num_free
+        self._alignment = alignment
+        self._all: list[Slot] = []
+        self._nbytes = 0
+        self._current: Slot | None = None  # of the running capture
+        self._current_after = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all slots."""
+        return sum(slot.nbytes for slot in self._all)
+
+    def size_of(self, sizes: list[int]) -> int:
+        """Return the bytes that storages of these sizes take in a slot."""
+        return sum((nbytes + self._alignment - 1) // self._alignment * self._alignment for nbytes in sizes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Let each slot from now on have `nbytes` bytes or more."""
+        self._nbytes = max(self._nbytes, nbytes)
+
+    def begin_capture(self) -> None:
+        """Make free slots where there are too few."""
+        if not self._nbytes:
+            return
+        free = sum(slot.is_free and slot.nbytes >= self._nbytes for slot in self._all)
+        self._all += [Slot(self._allocate(self._nbytes)) for _ in range(free, self._num_free)]
+
+    def take(self, nbytes: int) -> tuple[torch.UntypedStorage, int]:
+        """Return a storage for the running capture, and the number of the last capture that used its bytes, or -1."""
+        if self._current is None:
+            free = (slot for slot in self._all if slot.is_free and slot.nbytes >= self._nbytes)
+            self._current = min(free, key=lambda slot: slot.last_used)
+            self._current_after = self._current.last_used
+        return self._current.take(nbytes, self._alignment), self._current_after
+
+    def end_capture(self, number: int) -> None:
+        """Note the end of a capture."""
+        self._current = None
+        for slot in self._all:
+            slot.end_capture(number)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CapturedLayers`: CUDA graphs of parts of a step, with copies between their replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from offload_engine._captured.program import Step, make_program
+from offload_engine._captured.recording import Recording
+from offload_engine._captured.replays import Replays
+from offload_engine._captured.slots import Slots
+from offload_engine._devices.regions import HostRegion
+from offload_engine._host.slabs import HostSlabs
+from offload_engine._saved.eligibility import Eligibility
+from offload_engine._saved.transfers import TransferContext
+from offload_engine.errors import OffloadError
+from offload_engine.sizes import format_bytes
+
+_SMALLEST_SLAB = 64 << 20  # bytes
+
+
+class CapturedLayers:
+    """Graphs that were captured together, which are replayed in the order of their captures.
+
+    Made by `GraphCaptures.capture_layers`. The engine keeps it until `release`.
+
+    Args:
+        context: of the engine's transfers.
+        slabs: host memory of its own.
+        eligibility: of what is saved.
+        saves_all: whatever is saved may leave, not only what groups save.
+        graphs_beside: as `GraphCaptures.capture_layers`.
+        release: called by `release`, once.
+
+    Attributes:
+        recording: of the captures; its groups are opened by `push` and closed by `pop`.
+        slabs: its host memory.
+        steps: what is done around the replay of each graph; none before `complete`, and once it is released.
+    """
+
+    def __init__(
+        self,
+        context: TransferContext,
+        slabs: HostSlabs,
+        eligibility: Eligibility,
+        saves_all: bool,
+        graphs_beside: int,
+        release: Callable[[CapturedLayers], None],
+    ) -> None:
+        self._context = context
+        self.slabs: HostSlabs = slabs
+        self._slots: Slots | None = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
+        self._dropped: set[int] = set()
+        self._is_released = False
+        self._release = release
+        self.recording: Recording = Recording(eligibility, self._slots, self._lend, saves_all, graphs_beside)
+        self.steps: tuple[Step, ...] = ()
+        self._replays: Replays | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.num_graphs} CUDA graphs of layers: {format_bytes(self.copied_out_bytes)} are copied to the host, "
+            f"and back through {format_bytes(self.slot_bytes)} on the device>"
+        )
+
+    # -- what is known -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_graphs(self) -> int:
+        """Return how many graphs were captured."""
+        return len(self.steps)
+
+    @property
+    def are_dropped(self) -> bool:
+        """Return whether all graphs have been reset or freed."""
+        return len(self._dropped) >= self.num_graphs
+
+    @property
+    def copied_out_bytes(self) -> int:
+        """Return what one pass through the graphs copies to the host."""
+        return sum(region.nbytes for step in self.steps for _, region in step.copy_outs)
+
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of host memory that the graphs have to themselves."""
+        return self.slabs.nbytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the device memory that backwards read from; 0 once it is released."""
+        return 0 if self._slots is None else self._slots.nbytes
+
+    # -- captures and replays, called by the graphs --------------------------------------------------------------------
+
+    def prepare(self) -> int:
+        """Begin the next capture, before CUDA does; return its number."""
+        return self.recording.prepare()
+
+    def begin(self) -> None:
+        """Begin to pack, inside a capture."""
+        self.recording.begin()
+
+    def end(self) -> None:
+        """End to pack."""
+        self.recording.end()
+
+    def finish(self) -> None:
+        """Note that CUDA has ended a capture."""
+        self.recording.finish()
+
+    def before(self, number: int) -> None:
+        """Wait for the copies that a replay needs.
+
+        Raises:
+            OffloadError: as `Replays.before`, and if the memory of the graphs has been released.
+        """
+        if self._is_released:
+            raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
+        if self._replays is not None:
+            self._replays.before(number)
+
+    def after(self, number: int) -> None:
+        """Issue the copies behind a replay."""
+        if self._replays is not None:
+            self._replays.after(number)
+
+    def drop(self, number: int) -> None:
+        """Note that a graph is gone."""
+        self._dropped.add(number)
+
+    # -- their life ----------------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """End the captures: from now on replays are followed by copies."""
+        recording = self.recording
+        device = self._context.device.torch_device
+        self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
+        self._replays = Replays(self.steps, self._context)
+
+    def release(self) -> None:
+        """Return the host memory to the engine's pool, and the device memory of the slots. Idempotent.
+
+        Call it after the graphs have been reset or dropped, on the stream that replayed them last: it waits for that.
+        """
+        if self._is_released:
+            return
+        self._is_released = True
+        device, context = self._context.device, self._context
+        for stream in (context.copy_out_stream, context.copy_in_stream, device.current_stream()):
+            device.synchronize(device.record_event(stream))
+        self._replays, self._slots, self.steps = None, None, ()
+        self._release(self)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return self._context.device.allocate(nbytes, self._context.device.current_stream())
+
+    def _lend(self, sizes: list[int]) -> list[HostRegion] | None:
+        slabs = self.slabs
+        need = sum(map(slabs.round_up, sizes))
+        taken = slabs.free.take(need)
+        if taken is None and slabs.grow(need, _SMALLEST_SLAB):
+            taken = slabs.free.take(need)
+        if taken is None:
+            return None
+        regions, offset = [], taken.start
+        for nbytes in sizes:
+            regions.append(HostRegion(slabs.by_index[taken.slab], offset, nbytes))
+            offset += slabs.round_up(nbytes)
+        return regions
+
+
+def eligibility_of(device: torch.device, min_bytes: int, weights: Iterable[torch.Tensor]) -> Eligibility:
+    """Return what decides which tensors that captures save may leave."""
+    eligibility = Eligibility(device, min_bytes)
+    eligibility.begin(weights)
+    return eligibility
