@@ -214,7 +214,7 @@ class ModelRuntime:
         attachment, actions = attached.attachment, step.order(step.config)
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
-        attachment.engine.pool.spared_bytes = self.host_claims.nbytes()
+        attachment.engine.pool.spare(self.host_claims.nbytes())
         outer, self._running = self._running, attachment  # a step of one model in a forward of another
         try:
             with (

@@ -117,18 +117,9 @@ class HostPool:
         """Return the bytes of all slabs, lent or not."""
         return self._slabs.nbytes
 
-    @property
-    def spared_bytes(self) -> int:
-        """Return the free bytes that a pool without a limit leaves to other code of the process, which will need them.
-
-        What that code has taken is not free, so it must not be counted here any more.
-        """
-        return self._slabs.spared_bytes
-
-    @spared_bytes.setter
-    def spared_bytes(self, nbytes: int) -> None:
-        with self._lock:
-            self._slabs.spared_bytes = nbytes
+    def spare(self, nbytes: int) -> None:
+        """Leave `nbytes` of what is free to other code of the process, unless there is a limit."""
+        self._slabs.spared_bytes = nbytes
 
     @property
     def room_bytes(self) -> int:

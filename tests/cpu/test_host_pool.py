@@ -83,13 +83,13 @@ def test_host_bytes_taken_by_others_are_not_available(left_bytes: int, monkeypat
 
 def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
     pool, device = make_pool(told_free_bytes=1000)
-    pool.spared_bytes = 500
+    pool.spare(500)
     assert pool.lend(401) is None and pool.lend(400)  # four fifths of the other half
     device.told_free_bytes = 500
-    pool.spared_bytes = 0  # they have been taken
+    pool.spare(0)  # they have been taken
     assert pool.lend(1) is None
     limited, _ = make_pool(limit_bytes=1000, told_free_bytes=1000)
-    limited.spared_bytes = 500
+    limited.spare(500)
     assert limited.lend(1000)
 
 

@@ -108,7 +108,7 @@ def _train(host: Host) -> tuple[list[dict[str, str]], list[int]]:
         if host.handle is not None:
             assert host.handle.engine is not None and host.handle.stats is not None
             assert host.handle.stats.num_host_limit_groups and host.handle.stats.num_offloaded_groups
-            spared.append(host.handle.engine.pool.spared_bytes)
+            spared.append(host.handle.engine.pool._slabs.spared_bytes)
     return steps, spared
 
 
