@@ -6,18 +6,19 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_patches._arguments import Settings, has_report, resolve
+from megatron_patches._captures import Captures
 from megatron_patches._hooks.attach import Attachment
 from megatron_patches._hooks.bracket import GroupBracket
 from megatron_patches._model.candidates import check_plan, find_among, find_candidates
 from megatron_patches._model.fsdp import gathered_weights
 from megatron_patches._model.gpu_budget import budget_bytes
-from megatron_patches._model.graphs import captured_names, check_cuda_graphs, may_be_recorded
+from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
 from megatron_patches._model.host_claims import HostClaims
 from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.peers import Peers
@@ -59,6 +60,11 @@ class _Attached(NamedTuple):
     plan_files: PlanFiles
     recomputation: RecomputeOptions | None
 
+    @property
+    def modules(self) -> Sequence[str]:
+        """Return the names that are offloaded."""
+        return self.settings.modules
+
     def close(self) -> None:
         release_captured(self.attachment.engine)
         try:
@@ -90,7 +96,11 @@ class ModelRuntime:
         self._training_log = TrainingLog(lambda: self.latest_engine)
         self.host_claims: HostClaims = HostClaims()
         self._running: Attachment | None = None
+        self.captures: Captures = Captures(self._attachments, self._set_running)
         self._latest: weakref.ref[Attachment] | None = None
+
+    def _set_running(self, attachment: Attachment | None) -> None:
+        self._running = attachment
 
     @property
     def latest_engine(self) -> OffloadEngine | None:
@@ -146,35 +156,6 @@ class ModelRuntime:
         if self._running is None:
             return None
         return self._running.checkpoint_bracket or self._running.recomputed.of_checkpoint(function)
-
-    def captured(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager around the capture of the next step of the model with `chunk` as its first chunk."""
-        attached = self._attachments.get(chunk)
-        return nullcontext() if attached is None else attached.attachment.engine.graphs.capture()
-
-    @contextmanager
-    def captured_layers(self, chunk: torch.nn.Module, config: Any) -> Iterator[None]:
-        """Return a context manager around the captures of the layers of the model with `chunk` as its first chunk."""
-        attached = self._attachments.get(chunk)
-        if attached is None or not captured_names(config, attached.settings.modules):
-            yield
-            return
-        attachment = attached.attachment
-        engine = attachment.engine
-        engine.graphs.release_dropped()
-        self._running = attachment  # for what selective recomputation keeps
-        try:
-            least = engine.config.min_tensor_bytes
-            with engine.graphs.capture_layers(attachment.weights, min_bytes=least, saves_all=False) as captured:
-                yield
-        finally:
-            self._running = None
-        logger.info("%s", captured)
-
-    def release_captured(self, chunk: torch.nn.Module) -> None:
-        """Return the host memory of captured steps of that model, whose graph is gone."""
-        if (attached := self._attachments.get(chunk)) is not None:
-            release_captured(attached.attachment.engine)
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes."""

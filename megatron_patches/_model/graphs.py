@@ -94,6 +94,13 @@ def captured_names(config: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if not scopes or any(_is_captured(row_of(name), scope) for scope in scopes)]
 
 
+def num_graphs_beside_copies(config: Any) -> int:
+    """Return beside how many captured graphs a copy has to run: none where a part of each layer runs eagerly."""
+    _, scopes = _scopes(config)
+    whole = not scopes or "mamba" in scopes or ("attn" in scopes and not {"mlp", "moe"}.isdisjoint(scopes))
+    return int(whole)
+
+
 def _is_for_inference(config: Any, implementation: str, scopes: Sequence[str]) -> bool:
     """Return whether graphs are for inference only. Since 0.19 a separate setting says so and the scopes are empty."""
     inference = getattr(getattr(config, "inference_cuda_graph_scope", None), "name", None)

@@ -37,10 +37,10 @@ def _wrap_call(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..
         if kwargs.get("forward_only") or not is_eager:
             return original(self, *args, **kwargs)
         chunk = _first_chunk(kwargs["model"])
-        runtime.release_captured(chunk)  # of a graph that was reset
+        runtime.captures.release(chunk)  # of a graph that was reset
         captures = self.curr_iter("training") == self.cuda_graph_warmup_steps
         # Around the first replay, too: only behind it does the graph own its host memory, before another step borrows.
-        with runtime.captured(chunk) if captures else nullcontext():
+        with runtime.captures.of_step(chunk) if captures else nullcontext():
             return original(self, *args, **kwargs)
 
     return call
@@ -49,7 +49,7 @@ def _wrap_call(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..
 def _wrap_create(original: Callable[..., Any], *, runtime: Runtime) -> Callable[..., Any]:
     @functools.wraps(original)
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with runtime.captured_layers(_first_chunk(self.model), self.config):
+        with runtime.captures.of_layers(_first_chunk(self.model), self.config):
             return original(self, *args, **kwargs)
 
     return create

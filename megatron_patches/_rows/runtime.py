@@ -42,6 +42,19 @@ class Step(NamedTuple):
         return self.chunks[0].config
 
 
+class Captures(Protocol):
+    """Captures of CUDA graphs, of the model with `chunk` as its first chunk."""
+
+    def of_step(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
+        """Return a context manager around the capture of the next step."""
+
+    def of_layers(self, chunk: torch.nn.Module, config: Any) -> AbstractContextManager[object]:
+        """Return a context manager around the captures of the layers."""
+
+    def release(self, chunk: torch.nn.Module) -> None:
+        """Return the host memory of captures whose graphs are gone."""
+
+
 class Runtime(Protocol):
     """The running training step, as far as rows need it."""
 
@@ -59,14 +72,9 @@ class Runtime(Protocol):
     def step(self, step: Step) -> AbstractContextManager[object] | None:
         """Return a context manager for one training step; None if nothing is to be offloaded."""
 
-    def captured(self, chunk: torch.nn.Module) -> AbstractContextManager[object]:
-        """Return a context manager around the capture of the next step of the model with `chunk` as its first chunk."""
-
-    def captured_layers(self, chunk: torch.nn.Module, config: Any) -> AbstractContextManager[object]:
-        """Return a context manager around the captures of the layers of the model with `chunk` as its first chunk."""
-
-    def release_captured(self, chunk: torch.nn.Module) -> None:
-        """Return the host memory of captured steps of that model, whose graph is gone."""
+    @property
+    def captures(self) -> Captures:
+        """Return what captures are announced to."""
 
     def start_plan(self, model: torch.nn.Module, is_input_of_others: bool) -> None:
         """Begin the forward of the chunk `model` as a plan of nodes.

@@ -11,7 +11,12 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._model.graphs import _is_captured, check_cuda_graphs  # noqa: E402
+from megatron_patches._model.graphs import (  # noqa: E402
+    _is_captured,
+    captured_names,
+    check_cuda_graphs,
+    num_graphs_beside_copies,
+)
 from megatron_patches._model.modules import MODULES, ModuleRow, Span  # noqa: E402
 
 
@@ -47,14 +52,23 @@ class Inference(enum.Enum):
         ("mamba", ["mamba_mixer", "mamba_in_proj"], ["core_attn", "router_fc2", "mtp_proj"]),
     ],
 )
-def test_captured_modules_are_refused_and_no_others(
-    setting: str, scope: str, captured: list[str], free: list[str]
-) -> None:
+def test_which_modules_are_captured(setting: str, scope: str, captured: list[str], free: list[str]) -> None:
     graphs = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope]]})
-    check_cuda_graphs(graphs, free)
+    assert captured_names(graphs, [*free, *captured]) == captured
+    check_cuda_graphs(graphs, [*free, *captured])
+    check_cuda_graphs(graphs, free, has_budget=True)
     for name in captured:
-        with pytest.raises(NotImplementedError, match=rf"'{name}', which '{scope}' in {setting} captures"):
-            check_cuda_graphs(graphs, [*free, name])
+        with pytest.raises(NotImplementedError, match=rf"offload_gpu_budget beside {setting}, which captures '{name}'"):
+            check_cuda_graphs(graphs, [*free, name], has_budget=True)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "number"),
+    [("", 1), ("attn", 0), ("moe_router", 0), ("attn moe_router moe_preprocess", 0), ("attn mlp", 1), ("attn moe", 1)],
+)
+def test_copies_run_beside_graphs_where_nothing_is_eager_between_them(scopes: str, number: int) -> None:
+    graphs = SimpleNamespace(cuda_graph_scope=[Scope[scope] for scope in scopes.split()])
+    assert num_graphs_beside_copies(graphs) == number
 
 
 @pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
@@ -72,17 +86,12 @@ def test_the_local_implementation_is_refused(scope: Scope | None) -> None:
         check_cuda_graphs(graphs, ["router_fc1"])
 
 
-@pytest.mark.parametrize(
-    "graphs",
-    [
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": []},
-    ],
-)
-def test_where_all_is_captured_no_name_is_free(graphs: dict[str, Any]) -> None:
-    for row in MODULES:
-        with pytest.raises(NotImplementedError, match=f"'{row.name}' beside cuda_graph_impl="):
-            check_cuda_graphs(SimpleNamespace(**graphs), [row.name])
+@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
+def test_without_scopes_all_is_captured(setting: str) -> None:
+    graphs = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", setting: []})
+    names = [row.name for row in MODULES]
+    assert captured_names(graphs, names) == names
+    check_cuda_graphs(graphs, names)
 
 
 WHOLE_STEPS = [

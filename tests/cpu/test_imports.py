@@ -165,7 +165,7 @@ LAYERS = {
         ),
         ("_rows.cpu_fsdp",),
         ("_rows.cpu",),
-        ("_arguments", "_check", "_command_line", "_plan_files", "_second_step", "_training_log"),
+        ("_arguments", "_captures", "_check", "_command_line", "_plan_files", "_second_step", "_training_log"),
         ("_runtime",),
         ("_handle",),
         ("",),
