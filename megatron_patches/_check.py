@@ -13,7 +13,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from megatron_patches._rows.registry import Patch, PatchError, locate
+from packaging.version import Version
+
+from megatron_patches._rows.registry import Patch, PatchError, locate, misfit
 from megatron_patches._versions import SUPPORTED, is_in_range
 
 KNOWN_TARGETS: Final = Path(__file__).with_name("known_targets.json")
@@ -26,13 +28,13 @@ class State(Enum):
     HOLDS = "holds"
     NOT_NEEDED = "not for this version"
     CHANGED = "code changed: read it"
-    OTHER_ARGUMENTS = "BREAKS: other arguments"
+    OTHER_ARGUMENTS = "may break: other arguments"
     MISSING = "BREAKS: target is gone"
     EXISTS = "BREAKS: exists already"
 
     @property
     def breaks(self) -> bool:
-        """Return whether the row cannot be used as it is."""
+        """Return whether the row cannot be used, or not before it was read."""
         return self in (State.OTHER_ARGUMENTS, State.MISSING, State.EXISTS)
 
 
@@ -79,10 +81,10 @@ def _check(row: Patch, version: str, known: Mapping[str, Sequence[str]]) -> Find
         owner, name = locate(row, version)
     except PatchError as error:
         return Finding(row, State.MISSING, str(error.__cause__))
+    if fact := misfit(row, owner, name):
+        return Finding(row, State.EXISTS if row.is_new else State.MISSING, f"{owner.__name__}.{name} {fact}")
     if row.is_new:
-        return Finding(row, State.EXISTS if hasattr(owner, name) else State.HOLDS)
-    if not hasattr(owner, name):
-        return Finding(row, State.MISSING, f"{owner.__name__} has no {name!r}")
+        return Finding(row, State.HOLDS)
     return _compare(row, code_of(getattr(owner, name)), [Code(*code) for code in known.values()])
 
 
@@ -131,21 +133,24 @@ def _digest(source: str) -> str:
 def accept(rows: Iterable[Patch], version: str, path: Path = KNOWN_TARGETS) -> None:
     """Add the code of all targets in the installed version to the known ones: the rows were read against it."""
     known = {target: dict(codes) for target, codes in read_known(path).items()} if path.exists() else {}
+    release = Version(version).public  # without the commit that megatron-core adds in a clone
     for row in rows:
         if not row.is_new and is_in_range(version, row.versions):
             owner, name = locate(row, version)
-            known.setdefault(row.target, {})[version] = list(code_of(getattr(owner, name)))
+            known.setdefault(row.target, {})[release] = list(code_of(getattr(owner, name)))
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def table_of(findings: Sequence[Finding], version: str, place: str) -> str:
     """Return the findings as text, what breaks first."""
     order = sorted(findings, key=lambda each: (not each.state.breaks, each.state is not State.CHANGED, each.row.target))
-    lines = [f"{each.state.value:<26}{each.row.target}{_more(each)}" for each in order]
+    lines = [f"{each.state.value:<28}{each.row.target}{_more(each)}" for each in order]
     breaks = sum(each.state.breaks for each in findings)
-    return "\n".join([*lines, f"megatron-core {version} in {place}: {breaks} of {len(findings)} rows would break"])
+    return "\n".join(
+        [*lines, f"megatron-core {version} in {place}: {breaks} of {len(findings)} rows break or may break"]
+    )
 
 
 def _more(finding: Finding) -> str:
-    why = f"\n{'':<26}it is there because {finding.row.why}" if finding.state.breaks else ""
-    return (f"\n{'':<26}{finding.detail}" if finding.detail else "") + why
+    why = f"\n{'':<28}it is there because {finding.row.why}" if finding.state.breaks else ""
+    return (f"\n{'':<28}{finding.detail}" if finding.detail else "") + why

@@ -11,6 +11,7 @@ from megatron_patches._model.modules import canonical_names
 from megatron_patches._rows.fsdp import fsdp_rows
 from megatron_patches._rows.full_graphs import full_graph_rows
 from megatron_patches._rows.fused_wgrad import fused_wgrad_rows
+from megatron_patches._rows.host_claims import host_claim_rows
 from megatron_patches._rows.moe import moe_rows
 from megatron_patches._rows.overlap import overlap_rows
 from megatron_patches._rows.recompute import recompute_rows
@@ -157,6 +158,7 @@ def patch_rows(runtime: Runtime, take_over: TakeOver | None = None) -> list[Patc
         *full_graph_rows(runtime),
         *overlap_rows(runtime),
         *recompute_rows(runtime),
+        *host_claim_rows(runtime),
         *moe_rows(runtime),
         *fused_wgrad_rows(runtime),
         *fsdp_rows(runtime),

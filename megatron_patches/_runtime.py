@@ -19,6 +19,7 @@ from megatron_patches._model.candidates import check_plan, find_among, find_cand
 from megatron_patches._model.fsdp import gathered_weights
 from megatron_patches._model.gpu_budget import budget_bytes
 from megatron_patches._model.graphs import check_cuda_graphs, may_be_recorded
+from megatron_patches._model.host_claims import HostClaims
 from megatron_patches._model.modules import drop_parts
 from megatron_patches._model.peers import Peers
 from megatron_patches._model.recompute_options import RecomputeOptions
@@ -93,6 +94,7 @@ class ModelRuntime:
         self._num_models = 0
         self.mistake: Exception | None = None  # of the user: the last error that refused settings or a model
         self._training_log = TrainingLog(lambda: self.latest_engine)
+        self.host_claims: HostClaims = HostClaims()
         self._running: Attachment | None = None
         self.captures: Captures = Captures(self._attachments, self._set_running)
         self._latest: weakref.ref[Attachment] | None = None
@@ -134,7 +136,7 @@ class ModelRuntime:
         return running.engine if running is not None and running.engine.is_active else None
 
     def record_recomputed_from(self, checkpoint: object, function: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        """Record that `checkpoint` has saved detached copies of `tensors` in the running step, to run `function`."""
+        """Record that `checkpoint` has saved `tensors`, or detached copies, in the running step, to run `function`."""
         if self._running is not None:
             self._running.held.note_recomputed_from(tensors)
             self._running.recomputed.note(checkpoint, function, tensors)
@@ -193,11 +195,11 @@ class ModelRuntime:
         attachment, actions = attached.attachment, step.order(step.config)
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
-        refused = _refusals(attached.settings)
+        attachment.engine.pool.spare(self.host_claims.nbytes())
         outer, self._running = self._running, attachment  # a step of one model in a forward of another
         try:
             with (
-                self._noting_mistakes(refused),
+                self._noting_mistakes(_refusals(attached.settings)),
                 attachment.engine.iteration(actions, attachment.weights, is_combined=is_combined),
             ):
                 with attachment.left_after_errors():  # before the engine resets, which takes hooks off
@@ -228,8 +230,7 @@ class ModelRuntime:
 
         They wait for this rank. In the second one it may have to log what they have recorded.
         """
-        known = self._known_as_off.get(step.chunks[0])
-        if known is not None:
+        if (known := self._known_as_off.get(step.chunks[0])) is not None:
             return None if known.is_over else self._followed_by(known)
         if self._defaults.is_taken_over:
             logger.warning(

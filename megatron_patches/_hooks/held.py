@@ -9,10 +9,10 @@ later, nor if CUDA graphs capture layers: the output of a graph is memory that i
 1. The input of a chunk's decoder. The schedule keeps the received tensor until the backward of that chunk and reads
    only its gradient; without a pipeline `GPTModel.forward` keeps the embeddings while it computes the loss. The first
    layer is the last reader.
-2. The tensors that `CheckpointWithoutOutput` recomputes from. It saves detached leaves, which autograd keeps together
-   with the node that accumulates their gradient. The enclosing layer is the last reader, in a residual connection. It
-   may be a layer inside an MTP layer, whose own input and norms are never recomputed in this way; under the all-to-all
-   overlap it is a node that runs attention.
+2. The tensors that `CheckpointWithoutOutput` recomputes from. Before 0.20 it saves detached leaves, which autograd
+   keeps together with the node that accumulates their gradient. The enclosing layer is the last reader, in a residual
+   connection. It may be a layer inside an MTP layer, whose own input and norms are never recomputed in this way; under
+   the all-to-all overlap it is a node that runs attention.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 
 from megatron_patches._model.graphs import is_captured_by_te
 from megatron_patches._model.sites import is_megatron_cores
+from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import OffloadEngine
 from offload_engine._compat import torch_private
 
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 _KNOWN = ("megatron.core.", "megatron_patches.", "torch.", "transformer_engine.")
 # Hooks on all modules that keep none: those of a recorded step, whose memory is to be that of any other step.
 _RECORDING = "offload_engine."
+_DETACHES = "<0.20"
+"""Versions in which `CheckpointWithoutOutput` saves detached copies; later ones save the tensors themselves."""
 
 
 class HeldTensors:
@@ -44,6 +47,7 @@ class HeldTensors:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine: OffloadEngine = engine
+        self._has_copies: bool = is_in_range(installed_version(), _DETACHES)
         self._has_other_readers: bool | None = None  # in the running step; None: not determined yet
         self._is_others: bool = False  # a chunk, decoder or layer is not megatron-core's, or is captured in a graph
         self._is_logged: bool = False
@@ -115,8 +119,8 @@ class HeldTensors:
             self._declare([], recomputed_from)
 
     def note_recomputed_from(self, tensors: Iterable[Any]) -> None:
-        """Called when `CheckpointWithoutOutput` has saved detached copies of `tensors`."""
-        if self._recomputed_from is not None:
+        """Called when `CheckpointWithoutOutput` has saved `tensors`, or detached copies of them."""
+        if self._recomputed_from is not None and self._has_copies:
             leaves = (t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad)
             self._recomputed_from += (t for t in leaves if not isinstance(t, torch.nn.Parameter))
 

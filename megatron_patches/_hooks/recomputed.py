@@ -32,6 +32,7 @@ class RecomputedInputs:
     def __init__(self) -> None:
         self._of_checkpoints: _ByModule = weakref.WeakKeyDictionary()
         self._of_discarding: _ByModule = weakref.WeakKeyDictionary()
+        self._of_projections: _ByModule = weakref.WeakKeyDictionary()  # of mixers that discard more than their output
         self._inputs: weakref.WeakKeyDictionary[object, _Noted] = weakref.WeakKeyDictionary()
         """Of `CheckpointWithoutOutput` objects in the running forward."""
 
@@ -51,6 +52,8 @@ class RecomputedInputs:
                 self._of_discarding[modules[owner]] = bracket
             elif value == "moe_act" and f".{owner}".endswith(f".{EXPERTS}"):
                 self._of_discarding[modules[owner]] = bracket
+            elif value == "gdp_in_proj":
+                self._of_projections[modules[owner]] = bracket
             elif value in ("core_attn", "mlp", "moe"):
                 self._of_checkpoints[modules[owner]] = bracket
             elif value == "shared_experts":
@@ -63,7 +66,8 @@ class RecomputedInputs:
 
     def note(self, checkpoint: object, function: Any, inputs: Iterable[Any]) -> None:
         """Note the inputs that a `CheckpointWithoutOutput` object has saved; it runs `function` again."""
-        bracket = self._find(self._of_discarding, function)
+        is_projection = _name_of(function) == _PROJECTION
+        bracket = self._find(self._of_projections if is_projection else self._of_discarding, function)
         if bracket is not None:
             self._inputs[checkpoint] = bracket, [t for t in inputs if isinstance(t, torch.Tensor)]
 
@@ -88,14 +92,26 @@ class RecomputedInputs:
         return None if owner is None else brackets.get(owner)
 
 
+_PROJECTION = "_in_proj_preprocess"
+"""Of a GatedDeltaProduct mixer. What it recomputes later is another method of the mixer."""
+
 _ByModule = weakref.WeakKeyDictionary[torch.nn.Module, GroupBracket]
 _Noted = tuple[GroupBracket, list[torch.Tensor]]
 
 
-def _module_of(function: Any) -> torch.nn.Module | None:
-    """Return the module that a function is, or a method or a closure of which it is."""
+def _name_of(function: Any) -> str:
+    return getattr(_without_arguments(function), "__name__", "")
+
+
+def _without_arguments(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def _module_of(function: Any) -> torch.nn.Module | None:
+    """Return the module that a function is, or a method or a closure of which it is."""
+    function = _without_arguments(function)
     owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     if owner is None and (closure := getattr(function, "__closure__", None)):
         names = function.__code__.co_freevars

@@ -44,6 +44,9 @@ class ModuleRow:
     parts: tuple[str, ...] = ()
     """Names inside this one. Given together, this one's groups hold their tensors too."""
 
+    only_in: str = ""
+    """Class of the module that the spans lie in, where others have submodules of the same names; "": any."""
+
     shares_with: tuple[str, ...] | None = None
     """The other names whose spans save, or may save, some of the same tensors; None: not known."""
 
@@ -80,6 +83,7 @@ _NORM = "layers with a norm module of their own"
 _MLA = "layers with multi-latent attention"
 _MTP = "a model with multi-token prediction (mtp_num_layers)"
 _MAMBA = "Mamba layers (HybridModel)"
+_GDP = "layers with a mixer of GatedDeltaProduct (HybridModel, from 0.20 on)"
 
 # In the order in which a layer runs them, which decides which groups of a chunk come last.
 MODULES: tuple[ModuleRow, ...] = (
@@ -88,6 +92,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="the input of the layer (with full recomputation: all that is saved)",
         spans=_calls("input_layernorm"),
         recomputed_by=("layernorm",),
+        discarded_by=("mhc",),
         input_of=("layernorm",),
         parts=("attn_norm",),
         shares_with=("attn_norm", "self_attn", "qkv_linear", "mla_down_proj"),
@@ -99,6 +104,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the norm before attention",
         spans=_calls("input_layernorm"),
         recomputed_by=("layernorm",),
+        discarded_by=("mhc",),
         input_of=("layernorm",),
         shares_with=("layer_input", "self_attn", "qkv_linear", "mla_down_proj"),
         where=_NORM,
@@ -173,6 +179,7 @@ MODULES: tuple[ModuleRow, ...] = (
         saves="input of the norm before the MLP or the experts",
         spans=_calls("pre_mlp_layernorm"),
         recomputed_by=("layernorm",),
+        discarded_by=("mhc",),
         input_of=("layernorm",),
         shares_with=("mlp_fc1", "shared_experts", "shared_fc1", "router", DISPATCH),
         where=_NORM,
@@ -286,16 +293,26 @@ MODULES: tuple[ModuleRow, ...] = (
     ),
     ModuleRow(
         name="mamba_mixer",
-        saves="all that the mixer saves: the next two, and what lies between",
+        saves="all that the mixer saves: the next three, and what lies between",
         spans=_calls("mixer"),
-        parts=("mamba_in_proj", "mamba_out_proj"),
+        parts=("mamba_in_proj", "gdp_qkv", "mamba_out_proj"),
         where=_MAMBA,
     ),
     ModuleRow(
         name="mamba_in_proj",
         saves="input of the mixer's first projection",
         spans=_calls("mixer.in_proj"),
+        recomputed_by=("gdp_in_proj",),
+        input_of=("gdp_in_proj",),
         where=_MAMBA,
+    ),
+    ModuleRow(
+        name="gdp_qkv",
+        saves="what the convolution, the preparation of query, key and value, and the kernel of GatedDeltaProduct save",
+        spans=(Span("mixer.in_proj", "mixer.norm"),),
+        only_in="GatedDeltaProductMixer",
+        discarded_by=("gdp_in_proj",),
+        where=_GDP,
     ),
     ModuleRow(
         name="mamba_out_proj",

@@ -166,8 +166,12 @@ def sites_in_layer(row: ModuleRow, modules: dict[str, torch.nn.Module]) -> Itera
             if match is None or _is_identity(module):
                 continue
             until = span.until.replace("*", match[1]) if span.until and match.groups() else span.until
-            if until is None or until in modules:
+            if (until is None or until in modules) and _lies_in(row.only_in, modules.get(path.rpartition(".")[0])):
                 yield Site(row.name, path, until), int(match[1]) if match.groups() else -1
+
+
+def _lies_in(class_name: str, owner: torch.nn.Module | None) -> bool:
+    return not class_name or (owner is not None and class_behind_fsdp(owner).__name__ == class_name)
 
 
 def _under(prefix: str, site: Site) -> Site:

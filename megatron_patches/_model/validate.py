@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from megatron_patches._model.modules import MODULES, ModuleRow, drop_parts, row_of, whole_of
 from megatron_patches._model.sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
 from offload_engine import IterationStats, OffloadConfig, ResidentBudget
+
+logger = logging.getLogger(__name__)
 
 _UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",
@@ -117,9 +120,13 @@ def check_host_limit(
 ) -> None:
     """Reject a host limit that cannot hold even the smallest useful group: one hidden activation.
 
+    Without a limit warn of host memory that megatron-core will take later, and of which nobody knows how much.
+
     Raises:
         ValueError: if it cannot; names both sizes.
     """
+    if limit_bytes is None:
+        _warn_of_spilled_stash(config)
     if limit_bytes is None or not seq_length or not micro_batch_size:  # without a pipeline they may not be given
         return
     need = hidden_bytes(config, seq_length, micro_batch_size)
@@ -128,6 +135,16 @@ def check_host_limit(
             f"offload_host_limit_bytes={limit_bytes:,} cannot hold one hidden activation of {need:,} bytes "
             f"(sequence {seq_length} x micro batch {micro_batch_size} x hidden {config.hidden_size}): nothing could "
             "be offloaded. Raise the limit."
+        )
+
+
+def _warn_of_spilled_stash(config: Any) -> None:
+    factor = getattr(config, "moe_paged_stash_buffer_size_factor_cpu", 0.0)
+    if factor and getattr(config, "moe_paged_stash", False):
+        logger.warning(
+            "moe_paged_stash_buffer_size_factor_cpu=%g pins host memory after the first step, when offload has taken "
+            "what it needs: give offload_host_limit_bytes (--offload-host-limit-bytes), so that there is room for both",
+            factor,
         )
 
 

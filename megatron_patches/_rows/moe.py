@@ -2,15 +2,15 @@
 """Rows for MoE layers: small reads of the device by the host do not queue behind copies of activations.
 
 A copy of a few bytes waits for the copy engine, which serves activations first in, first out. On the training path of
-megatron-core 0.16.1 and 0.19.2 the host reads the device
+megatron-core 0.16.1, 0.19.2 and 0.20 the host reads the device
 
 - in the alltoall dispatcher: split sizes and token counts in `maybe_move_tensor_to_cpu`, started on a stream of their
   own as soon as they are known and waited for in front of the all-to-all; before 0.17 once more in an unfused `permute`
   (`masked_select` needs its number of results). A read by a kernel needs no stream of its own: it is queued on the
   stream that computes the split sizes;
 - in the allgather dispatcher: `.cpu()`, `.item()` and `masked_select` in `dispatch_postprocess`;
-- in the flex dispatcher: boolean masks in DeepEP's `_indices_to_multihot`; `.item()` in `_NCCLEPManager` and, with
-  padded inputs, in `_HybridEPManager`;
+- in the flex dispatcher: boolean masks in DeepEP's `_indices_to_multihot`; `.item()` in `_NCCLEPManager` (before 0.20)
+  and, with padded inputs, in `_HybridEPManager`;
 - in the experts: `.tolist()` of the token counts, which the last two leave on the device.
 
 Each has a row. Reads of tensors already on the host (every other `.tolist()` and `.item()`) need none, and reads in the
@@ -83,8 +83,11 @@ def moe_rows(runtime: Runtime) -> list[Patch]:
 _READERS = (
     ("MoEAllGatherTokenDispatcher.dispatch_postprocess", ">=0.16"),
     ("_HybridEPManager.setup_metadata", ">=0.19"),
-    ("_NCCLEPManager.get_permuted_hidden_states_by_experts", ">=0.19"),
+    ("_NCCLEPManager.get_permuted_hidden_states_by_experts", ">=0.19,<0.20"),
 )
+
+_READ_BY_THE_DEVICE = ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor")
+"""Settings with which the experts of TransformerEngine take the counts where they are."""
 
 
 def multihot(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,8 +179,7 @@ def _wrap_experts(original: Callable[..., Any], *, runtime: Runtime) -> Callable
     @functools.wraps(original)
     def forward(self: Any, hidden: Any, tokens_per_expert: Any, *args: Any, **kwargs: Any) -> Any:
         engine = runtime.running_engine
-        # TransformerEngine's fused experts take the counts on the device and never read them on the host
-        if engine is not None and not getattr(self.config, "use_transformer_engine_op_fuser", False):
+        if engine is not None and not any(getattr(self.config, name, False) for name in _READ_BY_THE_DEVICE):
             tokens_per_expert = read_now(tokens_per_expert, engine)
         return original(self, hidden, tokens_per_expert, *args, **kwargs)
 

@@ -21,8 +21,8 @@ def recompute_rows(runtime: Runtime) -> list[Patch]:
         Patch(
             target=f"{_DISCARDING}.checkpoint",
             wrapper=functools.partial(_wrap_discarding_checkpoint, runtime=runtime),
-            why="its outputs are discarded on purpose and computed again: there would be nothing to copy. And it "
-            "keeps detached copies of its inputs, which are not read before backward",
+            why="its outputs are discarded on purpose and computed again: there would be nothing to copy. And, "
+            "before 0.20, it keeps detached copies of its inputs, which are not read before backward",
         ),
         Patch(
             target=f"{_DISCARDING}.discard_output_and_register_recompute",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_patches._versions import SUPPORTED, installed_version, is_in_range
+from megatron_patches._versions import SUPPORTED, described, installed_version, is_in_range
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +144,8 @@ def _install(row: Patch, version: str) -> _Installed:
     in_force = _book(owner).get(name, ())
     if _key(row) in in_force:
         raise PatchError(f"already in force: {row}. Remove it before applying it again.")
-    if row.is_new == hasattr(owner, name):
-        fact = "exists already" if row.is_new else "does not exist"
-        raise PatchError(f"{row.target} {fact} in megatron-core {version}; the patch is for: {row.why}")
+    if fact := misfit(row, owner, name):
+        raise PatchError(f"{row.target} {fact} in {described(version)}; the patch is for: {row.why}")
     is_own = name in vars(owner)
     before = vars(owner)[name] if is_own else None
     setattr(owner, name, _replacement(row, owner, name, before))
@@ -172,9 +171,22 @@ def locate(row: Patch, version: str) -> tuple[Any, str]:
             owner = getattr(owner, part)
     except (ImportError, AttributeError) as error:
         raise PatchError(
-            f"{row.target} cannot be found in megatron-core {version} ({error}); the patch is for: {row.why}"
+            f"{row.target} cannot be found in {described(version)} ({error}); the patch is for: {row.why}"
         ) from error
     return owner, name
+
+
+def misfit(row: Patch, owner: Any, name: str) -> str | None:
+    """Return what is wrong with the attribute that a row is for, as a predicate; None: nothing.
+
+    Args:
+        row: of the table.
+        owner: see `locate`.
+        name: of the attribute.
+    """
+    if row.is_new == hasattr(owner, name):
+        return "exists already" if row.is_new else "does not exist"
+    return None
 
 
 def _key(row: Patch) -> tuple[str, str]:

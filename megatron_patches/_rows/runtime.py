@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from megatron_patches._hooks.bracket import GroupBracket
+from megatron_patches._model.host_claims import HostClaims
 from offload_engine import Action, OffloadEngine
 
 
@@ -57,6 +58,9 @@ class Captures(Protocol):
 class Runtime(Protocol):
     """The running training step, as far as rows need it."""
 
+    host_claims: HostClaims
+    """What optimizers on the CPU will take of host memory."""
+
     @property
     def running_engine(self) -> OffloadEngine | None:
         """Return the engine of the running training step; None outside a step."""
@@ -84,7 +88,7 @@ class Runtime(Protocol):
         """Run the forward of one node of a plan, on the stream of the node; return its outputs."""
 
     def record_recomputed_from(self, checkpoint: object, function: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        """Record that `checkpoint` has saved detached copies of `tensors` in the running step, to run `function`."""
+        """Record that `checkpoint` has saved `tensors`, or detached copies, in the running step, to run `function`."""
 
     def offload_recomputed_from(self, checkpoint: object, recomputed_behind: torch.Tensor) -> None:
         """Offload what `checkpoint` has saved, if that was asked for.

@@ -85,12 +85,12 @@ def _stage_groups(kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return the groups of the ranks with other data, another part of the context, or of each tensor."""
     from megatron.core import parallel_state
 
-    if not parallel_state.is_initialized():
-        return ()
     collection = kwargs.get("pg_collection")
-    data = getattr(collection, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
-    tensor = getattr(collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
-    return data, tensor
+    data, tensor = (getattr(collection, name, None) for name in ("dp_cp", "tp"))
+    if parallel_state.is_initialized():
+        data = data or parallel_state.get_data_parallel_group(with_context_parallel=True)
+        tensor = tensor or parallel_state.get_tensor_model_parallel_group()
+    return tuple(group for group in (data, tensor) if group is not None)
 
 
 def _sequential(shape: _Shape) -> list[Action]:

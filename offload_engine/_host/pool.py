@@ -117,6 +117,10 @@ class HostPool:
         """Return the bytes of all slabs, lent or not."""
         return self._slabs.nbytes
 
+    def spare(self, nbytes: int) -> None:
+        """Leave `nbytes` of what is free to other code of the process, unless there is a limit."""
+        self._slabs.spared_bytes = nbytes
+
     @property
     def room_bytes(self) -> int:
         """Return the most bytes that one lease could get now."""

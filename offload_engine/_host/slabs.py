@@ -31,12 +31,14 @@ class HostSlabs:
         by_index: the open slabs, by the index that extents have.
         free: the bytes that are not lent.
         nbytes: of all slabs.
+        spared_bytes: free bytes that are left to others, if there is no limit.
     """
 
     def __init__(self, device: Device, limit_bytes: int | None, unawaited: UnawaitedCopies) -> None:
         self.by_index: dict[int, HostSlab] = {}
         self.free: FreeExtents = FreeExtents(device.is_complete, unawaited)
         self.nbytes: int = 0
+        self.spared_bytes: int = 0
         self._device = device
         self._alignment: int = device.host_alignment
         self._limit_bytes = limit_bytes
@@ -51,7 +53,7 @@ class HostSlabs:
         """Return how many more slab bytes the limit allows."""
         limit = self._limit_bytes
         if limit is None:
-            limit = int(DEFAULT_SHARE * (self.nbytes + self._device.free_host_bytes()))
+            limit = int(DEFAULT_SHARE * (self.nbytes + self._device.free_host_bytes() - self.spared_bytes))
         return max(0, limit - self.nbytes) & -self._alignment
 
     def grow(self, need: int, smallest: int) -> bool:
@@ -95,7 +97,9 @@ class HostSlabs:
         """Return new books without slabs; what this object has counts for their limit."""
         limit = self._limit_bytes
         left = None if limit is None else max(0, limit - self.nbytes)
-        return HostSlabs(self._device, left, self._unawaited)
+        successor = HostSlabs(self._device, left, self._unawaited)
+        successor.spared_bytes = self.spared_bytes
+        return successor
 
     def give_up(self, nbytes: int) -> None:
         """Lower the limit, if there is one, by what another object has."""

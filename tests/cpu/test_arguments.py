@@ -359,7 +359,7 @@ def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(app
 
 def test_unsupported_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> str:
-        raise RuntimeError("megatron-core 0.15.0 is not supported: the patches know >=0.16.1,<0.20")
+        raise RuntimeError("megatron-core 0.15.0 is not supported: the patches know >=0.16.1,<0.21")
 
     monkeypatch.setattr(handle_module, "check_supported", refuse)
     with pytest.raises(RuntimeError, match="0.15.0 is not supported"):

@@ -81,6 +81,18 @@ def test_host_bytes_taken_by_others_are_not_available(left_bytes: int, monkeypat
     assert pool.lend(128) is None and not device.slabs
 
 
+def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
+    pool, device = make_pool(told_free_bytes=1000)
+    pool.spare(500)
+    assert pool.lend(401) is None and pool.lend(400)  # four fifths of the other half
+    device.told_free_bytes = 500
+    pool.spare(0)  # they have been taken
+    assert pool.lend(1) is None
+    limited, _ = make_pool(limit_bytes=1000, told_free_bytes=1000)
+    limited.spare(500)
+    assert limited.lend(1000)
+
+
 class CheckedPool:
     """A pool whose every lease is compared with all others, and with the events of the bytes' earlier users."""
 

@@ -134,7 +134,7 @@ LAYERS = {
     ),
     "megatron_patches": (
         ("_take_over", "_versions"),
-        ("_model", "_model.modules", "_model.whole_steps"),
+        ("_model", "_model.modules", "_model.whole_steps", "_model.host_claims"),
         ("_model.sites", "_thresholds"),
         ("_flags",),
         (
@@ -160,6 +160,7 @@ LAYERS = {
             "_rows.moe",
             "_rows.fused_wgrad",
             "_rows.fsdp",
+            "_rows.host_claims",
             "_rows.without_gpu",
         ),
         ("_rows.cpu_fsdp",),

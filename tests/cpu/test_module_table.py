@@ -34,7 +34,8 @@ USER_NAMES = "core_attn core_attention qkv_linear attn_linear router_fc1 router_
 MEGATRON_NAMES = "attn_norm qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act"
 OWN_NAMES = (
     "mlp_fc1 mlp_act mlp_fc2 router layer_input dispatched_tokens experts fused_group_mlp mla_down_proj mla_up_proj "
-    "qk_norm mtp_norm mtp_proj mamba_mixer mamba_in_proj mamba_out_proj expert_fc2 shared_experts"
+    "qk_norm mtp_norm mtp_proj mamba_mixer mamba_in_proj mamba_out_proj gdp_qkv expert_fc2 "
+    "shared_experts"
 )
 
 
@@ -116,6 +117,7 @@ def test_parts_of_a_requested_name_are_left_out() -> None:
 
 def test_recompute_modules_and_parts_exist() -> None:
     known = {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
+    known |= {"gdp_in_proj", "mhc"}
     for row in MODULES:
         assert {*row.recomputed_by, *row.discarded_by, *row.input_of} <= known
         assert {*row.input_of} <= {*row.recomputed_by}
@@ -268,12 +270,14 @@ def test_latent_projections_have_names_of_their_own_and_a_common_one() -> None:
 
 
 def test_mamba_layers() -> None:
-    layer = _other(MambaLayer, "norm", "mixer", "mixer.in_proj", "mixer.out_proj")
+    layer = _other(MambaLayer, "norm", "mixer", "mixer.in_proj", "mixer.norm", "mixer.out_proj")
     counts = survey([torch.nn.Sequential(layer)]).sites
     assert {name: count for name, count in counts.items() if count} == dict.fromkeys(
         ("mamba_mixer", "mamba_in_proj", "mamba_out_proj"), 1
     )
     assert count_layers(torch.nn.Sequential(layer, _Layer(*DENSE))) == 2
+    layer.mixer.__class__ = type("GatedDeltaProductMixer", (_Part,), {})
+    assert survey([torch.nn.Sequential(layer)]).sites["gdp_qkv"] == 1
 
 
 @pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])

@@ -222,9 +222,11 @@ def test_experts_get_the_token_counts_on_the_host(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(owner, "forward", lambda self, hidden, tokens_per_expert, probs: tokens_per_expert)
     counts, runner = on_device(torch.arange(4)), SimpleNamespace(running_engine=Reader())
     with apply_patches(moe_rows(runner)):
-        plain, fused = (SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=f)) for f in (False, 1))
+        plain = SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=False))
         assert owner.forward(plain, None, counts, None).tolist() == [0, 1, 2, 3]
-        assert owner.forward(fused, None, counts, None) is counts, "the fused experts take them on the device"
+        for name in ("use_transformer_engine_op_fuser", "moe_use_grouped_tensor"):
+            on_device_only = SimpleNamespace(config=SimpleNamespace(**{name: True}))
+            assert owner.forward(on_device_only, None, counts, None) is counts, "they take them on the device"
         assert owner.forward(plain, None, on_host := torch.arange(4), None) is on_host
         runner.running_engine = None
         assert owner.forward(plain, None, counts, None) is counts

@@ -6,12 +6,16 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_patches._rows.registry import Applied, Patch, PatchError, apply_patches
-from megatron_patches._versions import SUPPORTED, check_supported, installed_version, is_in_range
+from megatron_patches._versions import SUPPORTED, check_supported, checkout, installed_version, is_in_range
 
 VERSION = "0.17.0"
 
@@ -130,11 +134,33 @@ def test_a_row_needs_a_well_formed_target_and_a_reason() -> None:
 
 def test_ranges_and_the_supported_versions() -> None:
     assert is_in_range("0.19.2", SUPPORTED) and is_in_range("0.17.0rc1", SUPPORTED)
-    assert not is_in_range("0.16.0", SUPPORTED) and not is_in_range("0.20.0rc0", SUPPORTED)
+    assert not is_in_range("0.16.0", SUPPORTED) and not is_in_range("0.21.0rc0", SUPPORTED)
     assert check_supported("0.16.1") == "0.16.1"
-    for version in ("0.15.3", "0.16.0", "0.20.0", "1.0"):
-        with pytest.raises(RuntimeError, match=f"{version} is not supported.*>=0.16.1,<0.20"):
+    for version in ("0.15.3", "0.16.0", "0.21.0", "1.0"):
+        with pytest.raises(RuntimeError, match=f"{version} .*is not supported.*>=0.16.1,<0.21"):
             check_supported(version)
+
+
+def test_errors_tell_where_a_checkout_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    core = pytest.importorskip("megatron.core")
+    place = tmp_path / "Megatron-LM/megatron/core"
+    monkeypatch.setattr(core, "__path__", [str(place)])
+    gone = row("gone", why="the test needs it")
+    with pytest.raises(
+        RuntimeError, match=rf"0.99 \(imported from {place}\) is not.*a checkout, which hides"
+    ) as refused:
+        check_supported("0.99")
+    assert "pip" not in str(refused.value)
+    with pytest.raises(PatchError, match=rf"gone cannot be found in megatron-core {VERSION} \(imported from {place}\)"):
+        apply(gone)
+    monkeypatch.setattr(
+        metadata, "distribution", lambda name: SimpleNamespace(locate_file=lambda path: tmp_path / "Megatron-LM" / path)
+    )
+    assert checkout() is None
+    with pytest.raises(RuntimeError, match="0.99 is not supported.* pip install"):
+        check_supported("0.99")
+    monkeypatch.setattr(metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
+    assert checkout() == place
 
 
 def test_the_installed_megatron_core_is_a_supported_one() -> None:

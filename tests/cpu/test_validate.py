@@ -182,6 +182,15 @@ def test_bytes_of_a_hidden_activation() -> None:
     assert hidden_bytes(config(sequence_parallel=True, tensor_model_parallel_size=4), 16, 2) == 4 * 2 * 64 * 4
 
 
+def test_a_stash_that_spills_to_the_host_needs_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    spills = {"moe_paged_stash": True, "moe_paged_stash_buffer_size_factor_cpu": 0.8}
+    check_host_limit(config(**spills), 8192, 16, 2)
+    check_host_limit(config(moe_paged_stash=True), None, 16, 2)
+    assert not caplog.records
+    check_host_limit(config(**spills), None, 16, 2)
+    assert "moe_paged_stash_buffer_size_factor_cpu=0.8 pins host memory" in caplog.text
+
+
 def test_host_limit_below_one_activation() -> None:
     check_host_limit(config(), None, 16, 2)
     check_host_limit(config(), 1, None, None)  # without a pipeline megatron-core does not ask for them

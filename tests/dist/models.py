@@ -171,6 +171,13 @@ def _adapt(layer: ModuleSpec, config: TransformerConfig) -> None:
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
     if config.sequence_parallel:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if getattr(config, "enable_mhc_connections", False):
+        from megatron.core.transformer.hyper_connection import HyperConnectionModule
+        from megatron.core.transformer.transformer_layer import HyperConnectionTransformerLayer
+
+        layer.module = HyperConnectionTransformerLayer
+        layer.submodules.self_attention_hyper_connection = HyperConnectionModule
+        layer.submodules.mlp_hyper_connection = HyperConnectionModule
 
 
 def _hybrid(config: TransformerConfig, stage: int | None, **common: Any) -> torch.nn.Module:

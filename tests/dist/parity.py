@@ -15,9 +15,14 @@ from megatron_patches._hooks.attach import last_of_each_name
 from megatron_patches._model.modules import canonical_names, drop_parts
 from megatron_patches._model.sites import count_layers, find_sites
 from megatron_patches._rows.runtime import unwrap
+from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
 from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
 from tests.dist.tiny import fingerprint, make_chunks, make_config, run
+
+SAVES_COPIES = is_in_range(installed_version(), "<0.20")
+"""Whether `CheckpointWithoutOutput` saves detached copies of its inputs, and not the inputs themselves. Without copies
+nothing keeps them, and nothing is emptied in place."""
 
 EXPERTS = ["router_fc1", "moe_act", "router_fc2"]
 

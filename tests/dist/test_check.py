@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 from megatron_patches._arguments import Settings  # noqa: E402
-from megatron_patches._check import State, check_rows, read_known, table_of  # noqa: E402
+from megatron_patches._check import State, accept, check_rows, read_known, table_of  # noqa: E402
 from megatron_patches._handle import patch_rows  # noqa: E402
 from megatron_patches._rows.registry import Patch  # noqa: E402
 from megatron_patches._runtime import ModelRuntime  # noqa: E402
@@ -52,9 +54,9 @@ def test_what_would_break_is_named_and_ends_the_command_with_1(
     with pytest.raises(SystemExit) as ended:
         main(["--check"])
     first, detail, why, *_, last = capsys.readouterr().out.splitlines()
-    assert ended.value.code == 1 and first.split() == ["BREAKS:", "other", "arguments", SCHEDULE]
+    assert ended.value.code == 1 and first.split() == ["may", "break:", "other", "arguments", SCHEDULE]
     assert "is now (model, num_microbatches)" in detail and "the order of the chunks" in why
-    assert last.endswith(f"1 of {len(rows())} rows would break")
+    assert last.endswith(f"1 of {len(rows())} rows break or may break")
     monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
     assert state_of(SCHEDULE) is State.MISSING
 
@@ -67,8 +69,8 @@ def test_other_code_with_the_same_arguments_is_to_be_read() -> None:
     found = [each for each in check_rows(rows(), installed_version(), known) if each.row.target == SCHEDULE]
     assert [each.state for each in found] == [State.CHANGED]
     assert table_of(found, "0.1", "here").splitlines() == [
-        f"{State.CHANGED.value:<26}{SCHEDULE}",
-        "megatron-core 0.1 in here: 0 of 1 rows would break",
+        f"{State.CHANGED.value:<28}{SCHEDULE}",
+        "megatron-core 0.1 in here: 0 of 1 rows break or may break",
     ]
 
 
@@ -77,3 +79,11 @@ def test_rows_of_other_versions_are_not_needed_and_new_ones_must_not_exist() -> 
     [other] = check_rows([dataclasses.replace(schedule, versions="<0.1")], installed_version(), {})
     [new] = check_rows([dataclasses.replace(schedule, is_new=True)], installed_version(), {})
     assert (other.state, new.state) == (State.NOT_NEEDED, State.EXISTS)
+
+
+def test_accepted_code_is_kept_by_release(tmp_path: Path) -> None:
+    """In a clone the version has the commit, of whatever repository the working directory is in."""
+    accept(rows(), f"{Version(installed_version()).public}+0123abc", tmp_path / "known.json")
+    versions = {version for codes in read_known(tmp_path / "known.json").values() for version in codes}
+    assert versions == {Version(installed_version()).public}
+    assert not any("+" in version for codes in read_known().values() for version in codes)

@@ -159,7 +159,7 @@ def _left_to_move(kind: str, settings: dict[str, Any]) -> list[str]:
     config = SimpleNamespace(**{**defaults, **settings})
     names = []
     for row in MODULES:
-        has = _can_have(config, row) and not row.name.startswith("mamba_")
+        has = _can_have(config, row) and not row.name.startswith(("mamba_", "gdp_"))
         if row.name == "qk_norm":
             has = config.multi_latent_attention
         if has and not is_refused(config, row.name, frozenset(BLOCKS.values())):

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixers of GatedDeltaProduct, with stand-ins for the kernels of FLA and mamba_ssm, which need a GPU: the same bits."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch  # noqa: E402
+from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: E402
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+
+from offload_engine import IterationStats  # noqa: E402
+from tests.dist.launch import run_ranks  # noqa: E402
+from tests.dist.models import HYBRID  # noqa: E402
+from tests.dist.names import is_refused  # noqa: E402
+from tests.dist.parity import Case, run_with, run_without  # noqa: E402
+from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not find_spec("megatron.core.ssm.gated_delta_product"), reason="before 0.20 there is no such mixer"
+)
+
+NUM_MICROBATCHES = 2
+SETTINGS: dict[str, Any] = dict(
+    **HYBRID,
+    mamba_num_heads=4,
+    mamba_head_dim=8,
+    mamba_num_groups=2,
+    mamba_state_dim=4,
+    gdp_num_householder=2,
+)
+
+
+class GatedNorm(torch.nn.Module):
+    """In place of mamba_ssm's, whose base class is a mock without it."""
+
+    def __init__(self, size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, values: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        gated = values * torch.nn.functional.silu(gates)
+        return torch.nn.functional.rms_norm(gated, gated.shape[-1:], self.weight, self.eps)
+
+
+def kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    num_householder: int,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Mix the sequence with the shapes of FLA's kernel, and save what it saves."""
+    each = (*q.shape[:2], num_householder, q.shape[2], -1)  # batch, sequence, reflection, head
+    scores = (q.unsqueeze(2) * k.view(each)).sum(-1, keepdim=True)
+    mixed = (v.view(each) * beta.view(each) * scores).sum(2) * g.exp().unsqueeze(-1)
+    return mixed.cumsum(1), None
+
+
+def with_mixers(chunk: torch.nn.Module) -> None:
+    """Give each Mamba layer such a mixer."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm import gated_delta_product as core
+
+    submodules = core.GatedDeltaProductMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    stand_ins = dict(
+        HAVE_MAMBA_SSM=True,
+        HAVE_FLA=True,
+        ExtendedRMSNorm=GatedNorm,
+        chunk_gated_delta_product=kernel,
+        check_fla_sequence_packing_support=lambda: (True, ""),
+        get_cuda_rng_tracker=lambda: SimpleNamespace(fork=nullcontext),
+    )
+    with mock.patch.multiple(core, create=True, **stand_ins), mock.patch("torch.cuda.current_device", lambda: "cpu"):
+        for layer in chunk.modules():
+            if isinstance(layer, MambaLayer):
+                layer.mixer = core.GatedDeltaProductMixer(
+                    layer.config,
+                    submodules,
+                    layer.config.hidden_size,
+                    layer_number=layer.layer_number,
+                    pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+                )
+    core.l2_norm = torch.nn.functional.normalize
+
+
+INPUT = SEQUENCE * MICRO_BATCH * HIDDEN * 4
+"""Bytes of what a projection reads; the mixer's inner size is the hidden size."""
+
+PROJECTED = INPUT * 132 // HIDDEN
+"""Bytes of what the first projection writes, which the convolution saves."""
+
+
+@pytest.mark.parametrize(
+    ("names", "recomputed"),
+    [
+        (["mamba_in_proj", "gdp_qkv", "mamba_out_proj"], []),
+        (["gdp_qkv"], ["gdp_qkv"]),
+        (["mamba_mixer"], ["gdp_qkv", "gdp_in_proj"]),
+        (["mamba_in_proj"], ["gdp_in_proj", "gdp_qkv"]),
+        (["mamba_in_proj", "mamba_out_proj"], ["gdp_qkv"]),
+    ],
+    ids=str,
+)
+def test_parity(names: list[str], recomputed: list[str]) -> None:
+    (stats,) = run_ranks(_check, names, recomputed)
+    assert stats.copied_in_bytes == stats.copied_out_bytes == stats.managed_bytes
+    if {*names} <= {"mamba_in_proj", "mamba_out_proj"}:
+        assert stats.copied_out_bytes == NUM_MICROBATCHES * len(names) * INPUT
+    else:
+        assert stats.copied_out_bytes > NUM_MICROBATCHES * PROJECTED
+
+
+def test_what_is_recomputed_moves_less() -> None:
+    (plain,), (recomputed,) = (run_ranks(_check, ["gdp_qkv"], modules) for modules in ([], ["gdp_qkv"]))
+    assert recomputed.copied_out_bytes < plain.copied_out_bytes
+    assert recomputed.prefetch_misses == 0  # its input is back before the recomputation asks for it
+
+
+def test_what_the_first_projection_writes_cannot_move_where_it_is_recomputed() -> None:
+    recomputing = SimpleNamespace(recompute_granularity="selective", recompute_modules=["gdp_in_proj"])
+    assert is_refused(recomputing, "gdp_qkv", frozenset())
+    assert not is_refused(recomputing, "mamba_in_proj", frozenset())
+
+
+def _check(names: list[str], recomputed: list[str]) -> IterationStats:
+    gc.disable()
+    recompute = {"recompute_granularity": "selective", "recompute_modules": recomputed} if recomputed else {}
+    case = Case("moe", names, settings={**SETTINGS, **recompute}, change=with_mixers)
+    (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]))
+    return stats
