@@ -167,7 +167,7 @@ def test_alone_a_process_may_have_all(node: Node) -> None:
 
 def test_files_of_several_processes_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a disk the files of others are not known: each takes its share of what is left."""
-    disk = 1 << 30
+    disk = 64 << 20
     taken = 0
     monkeypatch.setattr("offload_engine._devices.cpu.free_bytes", lambda _: disk - taken)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -204,7 +204,7 @@ def _held_by_siblings() -> int:
 def test_real_processes_see_each_other() -> None:
     nbytes = 64 << 20
     for before, after, share in run_ranks(_hold_and_look, nbytes, world_size=3, pipeline=PlainGroup()):
-        assert 2 * nbytes <= after - before < 3 * nbytes
+        assert 1.9 * nbytes < after - before < 3 * nbytes
         assert 0 < share < available_host_bytes() / 2  # a third, less what it holds
 
 
