@@ -8,12 +8,14 @@ from pathlib import Path
 from tests.conftest import COMPAT
 
 DIST = Path(__file__).parents[1] / "dist"
-# Their subject is the engine's own decisions, torch, or what other tests cover with each version of megatron-core.
+# Their subject is the engine's own decisions, torch, what a later megatron-core brought, or what other tests cover with
+# each version of it.
 WITH_ONE_VERSION = {
     f"test_{name}"
     for name in (
-        "bad_input budget_agreement budget_layouts budget_recompute frozen_weights fsdp fsdp_example gpu_budget "
-        "megatron_fsdp pipelining plan_command planned second_step torch_fsdp2 trainer turn_around waiting_copies"
+        "bad_input budget_agreement budget_layouts budget_recompute frozen_weights fsdp fsdp_example "
+        "gated_delta_product gpu_budget hyper_connections many_nodes megatron_fsdp optimizer_offload pipelining "
+        "plan_command planned second_step torch_fsdp2 trainer turn_around waiting_copies"
     ).split()
 }
 
