@@ -21,14 +21,16 @@ class CapturedTensor:
         saved: the storage.
         place: which of its bytes the tensor has.
         tensor: an alias of the tensor, with its version; None: its bytes have left.
+        original: the identity of the tensor.
     """
 
-    __slots__ = ("saved", "place", "tensor", "_version", "__weakref__")
+    __slots__ = ("saved", "place", "tensor", "original", "_version", "__weakref__")
 
     def __init__(self, tensor: torch.Tensor, found: Reads, saved: CapturedStorage) -> None:
         self.saved: CapturedStorage = saved
         self.place: Place = found[5]
         self.tensor: torch.Tensor | None = tensor.detach()
+        self.original: int = id(tensor)
         self._version: int = found[4]
         saved.add(self)
 
@@ -76,14 +78,18 @@ class CapturedStorage:
         return [handle for ref in self._handles if (handle := ref()) is not None]
 
     def may_leave(self) -> bool:
-        """Return whether a group has saved the bytes, and a backward reads what was saved."""
+        """Return whether a group has saved the bytes, a backward reads what was saved, and nothing else seems to."""
         handles = self.handles
-        return self.is_grouped and bool(handles) and not any(handle.is_modified for handle in handles)
+        if not (self.is_grouped and handles) or any(handle.is_modified for handle in handles):
+            return False
+        # Each alias holds its original, too, for derivatives in forward mode.
+        ours = len(handles) + len({handle.original for handle in handles})
+        return torch_private.use_count(self.key) <= ours  # more where a static output, say, holds the storage
 
     def leave(self, region: HostRegion) -> bool:
         """Drop the tensors, so that the next captures use the bytes again; return whether that has freed them.
 
-        Where others hold them, as a static output does, the tensors are back, and the storage stays.
+        Where others hold an original, the tensors are back, and the storage stays.
         """
         handles = self.handles
         tensors = [handle.tensor for handle in handles if handle.tensor is not None]

@@ -104,7 +104,7 @@ class Slots:
     def take(self, nbytes: int) -> tuple[torch.UntypedStorage, int]:
         """Return a storage for the running capture, and the number of the last capture that used its bytes, or -1."""
         if self._current is None:
-            free = (slot for slot in self._all if slot.is_free and slot.nbytes >= self._nbytes)
+            free = [slot for slot in self._all if slot.is_free and slot.nbytes >= self._nbytes]
             self._current = min(free, key=lambda slot: slot.last_used)
             self._current_after = self._current.last_used
         return self._current.take(nbytes, self._alignment), self._current_after

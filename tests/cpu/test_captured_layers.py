@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from offload_engine import OffloadConfig, OffloadEngine, OffloadError, group_commit
+from offload_engine._captured.saves import CapturedStorage, CapturedTensor
+from offload_engine._compat import reads
+from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
 from tests.graph_device import GraphDevice
 from tests.toy_graphs import GraphedChunk, Layer, ToyPool
@@ -136,17 +139,20 @@ def test_another_order_of_replays_is_refused(engine: OffloadEngine) -> None:
         graphs.run(0, ["F0", "F1", "B0"])
 
 
-def test_what_others_hold_stays(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("is_original", [True, False])
+def test_what_others_hold_stays(is_original: bool, engine: OffloadEngine) -> None:
     graphs = Graphs("F0 B0")
     held: list[Any] = []
     launch = graphs.pool.launch
 
     def keeping(*args: Any) -> torch.Tensor:
-        held.append(launch(*args))
-        return held[-1]
+        out = launch(*args)
+        held.append(out if is_original else out[1:])
+        return out
 
     graphs.pool.launch = keeping  # type: ignore[method-assign]
-    assert captured(graphs, engine).copied_out_bytes == 0
+    layers = captured(graphs, engine)
+    assert layers.copied_out_bytes == 0
     assert are_equal(graphs.run(3), expected("F0 B0", [3])[0])
 
 
@@ -323,3 +329,17 @@ def test_other_graphs_are_not_told_of(engine: OffloadEngine) -> None:
     with engine.graphs.capture_layers():
         assert torch.cuda.CUDAGraph is not base and issubclass(torch.cuda.CUDAGraph, base)
     assert torch.cuda.CUDAGraph is base
+
+
+def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> None:
+    tensor = torch.rand(8)
+    found = reads.read_plain(tensor, torch.device("cpu"), 1)
+    assert found is not None
+    saved = CapturedStorage(0, found)
+    handle = CapturedTensor(tensor, found, saved)
+    slab = GraphDevice().new_slab(64)
+    assert not saved.leave(HostRegion(slab, 0, 32)) and saved.region is None and not saved.may_leave()
+    assert handle.tensor is not None and handle.tensor.data_ptr() == tensor.data_ptr()
+    assert torch.equal(handle.tensor, tensor) and not handle.is_modified
+    del tensor, found
+    assert saved.leave(HostRegion(slab, 0, 32)) and saved.region is not None and handle.tensor is None
