@@ -10,6 +10,7 @@ import torch
 
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine.captured_layers import CapturedLayers
+from tests.program_order import edges_of, unordered
 
 NUM_LAYERS, ROWS, WIDTH, NUM_STEPS = 6, 4096, 1024, 4
 LAYER_BYTES = ROWS * WIDTH * 4 * 3  # that only the layer holds: the input of the first linear is static
@@ -80,6 +81,7 @@ def test_replays_are_equal_to_the_last_bit_in_less_memory() -> None:
         layers = graphed(make_layers())
     fallen = without - (held_by(layers) - before)
     assert captured.num_graphs == 2 * NUM_LAYERS and captured.copied_out_bytes > 0
+    assert not unordered(captured, edges_of(captured))
     got = steps(layers, captured)
     assert all(all(map(torch.equal, a, b)) for a, b in zip(expected, got, strict=True))
     assert fallen >= 0.5 * captured.copied_out_bytes, (fallen, captured.copied_out_bytes, captured.slot_bytes)

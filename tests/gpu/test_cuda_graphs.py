@@ -12,6 +12,7 @@ import torch
 from tests.dist.launch import Pipeline
 from tests.gpu.parity import deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
+from tests.program_order import edges_of, unordered
 
 if TYPE_CHECKING:
     from megatron_patches import Handle
@@ -146,6 +147,7 @@ def _train(scopes: Sequence[str], settings: dict[str, Any], handle: Handle | Non
         found = found._replace(held_bytes=torch.cuda.memory_reserved() - before)
         if handle is not None and handle.engine is not None:
             for layers in handle.engine.graphs.layers:
+                assert not unordered(layers, edges_of(layers))
                 found = found._replace(
                     is_inside=True, copied_bytes=layers.copied_out_bytes, slot_bytes=layers.slot_bytes
                 )

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Around the replays of captured layers, uses of the same bytes are ordered, and each wait is needed for that."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload_engine import OffloadConfig, OffloadEngine
+from tests.cpu.test_captured_layers import ORDERS, Graphs, captured
+from tests.graph_device import GraphDevice
+from tests.program_order import Edge, edges_of, unordered
+
+# The wait for a copy-in is not, where an earlier graph waits for one that was issued later; nor is the wait for a slot
+# that is free long since.
+ALWAYS_NEEDED = {"produced", "left"}
+
+
+@pytest.mark.parametrize("beside", [0, 1, 2])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_uses_of_the_same_bytes_are_ordered(order: str, beside: int) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), GraphDevice())
+    layers = captured(Graphs(order), engine, graphs_beside=beside)
+    edges = edges_of(layers)
+    assert not unordered(layers, edges)
+    waits = [edge for edge in edges if edge.what != "stream"]
+    needed: list[Edge] = []
+    for wait in waits:
+        if unordered(layers, [edge for edge in edges if edge is not wait]):
+            needed.append(wait)
+    assert {wait for wait in waits if wait.what in ALWAYS_NEEDED} <= set(needed)
+    assert {"free", "reads"} <= {wait.what for wait in needed}
+    layers.release()
+    engine.close()

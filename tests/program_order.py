@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what is done around the replays of captured layers: uses of the same bytes are ordered, in two passes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import combinations
+from typing import NamedTuple
+
+from offload_engine.captured_layers import CapturedLayers
+
+PASSES = (0, 1)
+
+
+class Node(NamedTuple):
+    """A replay, or a batch of copies behind one."""
+
+    kind: str
+    """"replay", "out" or "in"."""
+    of_pass: int
+    number: int
+    """Of the graph that is replayed, has saved, or reads."""
+
+
+class Edge(NamedTuple):
+    first: Node
+    then: Node
+    what: str
+
+
+class Use(NamedTuple):
+    """A use of bytes of one memory, by its name: `begin` up to `end`."""
+
+    memory: str
+    begin: int
+    end: int
+    node: Node
+    is_write: bool
+
+
+def edges_of(captured: CapturedLayers) -> list[Edge]:
+    """Return what comes before what, by the streams and by the waits."""
+    found: list[Edge] = []
+    last: dict[str, Node] = {}
+
+    def issue(node: Node) -> Node:
+        if node.kind in last:
+            found.append(Edge(last[node.kind], node, "stream"))
+        last[node.kind] = node
+        return node
+
+    for p in PASSES:
+        for number, step in enumerate(captured.steps):
+            replay = Node("replay", p, number)
+            found += [Edge(Node("out", p, saved_by), replay, "left") for saved_by in step.left]
+            found += [Edge(Node("in", p, number), replay, "reads")] if step.reads else []
+            issue(replay)
+            if step.copy_outs:
+                found.append(Edge(replay, issue(Node("out", p, number)), "produced"))
+            for copies in step.copy_ins:
+                into = issue(Node("in", p, copies.number))
+                found.append(Edge(replay, into, "free"))
+                found += [Edge(Node("out", p, saved_by), into, "saved") for saved_by in copies.saved_by]
+    return found
+
+
+def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[Use, Use]]:
+    """Return the pairs of uses of overlapping bytes, one of them a write, that no path of edges orders."""
+    after: dict[Node, set[Node]] = defaultdict(set)
+    for edge in edges:
+        after[edge.first].add(edge.then)
+    reached: dict[Node, set[Node]] = {}
+
+    def behind(node: Node) -> set[Node]:
+        if node not in reached:
+            found, waiting = set[Node](), [node]
+            while waiting:
+                for then in after[waiting.pop()] - found:
+                    found.add(then)
+                    waiting.append(then)
+            reached[node] = found
+        return reached[node]
+
+    by_memory: dict[str, list[Use]] = defaultdict(list)
+    for use in _uses(captured):
+        by_memory[use.memory].append(use)
+    return [
+        (one, other)
+        for uses in by_memory.values()
+        for one, other in combinations(uses, 2)
+        if one.begin < other.end
+        and other.begin < one.end
+        and (one.is_write or other.is_write)
+        and one.node != other.node
+        and other.node not in behind(one.node)
+        and one.node not in behind(other.node)
+    ]
+
+
+def _uses(captured: CapturedLayers) -> Iterator[Use]:
+    recording = captured.recording
+    for p in PASSES:
+        for number, step in enumerate(captured.steps):
+            for source, region in step.copy_outs:
+                begin, out = source.data_ptr(), Node("out", p, number)
+                yield Use("graphs", begin, begin + source.nbytes, out, False)
+                for user in (number, recording.left_before[number]):  # the second stands for all graphs behind it
+                    yield Use("graphs", begin, begin + source.nbytes, Node("replay", p, user), True)
+                yield Use(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, out, True)
+            for copies in step.copy_ins:
+                into = Node("in", p, copies.number)
+                for region, target in copies.copies:
+                    yield Use(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, into, False)
+                    begin = target.data_ptr()
+                    yield Use("slots", begin, begin + target.nbytes, into, True)
+                    yield Use("slots", begin, begin + target.nbytes, Node("replay", p, copies.number), False)
+        for use in recording.uses:
+            if use.after >= 0:  # whatever was there before was read last by that graph
+                reader = Node("replay", p, use.after)
+                yield Use("slots", use.address, use.address + use.saved.nbytes, reader, False)
