@@ -190,6 +190,15 @@ def test_groups_passed_by_count_again_once_their_backward_comes() -> None:
     assert not horizon.has_room(waiting, False)
 
 
+def test_what_was_recalled_for_a_backward_that_did_not_come_takes_no_room() -> None:
+    horizon = HorizonBytes(ByteCounters(None), 8)
+    horizon.count_issued(group(0, recalled_bytes=8))
+    waiting = group(1, on_host_bytes=8)
+    assert not horizon.has_room(waiting, False)
+    horizon.count_passed()
+    assert horizon.has_room(waiting, False)
+
+
 def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> None:
     (chunk,) = chunks_with_a_group(1)
     policy = PrefetchWindowPolicy(ByteCounters(None), LeavingQueue(), 1, None)
