@@ -10,8 +10,9 @@ copy=${COMPILED_COPY:-$(mktemp -d)}
 [ -n "${COMPILED_COPY:-}" ] || trap 'rm -rf "$copy"' EXIT
 
 if [ ! -d "$copy/build/installed" ]; then
+    # Files alone, which git knows or would add: folders change while other checks run beside this.
+    git ls-files -z --cached --others --exclude-standard | tar -c -f - --null --no-recursion -T - | tar -x -f - -C "$copy"
     # What is installed of the copy, compiled modules included, goes over the copy.
-    tar -c -f - --exclude './.*' --exclude ./build --exclude ./out --exclude './*.egg-info' . | tar -x -f - -C "$copy"
     OFFLOAD_ENGINE_COMPILE=1 "$python" -m pip install -qq --disable-pip-version-check --no-input --progress-bar off \
         --no-deps --no-build-isolation --target "$copy/build/installed" "$copy"
     cp -r "$copy/build/installed/." "$copy"
