@@ -139,6 +139,11 @@ class CapturedLayers:
         self.steps = make_program(recording.uses, recording.left_before, recording.number + 1, device)
         self._replays = Replays(self.steps, self._context)
 
+    def abandon(self) -> None:
+        """Give up captures that were broken off: a replay of their graphs is an error from now on."""
+        self._is_released, self._slots = True, None
+        self.slabs.close_free()
+
     def release(self) -> None:
         """Return the host memory to the engine's pool, and the device memory of the slots. Idempotent.
 

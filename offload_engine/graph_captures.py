@@ -170,7 +170,7 @@ class GraphCaptures:
                 yield layers
             layers.complete()
         except BaseException:
-            layers.slabs.close_free()
+            layers.abandon()
             raise
         finally:
             self._recorded = None

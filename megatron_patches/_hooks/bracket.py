@@ -147,7 +147,7 @@ class GroupBracket:
                 hooks that it gets from now on.
         """
         if (recording := self._engine.graphs.recording) is not None:
-            recording.add_to_group(tensors)
+            recording.add_to_group(tensors, self._traits.min_bytes)
             return
         if not (needed_before.requires_grad and self.enter()):
             return

@@ -134,11 +134,11 @@ class Recording:
             self._groups.pop()
             torch_private.pop_hooks()
 
-    def add_to_group(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let tensors leave that the running capture has saved outside the groups."""
+    def add_to_group(self, tensors: Iterable[torch.Tensor], min_bytes: int = 0) -> None:
+        """Let tensors leave that the running capture has saved outside the groups, storages of `min_bytes` or more."""
         for tensor in tensors:
             saved = self._kept[self.number].get(tensor.untyped_storage()._cdata)
-            if saved is not None:
+            if saved is not None and saved.nbytes >= min_bytes:
                 saved.is_grouped = True
 
     def are_innermost(self) -> bool:

@@ -295,6 +295,20 @@ def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine) -> None
     assert engine.pool.slab_bytes_total == 0
 
 
+def test_captures_that_were_broken_off_cannot_be_replayed(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0")
+    with pytest.raises(ValueError, match="of the test"):
+        with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner):
+            graphs.capture()
+            raise ValueError("of the test")
+    assert engine.graphs.layers == () and engine.graphs.recording is None
+    with pytest.raises(OffloadError, match="after the release of its memory"):
+        graphs.run(0)
+    again = Graphs("F0 B0")
+    captured(again, engine)
+    assert are_equal(again.run(1), expected("F0 B0", [1])[0])
+
+
 def test_layers_whose_graphs_are_reset_are_released(engine: OffloadEngine) -> None:
     graphs = Graphs("F0 B0")
     captured(graphs, engine)
