@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,7 +54,9 @@ class Captures:
             return
         attachment = attached.attachment
         engine = attachment.engine
-        engine.graphs.release_dropped()
+        if engine.graphs.layers:
+            gc.collect()  # TransformerEngine before 2.10 resets no graph: cycles keep those that were dropped
+            engine.graphs.release_dropped()
         self._set_running(attachment)  # for what selective recomputation keeps
         try:
             with engine.graphs.capture_layers(

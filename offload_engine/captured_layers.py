@@ -51,7 +51,7 @@ class CapturedLayers:
     ) -> None:
         self._context = context
         self.slabs: HostSlabs = slabs
-        self._slots: Slots | None = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
+        self._slots = Slots(self._allocate, context.device.host_alignment, 1 + graphs_beside)
         self._dropped: set[int] = set()
         self._is_released = False
         self._release = release
@@ -90,7 +90,7 @@ class CapturedLayers:
     @property
     def slot_bytes(self) -> int:
         """Return the device memory that backwards read from; 0 once it is released."""
-        return 0 if self._slots is None else self._slots.nbytes
+        return self._slots.nbytes
 
     # -- captures and replays, called by the graphs --------------------------------------------------------------------
 
@@ -114,17 +114,18 @@ class CapturedLayers:
         """Wait for the copies that a replay needs.
 
         Raises:
-            OffloadError: as `Replays.before`, and if the memory of the graphs has been released.
+            OffloadError: as `Replays.before`; while layers are captured; and once the memory of the graphs is released.
         """
         if self._is_released:
             raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
-        if self._replays is not None:
-            self._replays.before(number)
+        if self._replays is None:
+            raise OffloadError("a CUDA graph is replayed inside capture_layers(): leave that context first")
+        self._replays.before(number)
 
     def after(self, number: int) -> None:
         """Issue the copies behind a replay."""
-        if self._replays is not None:
-            self._replays.after(number)
+        assert self._replays is not None, "checked before the replay"
+        self._replays.after(number)
 
     def drop(self, number: int) -> None:
         """Note that a graph is gone."""
@@ -141,21 +142,30 @@ class CapturedLayers:
 
     def abandon(self) -> None:
         """Give up captures that were broken off: a replay of their graphs is an error from now on."""
-        self._is_released, self._slots = True, None
+        self._is_released = True
+        self.recording.end()
+        self._slots.close()
+        self.slabs.free_all()
         self.slabs.close_free()
 
     def release(self) -> None:
         """Return the host memory to the engine's pool, and the device memory of the slots. Idempotent.
 
         Call it after the graphs have been reset or dropped. It waits for the copies of their last pass.
+
+        Raises:
+            OffloadError: while layers are captured.
         """
         if self._is_released:
             return
+        if self._replays is None:
+            raise OffloadError("captured layers are released inside capture_layers(): leave that context first")
         self._is_released = True
         device, context = self._context.device, self._context
         for stream in (context.copy_out_stream, context.copy_in_stream):
             device.synchronize(device.record_event(stream))
-        self._replays, self._slots, self.steps = None, None, ()
+        self._replays, self.steps = None, ()
+        self._slots.close()
         self._release(self)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:

@@ -159,8 +159,11 @@ class GraphCaptures:
         Raises:
             OffloadError: if the engine is closed or inside a step, or captures already.
             NotImplementedError: if the device has no graphs.
+            ValueError: if `graphs_beside` is negative.
         """
         context = self._context
+        if graphs_beside < 0:
+            raise ValueError(f"graphs_beside must not be negative, got {graphs_beside}")
         self._check_before(is_whole_step=False)
         eligibility = eligibility_of(context.device.torch_device, min_bytes, weights)
         layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, graphs_beside, self._forget)

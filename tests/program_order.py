@@ -29,7 +29,7 @@ class Edge(NamedTuple):
     what: str
 
 
-class Use(NamedTuple):
+class ByteUse(NamedTuple):
     """A use of bytes of one memory, by its name: `begin` up to `end`."""
 
     memory: str
@@ -65,7 +65,7 @@ def edges_of(captured: CapturedLayers) -> list[Edge]:
     return found
 
 
-def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[Use, Use]]:
+def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[ByteUse, ByteUse]]:
     """Return the pairs of uses of overlapping bytes, one of them a write, that no path of edges orders."""
     after: dict[Node, set[Node]] = defaultdict(set)
     for edge in edges:
@@ -82,7 +82,7 @@ def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[Use, Us
             reached[node] = found
         return reached[node]
 
-    by_memory: dict[str, list[Use]] = defaultdict(list)
+    by_memory: dict[str, list[ByteUse]] = defaultdict(list)
     for use in _uses(captured):
         by_memory[use.memory].append(use)
     return [
@@ -98,24 +98,24 @@ def unordered(captured: CapturedLayers, edges: list[Edge]) -> list[tuple[Use, Us
     ]
 
 
-def _uses(captured: CapturedLayers) -> Iterator[Use]:
+def _uses(captured: CapturedLayers) -> Iterator[ByteUse]:
     recording = captured.recording
     for p in PASSES:
         for number, step in enumerate(captured.steps):
             for source, region in step.copy_outs:
                 begin, out = source.data_ptr(), Node("out", p, number)
-                yield Use("graphs", begin, begin + source.nbytes, out, False)
+                yield ByteUse("graphs", begin, begin + source.nbytes, out, False)
                 for user in (number, recording.left_before[number]):  # the second stands for all graphs behind it
-                    yield Use("graphs", begin, begin + source.nbytes, Node("replay", p, user), True)
-                yield Use(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, out, True)
+                    yield ByteUse("graphs", begin, begin + source.nbytes, Node("replay", p, user), True)
+                yield ByteUse(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, out, True)
             for copies in step.copy_ins:
                 into = Node("in", p, copies.number)
                 for region, target in copies.copies:
-                    yield Use(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, into, False)
+                    yield ByteUse(f"host {id(region.slab)}", region.offset, region.offset + region.nbytes, into, False)
                     begin = target.data_ptr()
-                    yield Use("slots", begin, begin + target.nbytes, into, True)
-                    yield Use("slots", begin, begin + target.nbytes, Node("replay", p, copies.number), False)
+                    yield ByteUse("slots", begin, begin + target.nbytes, into, True)
+                    yield ByteUse("slots", begin, begin + target.nbytes, Node("replay", p, copies.number), False)
         for use in recording.uses:
             if use.after >= 0:  # whatever was there before was read last by that graph
                 reader = Node("replay", p, use.after)
-                yield Use("slots", use.address, use.address + use.saved.nbytes, reader, False)
+                yield ByteUse("slots", use.address, use.address + use.saved.nbytes, reader, False)

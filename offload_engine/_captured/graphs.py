@@ -10,30 +10,32 @@ from typing import Any, Protocol
 
 import torch
 
+from offload_engine.errors import OffloadError
+
 
 class Listener(Protocol):
     """Told of the captures and replays of several graphs."""
 
     def prepare(self) -> int:
-        """Return the number of the capture that begins."""
+        """Begin a capture, before CUDA does; return its number."""
 
     def begin(self) -> None:
-        """Called inside a capture, first."""
+        """Begin to pack, inside the capture."""
 
     def end(self) -> None:
-        """Called inside a capture, last."""
+        """End to pack, inside the capture."""
 
     def finish(self) -> None:
-        """Called behind a capture."""
+        """Note that CUDA has ended the capture."""
 
     def before(self, number: int) -> None:
-        """Called before a replay of the graph of this capture."""
+        """Prepare a replay of the graph of this capture."""
 
     def after(self, number: int) -> None:
-        """Called behind it."""
+        """Note that the replay has been issued."""
 
     def drop(self, number: int) -> None:
-        """Called when the graph of this capture has been reset, or is freed."""
+        """Note that the graph of this capture has been reset or freed."""
 
 
 @contextmanager
@@ -46,34 +48,47 @@ def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None
     Args:
         listener: also of the replays after this context.
         owner: has the class `CUDAGraph`.
+
+    Raises:
+        OffloadError: inside another such context.
     """
     base: Any = owner.CUDAGraph
+    if hasattr(base, "is_told"):
+        raise OffloadError("captures of layers for two engines at once: one after the other")
+    listens = True
 
     class ToldGraph(base):  # type: ignore[misc]
-        number = -1  # until it is captured
+        is_told = True
+        number = -1  # of its capture; -1: not captured in this context
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.number = listener.prepare()
-            weakref.finalize(self, listener.drop, self.number)
+            self.number = listener.prepare() if listens else -1
             super().capture_begin(*args, **kwargs)
-            listener.begin()
+            if self.number >= 0:
+                weakref.finalize(self, listener.drop, self.number)
+                listener.begin()
 
         def capture_end(self) -> None:
-            listener.end()
+            if self.number >= 0:
+                listener.end()
             super().capture_end()
-            listener.finish()
+            if self.number >= 0:
+                listener.finish()
 
         def replay(self) -> None:
-            listener.before(self.number)
+            if self.number >= 0:
+                listener.before(self.number)
             super().replay()
-            listener.after(self.number)
+            if self.number >= 0:
+                listener.after(self.number)
 
         def reset(self) -> None:
             super().reset()
-            listener.drop(self.number)
+            if self.number >= 0:
+                listener.drop(self.number)
 
     owner.CUDAGraph = ToldGraph
     try:
         yield
     finally:
-        owner.CUDAGraph = base
+        owner.CUDAGraph, listens = base, False

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -77,8 +78,10 @@ def make_program(
         if not step.copy_outs:
             steps[left_before[saved.number]].left.append(saved.number)
         step.copy_outs.append((_at(saved.address, saved.nbytes, device), saved.region))
-    for number in dict.fromkeys(use.number for use in uses):
-        of_graph = [use for use in uses if use.number == number]
+    by_graph: defaultdict[int, list[Use]] = defaultdict(list)
+    for use in uses:
+        by_graph[use.number].append(use)
+    for number, of_graph in by_graph.items():
         begin = max(max(use.after, use.saved.number) for use in of_graph)
         not_awaited = {use.saved.number for use in of_graph if left_before[use.saved.number] > begin}
         copies = [

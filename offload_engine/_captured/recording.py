@@ -76,6 +76,7 @@ class Recording:
         self._lend = lend
         self._saves_all = saves_all
         self._graphs_beside = graphs_beside
+        self._is_begun = False
         self._kept: dict[int, dict[int, CapturedStorage]] = {}  # by capture, then by storage
         self._groups: list[int] = []  # that are open: the bytes below which storages stay
         self._brought_back: dict[CapturedStorage, torch.UntypedStorage] = {}  # by the running capture
@@ -87,7 +88,14 @@ class Recording:
     # -- captures ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> int:
-        """Begin the next capture, before CUDA does; return its number."""
+        """Begin the next capture, before CUDA does; return its number.
+
+        Raises:
+            OffloadError: if CUDA has not ended the one before.
+        """
+        if self._is_begun:
+            raise OffloadError("a capture of layers was broken off: begin again, with another capture_layers()")
+        self._is_begun = True
         self.number += 1
         self._return_regions()
         for number in [number for number in self._kept if number + self._graphs_beside < self.number]:
@@ -98,8 +106,8 @@ class Recording:
     def begin(self) -> None:
         """Begin to pack, inside the capture."""
         self._kept[self.number] = {}
-        self.is_capturing = True
         torch_private.push_hooks(self.pack_ungrouped, self.unpack)
+        self.is_capturing = True  # not before: an interrupt in between leaves hooks, but takes off none of others
 
     def end(self) -> None:
         """End to pack, and all groups that are open. No-op outside of a capture."""
@@ -114,6 +122,7 @@ class Recording:
 
     def finish(self) -> None:
         """Note that CUDA has ended the capture."""
+        self._is_begun = False
         self._brought_back.clear()
         self._slots.end_capture(self.number)
 

@@ -93,6 +93,8 @@ class CapturedStorage:
         """
         handles = self.handles
         tensors = [handle.tensor for handle in handles if handle.tensor is not None]
+        if not tensors:  # its graph was freed meanwhile
+            return False
         weak = StorageWeakRef(tensors[0].untyped_storage())
         tensors.clear()
         for handle in handles:

@@ -98,6 +98,7 @@ class Slots:
         """Make free slots where there are too few."""
         if not self._nbytes:
             return
+        self._all = [slot for slot in self._all if slot.nbytes >= self._nbytes or slot.last_used >= 0]
         free = sum(slot.is_free and slot.nbytes >= self._nbytes for slot in self._all)
         self._all += [Slot(self._allocate(self._nbytes)) for _ in range(free, self._num_free)]
 
@@ -108,6 +109,10 @@ class Slots:
             self._current = min(free, key=lambda slot: slot.last_used)
             self._current_after = self._current.last_used
         return self._current.take(nbytes, self._alignment), self._current_after
+
+    def close(self) -> None:
+        """Free the slots."""
+        self._all, self._current = [], None
 
     def end_capture(self, number: int) -> None:
         """Note the end of a capture."""

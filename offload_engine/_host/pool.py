@@ -204,7 +204,7 @@ class HostPool:
     def set_aside(self, slabs: HostSlabs) -> None:
         """Count what the books of `books_beside` have by now for this pool's limit."""
         with self._lock:
-            self._slabs.give_up(slabs.nbytes)
+            self._slabs.aside_bytes += slabs.nbytes
 
     def take_over(self, slabs: HostSlabs) -> None:
         """Take slabs back that were handed over or set aside; no copy may be in flight in them any more."""

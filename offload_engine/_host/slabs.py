@@ -32,6 +32,7 @@ class HostSlabs:
         free: the bytes that are not lent.
         nbytes: of all slabs.
         spared_bytes: free bytes that are left to others, if there is no limit.
+        aside_bytes: what other objects have of this one's share.
     """
 
     def __init__(self, device: Device, limit_bytes: int | None, unawaited: UnawaitedCopies) -> None:
@@ -39,6 +40,7 @@ class HostSlabs:
         self.free: FreeExtents = FreeExtents(device.is_complete, unawaited)
         self.nbytes: int = 0
         self.spared_bytes: int = 0
+        self.aside_bytes: int = 0
         self._device = device
         self._alignment: int = device.host_alignment
         self._limit_bytes = limit_bytes
@@ -51,10 +53,10 @@ class HostSlabs:
 
     def room(self) -> int:
         """Return how many more slab bytes the limit allows."""
-        limit = self._limit_bytes
+        limit, own = self._limit_bytes, self.nbytes + self.aside_bytes
         if limit is None:
-            limit = int(DEFAULT_SHARE * (self.nbytes + self._device.free_host_bytes() - self.spared_bytes))
-        return max(0, limit - self.nbytes) & -self._alignment
+            limit = int(DEFAULT_SHARE * (own + self._device.free_host_bytes() - self.spared_bytes))
+        return max(0, limit - own) & -self._alignment
 
     def grow(self, need: int, smallest: int) -> bool:
         """Add a slab with room for `need` bytes; return False if limit or host tier do not allow it.
@@ -95,21 +97,13 @@ class HostSlabs:
 
     def successor(self) -> HostSlabs:
         """Return new books without slabs; what this object has counts for their limit."""
-        limit = self._limit_bytes
-        left = None if limit is None else max(0, limit - self.nbytes)
-        successor = HostSlabs(self._device, left, self._unawaited)
-        successor.spared_bytes = self.spared_bytes
+        successor = HostSlabs(self._device, self._limit_bytes, self._unawaited)
+        successor.spared_bytes, successor.aside_bytes = self.spared_bytes, self.nbytes + self.aside_bytes
         return successor
-
-    def give_up(self, nbytes: int) -> None:
-        """Lower the limit, if there is one, by what another object has."""
-        if self._limit_bytes is not None:
-            self._limit_bytes = max(0, self._limit_bytes - nbytes)
 
     def adopt(self, predecessor: HostSlabs) -> None:
         """Take the slabs of another object, which count for this limit; no copy reads them, and none of it is lent."""
-        if self._limit_bytes is not None:
-            self._limit_bytes += predecessor.nbytes
+        self.aside_bytes -= predecessor.nbytes
         for slab in predecessor.by_index.values():
             self._put(slab)
 

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from offload_engine import OffloadConfig, OffloadEngine, OffloadError, group_commit
+from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers, group_commit
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
 from offload_engine._compat import reads
 from offload_engine._devices.base import HostRegion
@@ -357,3 +360,186 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
     assert torch.equal(handle.tensor, tensor) and not handle.is_modified
     del tensor, found
     assert saved.leave(HostRegion(slab, 0, 32)) and saved.region is not None and handle.tensor is None
+
+
+def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0")
+    with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
+        graphs.capture()
+        with pytest.raises(OffloadError, match=r"replayed inside capture_layers\(\)"):
+            graphs.run(0)
+        with pytest.raises(OffloadError, match=r"released inside capture_layers\(\)"):
+            layers.release()
+    assert are_equal(graphs.run(1), expected("F0 B0", [1])[0])
+
+
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_the_memory_of_slots_is_freed(is_broken_off: bool, engine: OffloadEngine) -> None:
+    graphs, buffers = Graphs("F0 B0"), []
+    allocate = engine.device.allocate
+
+    def noting(*args: Any) -> torch.Tensor:
+        buffer = allocate(*args)
+        buffers.append(StorageWeakRef(buffer.untyped_storage()))
+        return buffer
+
+    engine.device.allocate = noting  # type: ignore[method-assign]
+    gc.disable()
+    with pytest.raises(ValueError, match="of the test") if is_broken_off else nullcontext():
+        with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
+            graphs.capture()
+            if is_broken_off:
+                raise ValueError("of the test")
+    assert buffers
+    layers.release()
+    gc.enable()
+    assert all(buffer.expired() for buffer in buffers) and layers.slot_bytes == 0
+
+
+def test_slots_that_became_too_small_before_any_use_are_freed(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0", num_layers=5)
+
+    class Wider(Layer):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            out = _Widened.apply(x, self)
+            return out  # type: ignore[no-any-return]
+
+    graphs.layers[:] = [Wider(graphs.pool, WIDTH, float(number)) for number in (1, 2, 4, 8, 1)]
+    layers = captured(graphs, engine, graphs_beside=0)
+    assert layers.copied_out_bytes == 15 * 4 * WIDTH and layers.slot_bytes == 8 * 4 * WIDTH
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(layer.pool.empty(layer.width * int(layer.factor)))
+        return layer.pool.launch(torch.neg, layer.pool.empty(layer.width), x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        assert ctx.saved_tensors
+        return ctx.layer.pool.launch(torch.neg, ctx.layer.pool.empty(ctx.layer.width), grads[0]), None
+
+
+def test_captures_behind_the_context_are_plain(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0")
+    with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
+        late = graphs.owner.CUDAGraph()
+        graphs.capture()
+    late.capture_begin()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    late.capture_end()
+    late.replay()
+    late.reset()
+    assert not layers.are_dropped and are_equal(graphs.run(1), expected("F0 B0", [1])[0])
+    first = graphs.chunks["0"]._forwards[0]
+    first.reset()
+    first.capture_begin()  # again, by other code
+    first.capture_end()
+    first.replay()
+
+
+def test_a_graph_that_was_never_captured_counts_for_none(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0")
+    with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
+        empty = graphs.owner.CUDAGraph()
+        graphs.capture()
+    empty.reset()
+    chunk = graphs.chunks["0"]
+    for graph in (*chunk._forwards, *chunk._backwards[1:]):
+        graph.reset()
+    assert not layers.are_dropped
+    chunk._backwards[0].reset()
+    assert layers.are_dropped
+
+
+def test_a_capture_without_an_end_leaves_no_hooks(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0")
+    with pytest.raises(ValueError, match="of the test"), engine.graphs.capture_layers(owner=graphs.owner):
+        graphs.owner.CUDAGraph().capture_begin()
+        raise ValueError("of the test")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_capture_behind_one_that_was_broken_off_is_refused(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0")
+    with pytest.raises(OffloadError, match="was broken off"), engine.graphs.capture_layers(owner=graphs.owner):
+        graphs.owner.CUDAGraph().capture_begin()
+        graphs.owner.CUDAGraph().capture_begin()
+
+
+def test_two_engines_capture_one_after_the_other(engine: OffloadEngine) -> None:
+    graphs, other = Graphs("F0 B0"), OffloadEngine(OffloadConfig(min_tensor_bytes=1), GraphDevice())
+    with engine.graphs.capture_layers(owner=graphs.owner):
+        with pytest.raises(OffloadError, match="two engines at once"), other.graphs.capture_layers(owner=graphs.owner):
+            pass
+    with other.graphs.capture_layers(owner=graphs.owner):
+        pass
+    for layers in other.graphs.layers:
+        layers.release()
+    other.close()
+    with (
+        pytest.raises(ValueError, match="graphs_beside must not be negative"),
+        engine.graphs.capture_layers(graphs_beside=-1),
+    ):
+        pass
+
+
+def test_what_was_pinned_for_captures_that_were_broken_off_is_returned(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_layers, "_SMALLEST_SLAB", 0)  # slabs without a free byte, as those of large layers
+    graphs = Graphs("F0 B0")
+    with pytest.raises(ValueError, match="of the test"):
+        with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
+            graphs.capture()
+            assert layers.slabs.nbytes > 0
+            raise ValueError("of the test")
+    assert layers.slabs.nbytes == 0
+
+
+def test_a_graph_that_is_freed_before_it_could_leave_needs_no_room(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0", num_layers=3)
+    with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner, graphs_beside=0) as layers:
+        chunk = graphs.chunks["0"] = GraphedChunk(graphs.layers[:1], graphs.owner)
+        chunk.capture_forward()
+        graph = graphs.owner.CUDAGraph()
+        graph.capture_begin()
+        chunk._static.clear()  # the autograd graph goes with it
+        graphs.layers[1](torch.ones(WIDTH, requires_grad=True))
+        graph.capture_end()
+    assert layers.copied_out_bytes == 0
+
+
+def test_a_backward_outside_of_a_capture_is_an_error(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0", num_layers=2)
+    with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner, graphs_beside=0):
+        chunk = GraphedChunk(graphs.layers, graphs.owner)
+        chunk.capture_forward()
+        with pytest.raises(OffloadError, match="runs eagerly: capture it, too"):
+            chunk._static[0][1].sum().backward()
+
+
+def test_one_backward_that_reads_what_several_forwards_saved_is_refused(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 B0", num_layers=4)
+    with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner, graphs_beside=0):
+        chunk = GraphedChunk(graphs.layers, graphs.owner)
+        chunk.capture_forward()
+        graph = graphs.owner.CUDAGraph()
+        graph.capture_begin()
+        with pytest.raises(OffloadError, match="reads more than"):
+            sum(out.sum() for _, out in chunk._static).backward()  # type: ignore[union-attr]
+        graph.capture_end()
+
+
+def test_a_share_of_free_memory_counts_what_captured_layers_have() -> None:
+    device = GraphDevice()
+    free = 1000 << 20
+    device.free_host_bytes = lambda: free - device.host_bytes  # type: ignore[method-assign]
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), device)
+    layers = captured(Graphs("F0 B0"), engine)
+    assert layers.host_bytes > 0
+    assert engine.pool.room_bytes + layers.host_bytes == pytest.approx(0.8 * free, abs=1024)
+    layers.release()
+    engine.close()
