@@ -105,7 +105,8 @@ def _table(records: list[dict[str, Any]], device: str, shape: Shape, modules: Se
         if record["failure"]:
             table.add_row(record["contender"], record["failure"])
             continue
-        mib = [f"{record[name] / 2**20:,.0f}" for name in ("reserved_bytes", "allocated_bytes", "moved_bytes")]
+        sizes = [record[name] for name in ("reserved_bytes", "allocated_bytes", "moved_bytes")]
+        mib = ["not counted" if nbytes is None else f"{nbytes / 2**20:,.0f}" for nbytes in sizes]
         times = [f"{statistics.median(record[name]):.1f}" for name in ("step_ms", "host_ms")]
         table.add_row(record["contender"], *times, *mib, f"{record['around_replay_us']:.1f}", f"{record['loss']:.6f}")
     return table
@@ -177,7 +178,7 @@ def _around_replay_us(training: _Training) -> float:
 @contextlib.contextmanager
 def _offload(job: Job) -> Any:
     if not job.contender.endswith("ours"):
-        yield lambda: 0
+        yield lambda: None if job.contender == "incumbent" else 0  # its own copies are counted nowhere here
         return
     from megatron_patches import apply
     from offload_engine import OffloadConfig

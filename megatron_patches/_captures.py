@@ -60,10 +60,7 @@ class Captures:
         self._set_running(attachment)  # for what selective recomputation keeps
         try:
             with engine.graphs.capture_layers(
-                attachment.weights,
-                min_bytes=engine.config.min_tensor_bytes,
-                saves_all=False,
-                graphs_beside=num_graphs_beside_copies(config),
+                attachment.weights, saves_all=False, graphs_beside=num_graphs_beside_copies(config)
             ) as captured:
                 yield
         finally:

@@ -77,7 +77,7 @@ class OffloadEngine(EngineView):
         self._policy = make_policy(settings_of(self.config), self._counters, self._leaving)
         self._keeping = Keeping(self._policy, self._counters, share_of(self.config))
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step, self.config))
-        self.graphs: GraphCaptures = GraphCaptures(self._context, self.pool, self._check_capture, self.reset_iteration)
+        self.graphs = GraphCaptures(self._context, self.pool, self.config, self._check_capture, self.reset_iteration)
         self._num_chunks, self._is_device_closed = 0, False
         self.budget = make_budget(self.config.gpu_budget, self._context, self._policy, self._keeping, self._counters)
 

@@ -49,6 +49,7 @@ class GraphCaptures:
     Args:
         context: of the engine's transfers.
         pool: of the engine; what it has pinned is handed over to the graph of a step.
+        config: of the engine.
         check: a method that raises OffloadError while a whole step, or else parts of one, cannot be captured.
         reset: a method that drops what a failed capture has saved. Neither keeps its engine alive.
     """
@@ -57,11 +58,13 @@ class GraphCaptures:
         self,
         context: TransferContext,
         pool: HostPool,
+        config: OffloadConfig,
         check: Callable[[bool], None],
         reset: Callable[[], None],
     ) -> None:
         self._context = context
         self._pool = pool
+        self._min_bytes = config.min_tensor_bytes
         self._check = WeakMethod(check)
         self._reset = WeakMethod(reset)
         self._steps: list[CapturedStep] = []
@@ -132,7 +135,7 @@ class GraphCaptures:
         self,
         weights: Iterable[torch.Tensor] = (),
         *,
-        min_bytes: int = OffloadConfig.min_tensor_bytes,
+        min_bytes: int | None = None,
         saves_all: bool = True,
         graphs_beside: int = 1,
         owner: Any = torch.cuda,
@@ -150,7 +153,7 @@ class GraphCaptures:
 
         Args:
             weights: parameters and buffers; their storages, and views of them, never move.
-            min_bytes: smaller storages stay.
+            min_bytes: smaller storages stay; None: as `OffloadConfig.min_tensor_bytes` says.
             saves_all: whatever the forwards save may move; False: what groups save (`recording`).
             graphs_beside: how many graphs run beside a copy. Their number times what one layer saves stays on the
                 device, twice in backward; 0: copies run beside what runs eagerly between two graphs.
@@ -165,7 +168,8 @@ class GraphCaptures:
         if graphs_beside < 0:
             raise ValueError(f"graphs_beside must not be negative, got {graphs_beside}")
         self._check_before(is_whole_step=False)
-        eligibility = eligibility_of(context.device.torch_device, min_bytes, weights)
+        least = self._min_bytes if min_bytes is None else min_bytes
+        eligibility = eligibility_of(context.device.torch_device, least, weights)
         layers = CapturedLayers(context, self._pool.books_beside(), eligibility, saves_all, graphs_beside, self._forget)
         self._recorded = layers
         try:

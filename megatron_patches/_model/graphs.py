@@ -79,6 +79,12 @@ def check_cuda_graphs(config: Any, names: Sequence[str], has_budget: bool = Fals
             "with hooks, and offload needs hooks. Set cuda_graph_impl='transformer_engine', or drop one of the two"
         )
     captured = captured_names(config, names)
+    if captured and getattr(config, "cuda_graph_warmup_steps", 1) < 1:
+        raise NotImplementedError(
+            f"offload_modules has {', '.join(map(repr, captured))}, which {setting} captures, beside "
+            "cuda_graph_warmup_steps=0: offload is attached by the first step, which has to come before the captures. "
+            "Set it to 1 or more"
+        )
     if captured and has_budget:
         raise NotImplementedError(
             f"offload_gpu_budget beside {setting}, which captures {', '.join(map(repr, captured))}: a budget changes "

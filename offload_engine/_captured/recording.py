@@ -12,6 +12,7 @@ from offload_engine._captured.program import Use
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
 from offload_engine._captured.slots import Slots
 from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import are_innermost
 from offload_engine._devices.regions import HostRegion
 from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.handles import StayingTensor
@@ -19,7 +20,6 @@ from offload_engine._saved.quantized import PLAIN_TYPES, taken_apart
 from offload_engine.errors import OffloadError
 
 Lend = Callable[[list[int]], "list[HostRegion] | None"]
-_innermost_hooks = torch_private.innermost_hooks
 
 
 class _Leaving(NamedTuple):
@@ -152,8 +152,7 @@ class Recording:
 
     def are_innermost(self) -> bool:
         """Return whether the innermost hooks are these: False inside a checkpoint of torch, say."""
-        top = _innermost_hooks(True)
-        return top is not None and top[1] == self.unpack
+        return are_innermost(self.unpack)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Pack a tensor that a group saves; return what autograd keeps."""

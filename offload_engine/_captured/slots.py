@@ -37,7 +37,7 @@ class Slot:
             OffloadError: if there are not so many left.
         """
         begin = self._taken_bytes
-        self._taken_bytes = begin + (nbytes + alignment - 1) // alignment * alignment
+        self._taken_bytes = begin + _round_up(nbytes, alignment)
         if self._taken_bytes > self.nbytes:
             raise OffloadError(
                 f"a captured backward reads more than the {self.nbytes:,} bytes that any captured forward has saved: "
@@ -88,7 +88,7 @@ class Slots:
 
     def size_of(self, sizes: list[int]) -> int:
         """Return the bytes that storages of these sizes take in a slot."""
-        return sum((nbytes + self._alignment - 1) // self._alignment * self._alignment for nbytes in sizes)
+        return sum(_round_up(nbytes, self._alignment) for nbytes in sizes)
 
     def reserve(self, nbytes: int) -> None:
         """Let each slot from now on have `nbytes` bytes or more."""
@@ -119,3 +119,7 @@ class Slots:
         self._current = None
         for slot in self._all:
             slot.end_capture(number)
+
+
+def _round_up(nbytes: int, alignment: int) -> int:
+    return (nbytes + alignment - 1) & -alignment

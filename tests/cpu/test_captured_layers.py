@@ -187,6 +187,16 @@ def test_what_a_backward_leaves_behind_keeps_its_slot(engine: OffloadEngine) -> 
             assert torch.equal(found, -(x * layer.factor))
 
 
+@pytest.mark.parametrize(("least", "is_moved"), [(4 * WIDTH, True), (4 * WIDTH + 1, False)])
+def test_the_threshold_is_that_of_the_engine(least: int, is_moved: bool) -> None:
+    engine, graphs = OffloadEngine(OffloadConfig(min_tensor_bytes=least), GraphDevice()), Graphs("F0 B0")
+    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
+        graphs.capture()
+    assert (layers.copied_out_bytes > 0) == is_moved
+    layers.release()
+    engine.close()
+
+
 def test_groups_say_what_may_leave(engine: OffloadEngine) -> None:
     graphs = Graphs("F0 B0")
     call = Layer.__call__
@@ -385,15 +395,16 @@ def test_the_memory_of_slots_is_freed(is_broken_off: bool, engine: OffloadEngine
 
     engine.device.allocate = noting  # type: ignore[method-assign]
     gc.disable()
-    with pytest.raises(ValueError, match="of the test") if is_broken_off else nullcontext():
-        with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
-            graphs.capture()
-            if is_broken_off:
-                raise ValueError("of the test")
-    assert buffers
-    layers.release()
-    gc.enable()
-    assert all(buffer.expired() for buffer in buffers) and layers.slot_bytes == 0
+    try:
+        with pytest.raises(ValueError, match="of the test") if is_broken_off else nullcontext():
+            with engine.graphs.capture_layers(min_bytes=1, owner=graphs.owner) as layers:
+                graphs.capture()
+                if is_broken_off:
+                    raise ValueError("of the test")
+        layers.release()
+        assert buffers and all(buffer.expired() for buffer in buffers) and layers.slot_bytes == 0
+    finally:
+        gc.enable()
 
 
 def test_slots_that_became_too_small_before_any_use_are_freed(engine: OffloadEngine) -> None:

@@ -62,6 +62,14 @@ def test_which_modules_are_captured(setting: str, scope: str, captured: list[str
             check_cuda_graphs(graphs, [*free, name], has_budget=True)
 
 
+def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:
+    graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": [Scope.attn]}
+    check_cuda_graphs(SimpleNamespace(**graphs, cuda_graph_warmup_steps=1), ["core_attn"])
+    check_cuda_graphs(SimpleNamespace(**graphs, cuda_graph_warmup_steps=0), ["router_fc1"])
+    with pytest.raises(NotImplementedError, match="'core_attn', which cuda_graph_scope captures, .*_steps=0"):
+        check_cuda_graphs(SimpleNamespace(**graphs, cuda_graph_warmup_steps=0), ["core_attn"])
+
+
 @pytest.mark.parametrize(
     ("scopes", "number"),
     [("", 1), ("attn", 0), ("moe_router", 0), ("attn moe_router moe_preprocess", 0), ("attn mlp", 1), ("attn moe", 1)],
