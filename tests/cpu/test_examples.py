@@ -19,6 +19,7 @@ NEEDS = {
     "with_lightning.py": ["lightning"],
     "with_accelerate.py": ["accelerate", "transformers"],
     "with_pipelining.py": [],
+    "with_trl.py": ["trl", "datasets"],
 }
 
 
@@ -26,7 +27,7 @@ def skip_without(*packages: str) -> None:
     """Skip the test if one of them is not there."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install -e '.[integrations]' makes this run")
+            pytest.skip(f"{package} is not installed: pip install -e '.[integrations,trl]' makes this run")
 
 
 def losses(name: str, cwd: Path, *options: str) -> list[str]:
