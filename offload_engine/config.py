@@ -200,8 +200,9 @@ class OffloadConfig:
         return cls(policy=smp_policy(config))
 
     def with_default(self, policy: PolicySettings) -> OffloadConfig:
-        """Return this configuration with a policy, if it has neither one nor a budget that decides."""
-        return self if self.policy is not None or self.gpu_budget is not None else self.replace(policy=policy)
+        """Return this configuration with a policy, if neither one, nor a budget, nor a share decides what stays."""
+        is_decided = self.policy is not None or self.gpu_budget is not None or self.keeps_a_share
+        return self if is_decided else self.replace(policy=policy)
 
     def replace(self, **changes: object) -> OffloadConfig:
         """Return a copy with some fields changed, validated again."""

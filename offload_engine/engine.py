@@ -218,12 +218,12 @@ class OffloadEngine(EngineView):
         if not self._is_in_iteration:
             raise OffloadError("end_iteration() outside an iteration")
         self._store.has_handles()
-        self._executor.end_iteration()
+        has_backward = self._executor.end_iteration()
         self._is_in_iteration, self.current_chunk = False, None
         stats = self._store.finish()
         recorder, self._context.recorder = self._context.recorder, None
         if self.budget is not None:
-            self.budget.end(stats, self._num_chunks)
+            self.budget.end(stats, self._num_chunks if has_backward else 0)
         self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
         if stats.num_storages_left:
             logger.warning(_LEFT, stats.num_storages_left, next(iter(self._store.live)))
