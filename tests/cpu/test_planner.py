@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each pass of the planner alone, and the plan of every schedule of the golden files.
+"""The planner: the plan of every schedule of the golden files, and what holds of every plan.
 
 `python -m tests.cpu.test_planner` writes the golden plans again. Read the difference before you commit it.
 """
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_engine.planning.budget import _Walk
-from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT, GroupKey
+from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
 from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
 from offload_engine.planning.planner import PASSES, Planner, plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
-from offload_engine.schedule import ChunkKey, interleaved, no_pipelining, one_forward_one_backward, parse_actions
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
 from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
 from tests.dense_jobs import MIB, chunk_shape
 
@@ -136,9 +134,30 @@ def test_no_golden_file_without_a_test() -> None:
     assert len({golden.file for golden in PLANS}) == len(PLANS)
 
 
-def layers(num_layers: int, *names: str, **fields: object) -> tuple[GroupShape, ...]:
+def layers(num_layers: int, *names: str) -> tuple[GroupShape, ...]:
     """Return groups of one byte each."""
-    return tuple(GroupShape(name, layer, 1, **fields) for layer in range(num_layers) for name in names)  # type: ignore[arg-type]
+    return tuple(GroupShape(name, layer, 1) for layer in range(num_layers) for name in names)
+
+
+def lines_of(plan: Plan) -> list[str]:
+    return [" ".join(line.split()) for line in format_plan(plan).splitlines()]
+
+
+def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_takes_it_along() -> None:
+    shape = ChunkShape(tuple(GroupShape("attention", layer, 2, may_delay=True) for layer in range(3)))
+    skip = [each.__name__ for each in PASSES if each.__name__ not in ("everything_leaves", "delay_before_experts")]
+    texts = lines_of(plan_step(parse_actions("F0.0 F0.1 B0.0 B0.1"), (shape,), skip=skip))
+    assert texts[:2] == ["F0.0:1 OUT 0.0:0 0.0:1", "F0.0:end OUT 0.0:2"]
+    with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
+        plan_step(parse_actions("F0.0 B0.0"), (shape,), skip=("keep",))
+
+
+def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:
+    """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
+    shape, actions = ChunkShape(layers(4, "attention", "mlp")), parse_actions("F0.0 F0.1 B0.0 B0.1")
+    tight = lines_of(plan_step(actions, (shape,), Bounds(resident_bytes=10)))
+    assert [line for line in tight if "DROP" in line][:2] == ["F0.1:1 DROP 0.0:0", "F0.1:2 DROP 0.0:1"]
+    assert lines_of(plan_step(actions, (shape,), Bounds(resident_bytes=17))) == [], "it fits"
 
 
 def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
@@ -161,6 +180,21 @@ def test_the_bytes_of_a_plan_stay_within_the_budget(budget: int) -> None:
     plan = plan_step(parse_actions(actions), (shape,), Bounds(resident_bytes=budget))
     validate_plan(plan, parse_actions(actions), (shape,))
     assert peak_bytes(plan, actions, shape) <= budget
+
+
+def test_plans_are_memoised_by_their_inputs() -> None:
+    planner = Planner(max_plans=2)
+    shapes = (ChunkShape(layers(2, "attention")),)
+    first = planner.plan_step(no_pipelining(1), shapes)
+    assert planner.plan_step(no_pipelining(2), shapes) != first
+    assert planner.plan_step(no_pipelining(1), tuple(shapes)) is first
+    under_budget = planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9))  # forgets no_pipelining(2)
+    assert planner.plan_step(no_pipelining(1), shapes) is first != under_budget
+    assert planner.plan_step(no_pipelining(1), shapes, Bounds(resident_bytes=9)) is under_budget
+    assert planner.plan_step(no_pipelining(1), shapes, is_combined=True) is not first  # forgets the first
+    assert planner.plan_step(no_pipelining(1), shapes) is not first
+    with pytest.raises(ValueError, match="max_plans must be at least 1"):
+        Planner(0)
 
 
 SIZES = st.integers(0, 5)
