@@ -114,34 +114,25 @@ def test_no_golden_file_without_a_test():
     assert set(ARTIFACTS.glob("schedule_*.txt")) == {shape.golden_file for shape in GOLDEN}
 
 
-@pytest.mark.parametrize("shape", CROSS_CHECKED, ids=lambda shape: shape.name)
-def test_same_order_as_megatron(shape):
+def test_orders_are_those_of_megatron():
     pytest.importorskip("megatron.core", reason="needs megatron-core, to run its schedules")
-    for rank in range(shape.pp):
-        recorded = record_megatron(shape, rank)
-        assert format_actions(shape.actions(rank)) == format_actions(recorded)
+    for shape in CROSS_CHECKED:
+        for rank in range(shape.pp):
+            recorded = record_megatron(shape, rank)
+            assert format_actions(shape.actions(rank)) == format_actions(recorded), shape
 
 
-@pytest.mark.parametrize("shape", CROSS_CHECKED, ids=lambda shape: shape.name)
-def test_valid_and_complete(shape):
-    for rank in range(shape.pp):
-        actions = shape.actions(rank)
-        validate_actions(actions)
+def test_orders_are_valid_and_complete():
+    for shape in CROSS_CHECKED:
         chunks = {ChunkKey(v, m) for v in range(shape.vpp or 1) for m in range(shape.microbatches)}
-        assert {action.chunk for action in actions} == chunks
-        assert len(actions) == 2 * len(chunks)
-        assert count_alive(actions)[-1] == 0
-
-
-@pytest.mark.parametrize("pp, microbatches", [(1, 5), (2, 5), (4, 3), (4, 8)])
-def test_1f1b_keeps_no_more_chunks_than_stages_to_come(pp, microbatches):
-    for stage in range(pp):
-        alive = count_alive(one_forward_one_backward(pp, stage, microbatches))
-        assert max(alive) == min(pp - stage, microbatches)
-
-
-def test_one_stage_is_no_pipeline():
-    assert one_forward_one_backward(1, 0, 3) == no_pipelining(3)
+        for rank in range(shape.pp):
+            actions = shape.actions(rank)
+            validate_actions(actions)
+            assert {action.chunk for action in actions} == chunks and len(actions) == 2 * len(chunks)
+            alive = count_alive(actions)
+            assert alive[-1] == 0
+            if shape.pp > 1 and shape.vpp is None:  # no more chunks than stages to come
+                assert max(alive) == min(shape.pp - rank, shape.microbatches)
 
 
 @pytest.mark.parametrize(
@@ -150,27 +141,22 @@ def test_one_stage_is_no_pipeline():
         (lambda: no_pipelining(0), "num_microbatches must be at least 1, got 0"),
         (lambda: one_forward_one_backward(0, 0, 1), "num_stages must be at least 1, got 0"),
         (lambda: one_forward_one_backward(2, 2, 1), r"stage must be in \[0, 1\] for num_stages=2, got 2"),
-        (lambda: one_forward_one_backward(2, -1, 1), "got -1"),
         (lambda: interleaved(1, 0, 2, 4), "num_stages of at least 2, got 1: use no_pipelining"),
         (lambda: interleaved(2, 0, 0, 4), "num_virtual_stages must be at least 1"),
-        (lambda: interleaved(2, 3, 2, 4), "got 3"),
         (lambda: interleaved(4, 0, 2, 3), r"group_size must be in \[num_stages=4, num_microbatches=3\], got 4"),
-        (lambda: interleaved(4, 0, 2, 8, 2), "got 2"),
         (lambda: interleaved(2, 0, 2, 5), "last group of 1 after groups of 2: that must be 0 or at least num_stages=2"),
+        (lambda: parse_actions("F0.0 F0.01 B0.0"), "not an action.*'F0.01'"),
+        (lambda: parse_actions("F0.1B0.1"), "not an action.*'F0.1B0.1'"),
+        (lambda: parse_actions("F٣.1"), "not an action"),
     ],
 )
-def test_impossible_shapes(call, message):
+def test_impossible_shapes_and_words(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-actions_strategy = st.lists(
-    st.builds(Action, st.sampled_from(["F", "B"]), st.builds(ChunkKey, st.integers(0, 30), st.integers(0, 3000)))
-)
-
-
 @settings(deadline=None, derandomize=True, database=None)
-@given(actions_strategy)
+@given(st.lists(st.builds(Action, st.sampled_from("FB"), st.builds(ChunkKey, st.integers(0, 30), st.integers(0, 99)))))
 def test_parse_is_the_inverse_of_format(actions):
     assert parse_actions(format_actions(actions)) == actions
 
@@ -183,28 +169,17 @@ def test_format_is_the_inverse_of_parse(text):
 
 
 @pytest.mark.parametrize(
-    "word", ["X0.0", "F0", "F0.", "F.1", "F-1.0", "F0.1.2", "f0.1", "F00.1", "F0.01", "F0.1B0.1", "F٣.1"]
-)
-def test_not_an_action(word):
-    with pytest.raises(ValueError, match="not an action") as error:
-        parse_actions(f"F0.0 {word} B0.0")
-    assert repr(word) in str(error.value)
-
-
-@pytest.mark.parametrize(
     "text, message",
     [
         ("B0.0", "B0.0 at position 0 runs before its forward"),
-        ("F0.0 B0.1", "B0.1 at position 1 runs before its forward"),
         ("F0.0 F1.0 F0.0", "F0.0 at position 2 ran before, at position 0"),
         ("F0.0 B0.0 F0.1 B0.0", "B0.0 at position 3 ran before, at position 1"),
         ("F0.0 F0.1 B0.0", "F0.1 at position 1 has no backward"),
     ],
 )
 def test_invalid_order(text, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^{message}$"):
         validate_actions(parse_actions(text))
-    assert str(error.value) == message
 
 
 # Running megatron-core's schedules with nothing but their order: every tensor is the key of its chunk.
