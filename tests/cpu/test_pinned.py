@@ -112,20 +112,10 @@ def test_a_refused_registration_is_a_memory_error(runtime: Runtime) -> None:
     assert runtime.registered == {}
 
 
-def test_no_room_is_a_memory_error(runtime: Runtime) -> None:
-    with pytest.raises(MemoryError, match="no room"):
-        PinnedSlab(1 << 50)
-
-
 def test_an_impossible_memory_node_is_skipped(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger=pinned.__name__):
         PinnedSlab(MIB, numa_node=900).close()
     assert "pinned memory not placed on node 900" in caplog.text
-
-
-def test_a_machine_with_other_system_calls_is_skipped(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned.platform, "machine", lambda: "riscv64")
-    PinnedSlab(MIB, numa_node=0).close()
 
 
 def gpu_at(root: Path, nodes: int, numa_node: str) -> None:
@@ -147,12 +137,6 @@ def test_the_memory_node_of_a_gpu(
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert numa_node_of(torch.device("cuda", 0), tmp_path) == expected
-
-
-def test_the_memory_node_of_a_gpu_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_at(tmp_path, 2, "1")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    assert numa_node_of(torch.device("cuda", 0), tmp_path) is None
 
 
 def test_cuda_without_a_gpu_and_with_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:

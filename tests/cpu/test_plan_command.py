@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from functools import partial
 from pathlib import Path
@@ -44,13 +43,6 @@ def test_a_model_type(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "a step of 128 tokens" in text
     assert re.search(r"It fits a100-40x2, fastest with: no offload", text)
     assert plot.stat().st_size > 1000
-
-
-def test_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": "llama", **TINY}))
-    assert main([str(file), "--seq-length", "64"]) == 0
-    assert "layers offloaded" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -44,15 +44,6 @@ def test_files_become_documents_of_bytes(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 documents, 17 tokens, vocabulary of 257" in capsys.readouterr().out
 
 
-def test_the_default_is_the_help_of_python(tmp_path: Path) -> None:
-    prefix = tmp_path / "topics"
-    assert prepare("--output-prefix", str(prefix)) == 0
-    texts = [bytes(document[:-1]).decode() for document in documents(prefix)]
-    assert len(texts) > 50
-    assert sum(map(len, texts)) > 300_000
-    assert any('The "assert" statement' in text for text in texts)
-
-
 def test_long_texts_are_cut_at_line_ends(tmp_path: Path) -> None:
     text = b"one\ntwo\n" + b"x" * 20 + b"\nlast"
     (tmp_path / "long.txt").write_bytes(text)
@@ -80,16 +71,3 @@ def test_a_bad_file_is_named(
     assert prepare(str(path), "--output-prefix", str(tmp_path / "pair")) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "pair.bin").exists()
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("text")
-    arguments = (str(tmp_path / "file"), "--output-prefix", str(tmp_path / "file" / "pair"))
-    assert prepare(*arguments) == 1
-    assert f"cannot create {tmp_path / 'file'}" in capsys.readouterr().err
-
-
-def test_a_size_must_be_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        prepare("--output-prefix", str(tmp_path / "pair"), "--document-bytes", "0")
-    assert "must be positive, got 0" in capsys.readouterr().err

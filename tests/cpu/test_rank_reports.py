@@ -52,11 +52,6 @@ def test_a_rank_that_never_shares_is_looked_for_only_so_long() -> None:
     assert looks == [None, report_table([STEP]) + MISSING] and wait_s < 0.5, "no look waits"
 
 
-def test_a_last_look_takes_what_is_there() -> None:
-    (looks, _), *_ = run_ranks(_share_on_some, True, True, world_size=3, pipeline=PlainGroup())
-    assert looks[0] == report_table([STEP]) + MISSING
-
-
 def test_a_rank_that_announces_nothing_is_not_looked_for() -> None:
     (looks, _), *others = run_ranks(_share_on_some, False, world_size=3, pipeline=PlainGroup())
     assert looks[0] == report_table([STEP])

@@ -129,11 +129,6 @@ def test_reason_of_a_tensor_that_may_not_move(name: str) -> None:
     assert (saved.reason, saved.shape) == (reason, tuple(tensor.shape))
 
 
-def test_every_reason_has_a_case() -> None:
-    known = {reason for _, reason, _ in CASES} | {reason for _, reason in candidates().values()}
-    assert known - {None} == set(Reason)
-
-
 def test_a_step_that_begins_with_a_saved_tensor_knows_module_and_weights() -> None:
     """The hooks are on before the model runs, and the checker of a front-end rejects weights among others."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])

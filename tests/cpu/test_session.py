@@ -65,14 +65,6 @@ def test_an_iteration_spans_forward_and_backward(session: Session, forward: Call
     assert session.stats.copied_out_bytes > 0 and session.stats.copied_in_bytes > 0
 
 
-def test_it_ends_with_the_last_of_several_backwards(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    first, second = forward(), forward()
-    first.backward()
-    assert session.engine.is_in_iteration
-    second.backward()
-    assert not session.engine.is_in_iteration
-
-
 def test_a_retained_graph_keeps_it_open(session: Session, forward: Callable[[], torch.Tensor]) -> None:
     loss = forward()
     loss.backward(retain_graph=True)
@@ -88,15 +80,6 @@ def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Ca
     loss = forward()
     assert session.stats is not stats
     loss.backward()
-    assert not session.engine.is_in_iteration
-
-
-def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    kept = forward()
-    stats = session.stats
-    forward().backward()
-    assert session.stats is stats
-    kept.backward()
     assert not session.engine.is_in_iteration
 
 
@@ -152,20 +135,6 @@ def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tenso
     assert not session.engine.is_in_iteration
 
 
-def test_weights_are_asked_for_in_each_iteration(device: AdversarialDevice) -> None:
-    weights = [torch.randn(ROWS, WIDTH)]
-    session = Session(OffloadEngine(OffloadConfig(min_tensor_bytes=0), device), lambda: weights)
-    groups = AutomaticGroups(session, 1)
-    for _ in range(2):
-        weights[0] = torch.randn(ROWS, WIDTH)  # at another address
-        x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        with groups.hooks():
-            loss = (x * weights[0]).sum()
-        assert session.stats.managed_bytes == 0
-        loss.backward()
-    session.close()
-
-
 # -- a copy that fails ------------------------------------------------------------------------------------------------
 
 
@@ -183,12 +152,6 @@ def test_after_a_failed_copy_the_next_forward_starts_anew(
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_leaves_when_its_bytes_are_enough(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
-    assert session.stats.num_groups == session.stats.num_offloaded_groups == (DEPTH + 1) // 2
-    loss.backward()
 
 
 def test_the_last_group_stays_where_its_backward_comes_next(
@@ -246,12 +209,6 @@ def test_groups_closed_by_the_caller_only(session: Session) -> None:
         y = y.cos()
     y.sum().backward()
     assert session.stats.num_groups == 2
-
-
-@pytest.mark.parametrize("group_bytes", [0, -1])
-def test_a_group_needs_bytes(session: Session, group_bytes: int) -> None:
-    with pytest.raises(ValueError, match="group_bytes must be positive"):
-        AutomaticGroups(session, group_bytes)
 
 
 def test_unpack_outside_a_backward_begins_no_backward(session: Session, groups: AutomaticGroups) -> None:

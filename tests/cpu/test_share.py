@@ -134,8 +134,3 @@ def test_a_group_may_have_a_threshold_of_its_own() -> None:
 def test_bad_shares_are_rejected(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OffloadConfig(**settings)  # type: ignore[arg-type]
-
-
-def test_a_share_is_a_number() -> None:
-    with pytest.raises(TypeError, match="fraction must be a number"):
-        OffloadConfig(fraction="half")  # type: ignore[arg-type]

@@ -145,36 +145,6 @@ def test_one_handler_serves_pass_after_pass(stack: torch.nn.ModuleList, engine: 
     assert engine.stats.num_offloaded_groups == 3 * NUM_LAYERS
 
 
-def test_several_microbatches_in_flight(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None, None, None)
-    with engine.iteration(weights=stack.parameters()):
-        handlers: list[ChunkOffloadHandler | None] = []
-        stack.zero_grad()
-        leaves, losses = [], []
-        for _ in range(3):
-            handlers.append(engine.start_chunk())
-            leaves.append(x.clone().requires_grad_())
-            losses.append(forward(stack, leaves[-1], handlers[-1]))
-        for i in range(3):
-            losses[i].backward()
-        del losses
-        check_equal([t.grad for t in (*stack.parameters(), *leaves)], plain)  # type: ignore[misc]
-    assert engine.pool.num_leases == 0
-
-
-def test_evaluation_in_between_changes_nothing(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None)
-    with engine.iteration(weights=stack.parameters()):
-        handler = engine.start_chunk()
-        with torch.no_grad():
-            forward(stack, x, handler)
-        check_equal(gradients(stack, x, handler), plain)
-        with torch.no_grad():
-            forward(stack, x, handler)
-
-
 def test_a_checker_chooses_what_moves(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
     x = torch.randn(8, 16)
     plain = gradients(stack, x, None)

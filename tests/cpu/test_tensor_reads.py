@@ -93,13 +93,6 @@ def test_what_is_read(extension: Any) -> None:
         assert module.read_plain(tensor, CPU, 1)[6:] == (True, False)
 
 
-@pytest.mark.parametrize("kind", ["plain", "view of a parameter", "parameter", "tangent of zeros", "sparse", "nested"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_plain_tensors_alone_are_read(kind: str, extension: Any) -> None:
-    for module in (tensor_reads, extension):
-        assert (module.read_plain(KINDS[kind](), CPU, 1) is not None) == (kind == "plain")
-
-
 def test_both_see_writes_and_discarded_bytes(extension: Any) -> None:
     for module in (tensor_reads, extension):
         tensor = torch.ones(3)

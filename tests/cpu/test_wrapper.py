@@ -22,7 +22,6 @@ from offload_engine import (
     WrapperHandle,
     offload_wrapper,
 )
-from offload_engine.frontends import wrapper
 from tests.adversarial import AdversarialDevice
 from tests.checkpointed import (
     DEPTH,
@@ -224,15 +223,6 @@ def test_wrapped_twice_is_an_error() -> None:
         offload_wrapper(nn.Sequential(model))
     model.activation_offload.remove()
     offload_wrapper(model, config=PLAIN).activation_offload.remove()
-
-
-def test_it_offloads_from_the_device_of_the_model(device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(wrapper, "device_for", lambda parts, config: seen.extend([*parts, config]) or device)
-    offload_wrapper(model := make_stack(), config=PLAIN.replace(directory=None))
-    assert model.activation_offload.engine.device is device
-    assert seen == [model, model.activation_offload.engine.config]
-    model.activation_offload.remove()
 
 
 def test_a_horizon_that_is_wrong_or_has_no_effect_is_an_error(device: AdversarialDevice) -> None:
