@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine.planning.moves import (
-    BACKWARD,
     BACKWARD_END,
-    CHUNK_BACKWARD,
     COMMIT,
     DROP,
     FORWARD,
     IN,
     ITERATION_END,
-    LAUNCH,
     OUT,
     Boundary,
     BoundaryKind,
@@ -111,8 +108,6 @@ def test_text_that_is_no_plan(text: str, message: str) -> None:
             "F0.0:0 OUT 0.0:0\nF0.0:1 DROP 0.0:0\nF0.1 DROP 0.0:0",
             "line 3 (F0.1): DROP 0.0:0: it has been released before",
         ),
-        ("F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0\nB0.0 DROP 0.0:0", "line 3 (B0.0): DROP 0.0:0: it has not left"),
-        ("F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0\nB0.0 IN 0.0:0", "line 3 (B0.0): IN 0.0:0: it has not left"),
         ("F0.0:1 OUT 0.0:1\nB0.0:0 IN 0.0:1", "line 2 (B0.0:0): IN 0.0:1: its backward has begun before"),
         ("B0.0:0 OUT 0.0:1", "line 1 (B0.0:0): OUT 0.0:1: its backward has begun before"),
         ("F0.0:2 OUT 0.0:2", "line 1 (F0.0:2): OUT 0.0:2: the step has no such boundary"),
@@ -167,10 +162,6 @@ def test_boundaries_of_a_step_in_order() -> None:
     assert " ".join(map(str, step_boundaries(parse_actions("F0.0"), marks))) == (
         "F0.0 F0.0:held0 F0.0:0 F0.0:1 F0.0:held2 F0.0:0/unkeep F0.0:end end"
     )
-    plain = (ChunkShape(()),)
-    assert step_boundaries(parse_actions("F0.0 B0.0"), plain)[2] == Boundary(CHUNK_BACKWARD, ChunkKey(0, 0))
-    assert Boundary(LAUNCH, ChunkKey(0, 1), 2) in step_boundaries(ACTIONS, SHAPES)
-    assert Boundary(BACKWARD, ChunkKey(0, 1), 1) in step_boundaries(ACTIONS, SHAPES)
     assert [str(group) for group in group_keys(ACTIONS, SHAPES)] == ["0.0:0", "0.0:1", "0.1:0", "0.1:1"]
 
 
@@ -178,11 +169,7 @@ def test_boundaries_of_a_step_in_order() -> None:
     ("make", "message"),
     [
         (lambda: GroupShape("mlp", nbytes=-1), "nbytes must not be negative, got -1"),
-        (lambda: GroupShape("mlp", lead_ms=-0.5), "lead_ms must not be negative"),
-        (lambda: ChunkShape((), tail_index=1), r"must be in \[0, 0\], got 1"),
         (lambda: ChunkShape((GroupShape("mlp"),), launch_counts=(2,)), r"must be in \[0, 1\], got 2"),
-        (lambda: ChunkShape((GroupShape("mlp"),), held_counts=(2,)), r"must be in \[0, 1\], got 2"),
-        (lambda: ChunkShape((GroupShape("mlp", unkeep_count=2),)), r"must be in \[0, 1\], got 2"),
         (lambda: ChunkShape((), head_ms=-1.0), "head_ms must not be negative"),
         (lambda: Bounds(horizon_bytes=-1), "horizon_bytes must not be negative"),
         (lambda: Bounds(horizon_bytes=1, resident_bytes=1), "resident_bytes bounds what horizon_bytes bounds"),

@@ -56,21 +56,18 @@ def forward(groups: AutomaticGroups) -> Callable[[], torch.Tensor]:
 
 
 def test_an_iteration_spans_forward_and_backward(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    """Its last group stays where its backward comes next."""
     assert not session.engine.is_in_iteration
     loss = forward()
     assert session.engine.is_in_iteration and session.chunk is None
+    assert session.stats.num_groups == session.stats.num_offloaded_groups == (DEPTH + 1) // 2
+    copied_out = session.stats.copied_out_bytes
+    loss.backward(retain_graph=True)
+    assert session.engine.is_in_iteration, "a retained graph keeps it open"
     loss.backward()
     assert not session.engine.is_in_iteration
     assert session.stats.num_storages_left == 0 and session.stats.prefetch_misses == 0
-    assert session.stats.copied_out_bytes > 0 and session.stats.copied_in_bytes > 0
-
-
-def test_a_retained_graph_keeps_it_open(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
-    loss.backward(retain_graph=True)
-    assert session.engine.is_in_iteration
-    loss.backward()
-    assert not session.engine.is_in_iteration
+    assert session.stats.copied_out_bytes == copied_out > 0 and session.stats.num_kept_groups == 1
 
 
 def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
@@ -81,6 +78,19 @@ def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Ca
     assert session.stats is not stats
     loss.backward()
     assert not session.engine.is_in_iteration
+
+
+def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    """Then the last group of the first one leaves, too."""
+    first = forward()
+    stats = session.stats
+    copied_out = stats.copied_out_bytes
+    second = forward()
+    assert session.stats is stats and stats.copied_out_bytes > 2 * copied_out
+    second.backward()
+    assert session.engine.is_in_iteration
+    first.backward()
+    assert not session.engine.is_in_iteration and session.stats.num_kept_groups == 1
 
 
 def test_a_backward_that_raises_does_not_end_it(session: Session, groups: AutomaticGroups) -> None:
@@ -152,26 +162,6 @@ def test_after_a_failed_copy_the_next_forward_starts_anew(
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_last_group_stays_where_its_backward_comes_next(
-    session: Session, forward: Callable[[], torch.Tensor]
-) -> None:
-    loss = forward()
-    copied_out = session.stats.copied_out_bytes
-    loss.backward()
-    assert session.stats.copied_out_bytes == copied_out and session.stats.num_kept_groups == 1
-
-
-def test_the_last_group_leaves_where_another_forward_comes_first(
-    session: Session, forward: Callable[[], torch.Tensor]
-) -> None:
-    first = forward()
-    copied_out = session.stats.copied_out_bytes
-    second = forward()
-    assert session.stats.copied_out_bytes > 2 * copied_out
-    (first + second).backward()
-    assert session.stats.num_kept_groups == 1
 
 
 def test_a_storage_counts_once_for_the_size_of_a_group(session: Session, groups: AutomaticGroups) -> None:
