@@ -30,7 +30,7 @@ def test_every_source_says_its_licence() -> None:
     sources = [path for folder in folders for ext in ("py", "sh", "c") for path in (ROOT / folder).rglob(f"*.{ext}")]
     texts = {path: path.read_text() for path in (*sources, ROOT / "setup.py")}
     silent = [path for path, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0\n" not in text[:80]]
-    assert len(texts) > 400 and not silent
+    assert len(texts) > 300 and not silent
 
 
 def imported(package: str) -> Iterator[str]:

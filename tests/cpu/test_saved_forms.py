@@ -37,8 +37,9 @@ def is_on_host(request: pytest.FixtureRequest) -> bool:
     return request.param == "on host"
 
 
-def save_and_restore(tensors: list[torch.Tensor], is_on_host: bool) -> list[torch.Tensor]:
+def check_restored(tensors: list[torch.Tensor], is_on_host: bool) -> None:
     """Save views of one storage in one group, move the group out and in, and unpack each of them twice."""
+    expected = [(form_of(tensor), tensor.clone()) for tensor in tensors]
     device = AdversarialDevice()
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device)
     with engine.iteration():
@@ -50,24 +51,21 @@ def save_and_restore(tensors: list[torch.Tensor], is_on_host: bool) -> list[torc
         if is_on_host:
             release_all(engine)
         chunk.on_group_commit_backward(group)
-        restored = [chunk.tensor_pop(handle) for handle in handles]
-        for tensor in filter(torch.Tensor.is_contiguous, restored):
-            tensor += 0  # what the backward writes in place is no modification of what was saved
-        restored += [chunk.tensor_pop(handle) for handle in handles]
+        for _ in range(2):
+            restored = [chunk.tensor_pop(handle) for handle in handles]
+            assert [form_of(tensor) for tensor in restored] == [form for form, _ in expected]
+            assert all(torch.equal(tensor, values) for tensor, (_, values) in zip(restored, expected, strict=True))
+            for tensor in filter(torch.Tensor.is_contiguous, restored):
+                tensor += 0  # what the backward writes in place is no modification of what was saved
         assert (engine.stats.copied_in_bytes > 0) == is_on_host
-        del handles
+        del handles, restored
     engine.close()
     assert not device.hazards
-    return restored
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_tensor(form: str, is_on_host: bool) -> None:
-    saved = FORMS[form]()
-    expected, values = form_of(saved), saved.clone()
-    for restored in save_and_restore([saved], is_on_host):
-        assert form_of(restored) == expected
-        assert torch.equal(restored, values)
+    check_restored([FORMS[form]()], is_on_host)
 
 
 @pytest.mark.parametrize("first", ["as it is", "transposed", "as integers", "a part"])
@@ -75,12 +73,10 @@ def test_several_tensors_over_one_storage(first: str, is_on_host: bool) -> None:
     """Only one of them is the storage as it is, and that one need not be the first."""
     base = torch.randn(6, 4)
     views = {"as it is": base, "transposed": base.t(), "as integers": base.view(torch.int32), "a part": base[1:3]}
+    del base
     saved = [views.pop(first), *views.values()]
-    expected = [(form_of(tensor), tensor.clone()) for tensor in saved]
-    del base, views
-    for restored, (form, values) in zip(save_and_restore(saved, is_on_host), [*expected, *expected], strict=True):
-        assert form_of(restored) == form
-        assert torch.equal(restored, values)
+    views.clear()
+    check_restored(saved, is_on_host)
 
 
 def test_held_in_another_form() -> None:
