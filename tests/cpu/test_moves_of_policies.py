@@ -145,18 +145,6 @@ def test_copy_outs_before_the_tail_are_released_where_the_next_backward_begins(n
     bench.finish()
 
 
-@pytest.mark.parametrize(("settings", "resident"), [({}, 2), ({"max_inflight_bytes": 4 * GROUP_BYTES}, 4)])
-def test_groups_before_the_tail_stay_for_their_own_backward_and_under_an_explicit_limit(
-    settings: dict[str, int], resident: int
-) -> None:
-    bench = Bench(horizon_bytes=0, **settings)
-    first = bench.forward(FIRST)
-    second = bench.forward(SECOND, num_in_tail=0)
-    (first if settings else second).begin_backward()
-    assert bench.resident_groups == resident
-    bench.finish()
-
-
 def test_after_a_reset_there_is_no_tail() -> None:
     bench = Bench(horizon_bytes=0)
     bench.engine._executor.leaving.largest_bytes = 1 << 20  # so that nothing is released before the backward
@@ -255,17 +243,6 @@ def test_behind_a_loss_the_layers_before_come_when_the_backward_is_at_the_last_o
         chunk.on_group_commit_backward(group)
         assert bench.num_copied_in == num_copied_in
     bench.finish()
-
-
-def test_a_name_in_early_layers_only_comes_neither_early_nor_late() -> None:
-    """As the MLP of dense layers in front of experts: the last of its name is in no last layer."""
-    bench, names = Bench(max_inflight_bytes=0), "qkv mlp qkv mlp qkv experts qkv experts"
-    first, second = bench.forward(FIRST, names), bench.forward(SECOND, names)
-    assert {group.name for group in first.groups if not group.on_host_bytes} == {"qkv", "experts"}
-    assert bench.num_copied_in == 2, "the last layer"
-    bench.backward(first)
-    bench.backward(second)
-    assert bench.finish() == 0
 
 
 @pytest.mark.parametrize(("ends", "misses"), [(True, 0), (False, 1)])
@@ -495,22 +472,6 @@ def test_two_forwards_before_their_backwards_share_the_budget() -> None:
         budgeted_step(bench, num_chunks=2)
     assert bench.meter.peak_bytes == 5 * GROUP_BYTES
     assert bench.num_copied_out == 2 * 8 - 4
-
-
-def test_a_completed_copy_is_released_only_where_its_room_is_needed() -> None:
-    bench = Bench(None, resident_bytes=8 * GROUP_BYTES)
-    chunk = bench.forward(None, EIGHT, ends=False)
-    bench.device.synchronize_all()
-    chunk.open_group("empty")
-    chunk.close_group()
-    assert bench.resident_groups == 7
-    bench.handles.clear()
-
-
-def test_a_budget_below_one_group_still_runs() -> None:
-    bench = Bench(None, resident_bytes=1)
-    budgeted_step(bench)
-    assert bench.engine.stats.copied_in_bytes == 8 * GROUP_BYTES
 
 
 def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> None:

@@ -76,16 +76,6 @@ def test_the_use_count_counts_what_a_graph_saved() -> None:
     assert num_users(alias) == 2, "and has let go of it"
 
 
-def test_cdata_is_the_address_of_the_storage_itself() -> None:
-    first, other = torch.zeros(4), torch.zeros(4)
-    key = first.untyped_storage()._cdata
-    assert first.view(2, 2).untyped_storage()._cdata == first.detach().untyped_storage()._cdata == key
-    assert other.untyped_storage()._cdata != key
-    first.untyped_storage().resize_(1 << 20)
-    assert first.untyped_storage()._cdata == key, "whatever its bytes are"
-    assert key not in (first.data_ptr(), id(first))
-
-
 def test_a_weak_reference_keeps_the_address_and_no_byte() -> None:
     tensor = torch.zeros(4)
     key = tensor.untyped_storage()._cdata
@@ -122,16 +112,6 @@ def test_hooks_are_a_stack_of_this_thread() -> None:
     assert torch_private.innermost_hooks(True) is None
     torch.ones(5, requires_grad=True).sin()
     assert seen == [None] and packed == [(3,)]
-
-
-def test_sequence_numbers_grow_with_each_node() -> None:
-    x = torch.ones(2, requires_grad=True)
-    numbers = [torch_private.next_sequence_nr()]
-    for _ in range(3):
-        x = x.sin()
-        assert x.grad_fn is not None and x.grad_fn._sequence_nr() == numbers[-1]
-        numbers.append(torch_private.next_sequence_nr())
-    assert numbers == sorted(set(numbers))
 
 
 def test_a_backward_has_a_number_inside_it_only() -> None:
