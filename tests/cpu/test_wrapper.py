@@ -94,23 +94,6 @@ def test_language_models_train_to_the_last_bit(
     assert all_equal(found, train(make_language_model(family, way)))
 
 
-@pytest.mark.parametrize("is_first_first, way", [(False, "pytorch"), (True, "pytorch reentrant")])
-def test_two_forwards_before_a_backward(wrap: Callable[..., Any], way: str, is_first_first: bool) -> None:
-    def run(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        losses = [model(torch.randn(2, LENGTH, HIDDEN)) for _ in range(2)]
-        for loss in losses if is_first_first else reversed(losses):
-            loss.backward()
-        return [*(loss.detach() for loss in losses), *(p.grad for p in model.parameters())]
-
-    model = wrap(make_stack(way))
-    assert all_equal(run(model), run(make_stack(way)))
-    assert not model.activation_offload.engine.is_in_iteration
-    assert model.activation_offload.stats.copied_out_bytes == 2 * DEPTH * INPUT_BYTES
-    # Each forward is a chunk, so that another order than the reverse one costs one wait, for the input it begins with.
-    assert model.activation_offload.stats.prefetch_misses == (1 if is_first_first else 0)
-
-
 # -- where the inputs are ----------------------------------------------------------------------------------------------
 
 
