@@ -47,7 +47,7 @@ class PinningDevice(AdversarialDevice):
 class Bench:
     """Chunks of equal groups, and copies that complete when they are awaited or `device.synchronize_all()` is called.
 
-    A group named `large` has four times as many bytes; two groups make a layer.
+    Two groups make a layer.
     """
 
     def __init__(
@@ -69,8 +69,7 @@ class Bench:
     def save(self, chunk: ChunkOffloadHandler, name: str = "group", traits: GroupTraits | None = None) -> None:
         handles = self.handles[chunk]
         chunk.open_group(name, traits)
-        size = 4 * GROUP_BYTES if name == "large" else GROUP_BYTES
-        handles.append(chunk.tensor_push(torch.full((size,), len(handles), dtype=torch.uint8)))
+        handles.append(chunk.tensor_push(torch.full((GROUP_BYTES,), len(handles), dtype=torch.uint8)))
         chunk.close_group()
 
     def forward(
@@ -221,28 +220,6 @@ def test_a_group_of_the_same_name_in_the_last_layer_has_not_had_the_time_of_a_la
 
 
 # ---- copy-ins ----
-
-
-@pytest.mark.parametrize("order", [AT_ONCE, ""])
-@pytest.mark.parametrize(("num_in_tail", "expected"), [(0, [2, 3, 5]), (1, [3, 3, 5]), (None, [5, 5, 5])])
-def test_behind_a_loss_the_layers_before_come_when_the_backward_is_at_the_last_of_their_name(
-    num_in_tail: int | None, expected: list[int], order: str
-) -> None:
-    """What the loss freed is in few pieces then for the weight gradients of the tail; their memory is the next peak."""
-    bench = Bench(order, max_inflight_bytes=0)
-    chunk = bench.start(FIRST)
-    for index, name in enumerate("large qkv attn qkv attn".split()):
-        bench.save(chunk, name)
-        if num_in_tail is not None and index == 4 - num_in_tail:
-            chunk.begin_tail()
-    chunk.end_forward()
-    for _ in range(2):  # once for each gradient of the logits
-        chunk.end_loss()
-        assert bench.num_copied_in == expected[0]
-    for group, num_copied_in in zip(reversed([*chunk.groups]), expected[1:], strict=False):
-        chunk.on_group_commit_backward(group)
-        assert bench.num_copied_in == num_copied_in
-    bench.finish()
 
 
 @pytest.mark.parametrize(("ends", "misses"), [(True, 0), (False, 1)])
@@ -430,13 +407,10 @@ def test_tail_does_not_count_groups_without_a_copy_out(settings: dict[str, int])
 EIGHT = "group " * 8
 
 
-def budgeted_step(bench: Bench, names: str = EIGHT, num_chunks: int = 1) -> None:
-    """Run a step whose backwards come in the reverse order of its forwards."""
+def budgeted_step(bench: Bench, names: str = EIGHT) -> None:
     if not bench.engine.is_in_iteration:
         bench.engine.begin_iteration()
-    chunks = [bench.forward(None, names, ends=False) for _ in range(num_chunks)]
-    while chunks:
-        bench.backward(chunks.pop())
+    bench.backward(bench.forward(None, names, ends=False))
     bench.handles.clear()
     bench.engine.end_iteration()
     assert bench.device.hazards == []
@@ -464,14 +438,6 @@ def test_the_budget_holds_where_more_or_less_is_saved_than_expected(num_groups: 
     budgeted_step(bench, "group " * num_groups)
     assert bench.meter.peak_bytes == 5 * GROUP_BYTES
     assert bench.engine.stats.copied_in_bytes == max(0, num_groups - 4) * GROUP_BYTES
-
-
-def test_two_forwards_before_their_backwards_share_the_budget() -> None:
-    bench = Bench(None, resident_bytes=5 * GROUP_BYTES)
-    for _ in range(2):
-        budgeted_step(bench, num_chunks=2)
-    assert bench.meter.peak_bytes == 5 * GROUP_BYTES
-    assert bench.num_copied_out == 2 * 8 - 4
 
 
 def test_until_a_first_layer_is_over_everything_leaves_as_soon_as_it_can() -> None:

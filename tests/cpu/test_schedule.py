@@ -118,21 +118,10 @@ def test_orders_are_those_of_megatron():
     pytest.importorskip("megatron.core", reason="needs megatron-core, to run its schedules")
     for shape in CROSS_CHECKED:
         for rank in range(shape.pp):
-            recorded = record_megatron(shape, rank)
-            assert format_actions(shape.actions(rank)) == format_actions(recorded), shape
-
-
-def test_orders_are_valid_and_complete():
-    for shape in CROSS_CHECKED:
-        chunks = {ChunkKey(v, m) for v in range(shape.vpp or 1) for m in range(shape.microbatches)}
-        for rank in range(shape.pp):
-            actions = shape.actions(rank)
+            actions, recorded = shape.actions(rank), record_megatron(shape, rank)
+            assert format_actions(actions) == format_actions(recorded), shape
             validate_actions(actions)
-            assert {action.chunk for action in actions} == chunks and len(actions) == 2 * len(chunks)
-            alive = count_alive(actions)
-            assert alive[-1] == 0
-            if shape.pp > 1 and shape.vpp is None:  # no more chunks than stages to come
-                assert max(alive) == min(shape.pp - rank, shape.microbatches)
+            assert count_alive(actions)[-1] == 0
 
 
 @pytest.mark.parametrize(

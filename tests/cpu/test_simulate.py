@@ -56,18 +56,6 @@ def run_one(text: str, shape: ChunkShape | None = None, bounds: Bounds | None = 
     return simulate(PipelineJob((job,), link), [parse_plan(text)]).ranks[0]
 
 
-def test_a_kernel_does_not_begin_before_the_host_has_launched_those_in_front_of_it() -> None:
-    assert run_one("", link=Link(100.0, 100.0, 2.0)).milliseconds == 2 * (9.0 - 2.0) + 2.0  # the last begins at 14
-
-
-def test_times_outside_the_groups_count() -> None:
-    groups = (GroupShape("block", 0, 1, 1.0, 2.0, 0.25, 0.5),)
-    shape = ChunkShape(groups, has_head=True, head_ms=3.0, head_backward_ms=6.0, rest_ms=0.125, rest_backward_ms=0.0625)
-    assert run_one("", shape).milliseconds == 1.0 + 2.0 + 0.25 + 0.5 + 3.0 + 6.0 + 0.125 + 0.0625
-    without_head = ChunkShape(groups, rest_ms=0.125, rest_backward_ms=0.0625)
-    assert run_one("", without_head).milliseconds == 3.75 + 0.1875
-
-
 def test_a_copy_in_that_is_not_ahead_stalls_for_its_whole_time_and_is_a_miss() -> None:
     late = run_one("F0.0:0 OUT 0.0:0\nF0.0:2 DROP 0.0:0\nB0.0:0 IN 0.0:0")
     assert late.stalls == {"BACKWARD block": pytest.approx(1.0)}
@@ -85,21 +73,6 @@ def test_a_drop_waits_for_its_copy() -> None:
     assert [span[:3] for span in outcome.spans if span.track == "wait"] == [("wait", 1.0, 2.0)]
 
 
-def test_recalled_group_is_not_copied_in_but_its_end_waits_for_the_copy_out() -> None:
-    slow = Link(5.0, 100.0, 0.0)
-    outcome = run_one("F0.0:2 OUT 0.0:2\nB0.0 IN 0.0:2", link=slow)
-    assert outcome.counters.copied_in_bytes == 0
-    assert outcome.stalls == {"END block": pytest.approx(18.0)}  # 20 ms of copy-out beside 2 ms of backward
-
-
-def test_completed_copy_out_is_released_at_the_next_boundary_without_a_wait() -> None:
-    """The host must be late enough to see it: it runs as the device does here."""
-    text = "F0.0:0 OUT 0.0:0\nB0.0:1 IN 0.0:0"
-    ahead, behind = run_one(text), run_one(text, link=Link(100.0, 100.0, 1.0))
-    assert ahead.counters.copied_in_bytes == 0  # recalled: when it was asked for, the host had not seen the copy end
-    assert (behind.counters.copied_in_bytes, behind.stalled_ms) == (100 * MB, 0.0)
-
-
 def test_beyond_the_limit_in_flight_compute_waits_for_the_oldest() -> None:
     plan = "F0.0:0 OUT 0.0:0\nF0.0:1 OUT 0.0:1\nF0.0:2 OUT 0.0:2\nB0.0:2 IN 0.0:2 0.0:1\nB0.0:1 IN 0.0:0"
     slow = Link(25.0, 1000.0, 0.0)
@@ -107,11 +80,6 @@ def test_beyond_the_limit_in_flight_compute_waits_for_the_oldest() -> None:
     assert run_one(plan, bounds=Bounds(max_inflight_bytes=100 * MB), link=slow).stalls["COMMIT block"] == 6.0
     assert "COMMIT block" not in run_one(plan, bounds=Bounds(max_inflight_bytes=300 * MB), link=slow).stalls
     assert "COMMIT block" not in run_one(plan, bounds=Bounds(resident_bytes=300 * MB), link=slow).stalls
-
-
-def test_a_delayed_copy_waits_for_its_own_commit_only() -> None:
-    outcome = run_one("F0.0:2 OUT 0.0:0\nB0.0:1 IN 0.0:0")
-    assert [span[:3] for span in outcome.spans if span.track == "copy-out"] == [("copy-out", 1.0, 2.0)]
 
 
 def test_host_bytes_that_a_copy_in_still_reads_are_lent_last() -> None:

@@ -163,42 +163,6 @@ def test_nodes_are_known_by_their_class() -> None:
     assert not {torch_private.LEAF_NODE, torch_private.CAST_NODE, type(x.sin().grad_fn)} & torch_private.VIEW_NODES
 
 
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * 2
-
-
-@pytest.mark.parametrize("make", [torch.sin, _Twice.apply], ids=["in C++", "in Python"])
-def test_a_node_takes_over_a_dictionary_of_hooks(make: Any) -> None:
-    x = torch.ones(4, requires_grad=True)
-    y, seen = make(x), []
-    assert y._backward_hooks is None
-    y._backward_hooks = {0: lambda grad: seen.append(grad)}
-    y.grad_fn._register_hook_dict(y)
-    y._backward_hooks = None
-    y.register_hook(lambda grad: seen.append("of another"))
-    assert len(y._backward_hooks) == 1
-    y.backward(torch.full((4,), 3.0))
-    assert len(seen) == 2 and torch.equal(seen[0], torch.full((4,), 3.0)) and seen[1] == "of another"
-
-
-def test_attributes_of_tensors() -> None:
-    x = torch.ones(4)
-    view = x[1:]
-    assert view._is_view() and view._base is x and not x._is_view() and x._base is None
-    before = x._version
-    view.add_(1)
-    assert x._version == view._version == before + 1
-    assert x.detach()._version == x._version and x.data._version == 0
-    assert not x._is_zerotensor() and torch._efficientzerotensor(3)._is_zerotensor()
-    assert torch.equal(torch_private.neg_view(x), -x) and torch_private.neg_view(x).is_neg()
-
-
 # ---- a name that is missing ----
 
 

@@ -79,13 +79,19 @@ def assert_equal(expected: Trained, got: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [("Qwen2", {}), ("Llama", {"gradient_checkpointing": True}), ("Llama", {"bf16": True})],
-    ids=["plain", "checkpointed", "half precision"],
+    ("kind", "arguments", "enable_ckpt"),
+    [
+        ("Qwen2", {}, False),
+        ("Llama", {"gradient_checkpointing": True}, False),
+        ("Llama", {"bf16": True}, False),
+        ("Qwen2", {}, True),
+    ],
+    ids=["plain", "checkpointed", "half precision", "checkpointed by the callback"],
 )
-def test_bitwise_equal(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
-    expected = train(make_model(kind), tmp_path, [], **arguments)
-    callback, reporter, last = OffloadCallback(CONFIG), Reporter(), Reporter()
+def test_bitwise_equal(kind: str, arguments: dict[str, Any], enable_ckpt: bool, tmp_path: Path) -> None:
+    without = {"gradient_checkpointing": True} if enable_ckpt else arguments
+    expected = train(make_model(kind), tmp_path, [], **without)
+    callback, reporter, last = OffloadCallback(CONFIG, enable_ckpt=enable_ckpt), Reporter(), Reporter()
     callback.record(tmp_path / "step.json")
     got = train(make_model(kind), tmp_path, [reporter, callback, last], **arguments)
     assert_equal(expected, got)
@@ -93,23 +99,15 @@ def test_bitwise_equal(kind: str, arguments: dict[str, Any], tmp_path: Path) -> 
     assert got.losses[0] != got.losses[2]  # it has learned something in between
     steps = [log for log in got.logs if "loss" in log]
     assert all(log["offload_moved_gib"] > 0 for log in steps)
+    if enable_ckpt:  # only the inputs of layers leave
+        moved = (SHAPE["num_hidden_layers"] - 1) * 2 * LENGTH * SHAPE["hidden_size"] * 4
+        assert steps[0]["offload_moved_gib"] * 2**30 == pytest.approx(moved, rel=1e-3)
     evaluations = [log for log in got.logs if "eval_loss" in log]
     assert evaluations and not any(key.startswith("offload_") for log in evaluations for key in log)
     summary = next(log for log in got.logs if "train_runtime" in log)  # also if no step was logged
     assert summary["offload_moved_gib"] > 0 and summary["offload_waited_ms"] >= 0
     assert reporter.sent == last.sent, "one in front gets the figures, too"
     assert all(logs["offload_moved_percent"] > 0 for logs in reporter.sent if "loss" in logs)
-
-
-def test_checkpointing_by_the_callback(tmp_path: Path) -> None:
-    """The layers are checkpointed as `gradient_checkpointing` would, and only their inputs leave."""
-    expected = train(make_model("Qwen2"), tmp_path, [], gradient_checkpointing=True)
-    got = train(make_model("Qwen2"), tmp_path, [OffloadCallback(CONFIG, enable_ckpt=True)])
-    assert_equal(expected, got)
-    step = next(log for log in got.logs if "loss" in log)
-    hidden_bytes = 2 * LENGTH * SHAPE["hidden_size"] * 4
-    moved = (SHAPE["num_hidden_layers"] - 1) * hidden_bytes
-    assert step["offload_moved_gib"] * 2**30 == pytest.approx(moved, rel=1e-3)
 
 
 class Stop(transformers.TrainerCallback):  # type: ignore[misc]

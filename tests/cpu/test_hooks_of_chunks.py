@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that pause: what is saved meanwhile is autograd's alone, and they come back as they were."""
+"""Hooks that pause, so that what is saved meanwhile is autograd's alone, and hooks that leave autograd's stack."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from offload_engine import ChunkOffloadHandler, OffloadEngine
+from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import OwnHooks, take_off
 from tests.cpu.test_engine import NUMEL, check_nothing_left, leaf, make_engine
 
 
@@ -22,7 +24,15 @@ def engine() -> Iterator[OffloadEngine]:
 
 
 def innermost_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch_private.innermost_hooks(True)
+
+
+@pytest.fixture(autouse=True)
+def empty_stack() -> Iterator[None]:
+    assert innermost_hooks() is None
+    yield
+    while innermost_hooks() is not None:
+        torch_private.pop_hooks()
 
 
 class SaveInOrder(torch.autograd.Function):
@@ -129,3 +139,30 @@ def test_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) 
         assert not chunk.hooks.pause_around_groups()
         assert innermost == "a group" or not behind_a_tensor(chunk)
         assert innermost_hooks() == before
+
+
+# ---- hooks that leave autograd's stack by what they are ----
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def other(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_hooks_that_another_has_left_on_top_stay_there_alone() -> None:
+    with OwnHooks(same, same):
+        torch_private.push_hooks(other, other)  # as a generator of torch's checkpoint, before it is freed
+    assert innermost_hooks() == (other, other)
+    torch_private.pop_hooks()
+    assert innermost_hooks() is None
+
+
+def test_hooks_that_were_taken_off_leave_others_alone() -> None:
+    with OwnHooks(other, other):
+        with OwnHooks(same, same):
+            take_off(lambda unpack: unpack is same)
+        assert innermost_hooks() == (other, other)
+    assert innermost_hooks() is None
