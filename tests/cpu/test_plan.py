@@ -144,6 +144,8 @@ def test_differences_name_moves_and_both_places() -> None:
         "IN 0.0:0     B0.0:0 -> B0.0:1",
         "DROP 0.0:0   none -> B0.0:0",
     ]
+    a, b = (parse_plan(f"F0.0:1 OUT {moves}") for moves in ("0.0:0 0.0:1", "0.0:1 0.0:0"))
+    assert diff_plans(a, b).startswith("F0.0:1: order of moves: ") and diff_plans(a, a) == ""
 
 
 def test_boundaries_of_a_step_in_order() -> None:
