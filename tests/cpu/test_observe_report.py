@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from offload_engine import IterationStats
 from offload_engine._observe.chrome_trace import read_records, write_trace
 from offload_engine._observe.fold import ModuleRow, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import Reason
@@ -23,7 +22,7 @@ from offload_engine._observe.record import (
     StepRecord,
     WaitRecord,
 )
-from offload_engine._observe.report import moves_text, report_table, summary_of_stats, why_text
+from offload_engine._observe.report import moves_text, report_table, why_text
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.report import main
 
@@ -163,15 +162,6 @@ def test_moves_are_lines_of_one_group_or_chunk() -> None:
         assert moves_text([a_step()], group).splitlines() == expected
     for group in ("1.0:1", "0.0", "att"):
         assert moves_text([a_step()], group).splitlines() == expected[:1]
-
-
-def test_without_a_recording_the_counters_are_told() -> None:
-    stats = IterationStats(num_groups=4, num_offloaded_groups=3, num_kept_groups=1, kept_bytes=MIB)
-    text = summary_of_stats(stats)
-    assert text.startswith("3 of 4 groups offloaded: ") and "1 groups kept, 1 MiB" in text
-    assert "late" not in text and "no room" not in text and "record a step" not in text
-    text = summary_of_stats(IterationStats(num_groups=4, prefetch_misses=2, num_host_limit_groups=4))
-    assert "2 storages came back late" in text and "no room" in text and "record a step to see why" in text
 
 
 # ---- the command ----

@@ -5,18 +5,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_patches import add_offload_arguments
-from megatron_patches._arguments import Settings
-from megatron_patches._handle import patch_rows
 from megatron_patches._model.modules import MODULES
-from megatron_patches._runtime import ModelRuntime
-from offload_engine import OffloadConfig
 from tests.dist.programs import ROOT, run_code, run_program
 
 README, DOCS, RESULTS = ROOT / "README.md", ROOT / "docs", ROOT / "docs" / "results"
@@ -119,15 +114,6 @@ def test_module_names_and_flags() -> None:
         default = re.search(r"Default: (.*?)\.(?: |$)", action.help or "")
         expected[action.option_strings[0]] = default[1] if default else "off"
     assert stated == expected
-
-
-def test_what_is_patched_in_megatron_core() -> None:
-    rows = patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
-    targets = {row.target.removeprefix("megatron.core.") for row in rows}
-    patterns = [cells[0].strip("`") for cells in table(DOCS / "architecture.md", "How megatron_patches hooks in")]
-    missing = [target for target in targets if not any(fnmatchcase(target, pattern) for pattern in patterns)]
-    gone = [pattern for pattern in patterns if not any(fnmatchcase(target, pattern) for target in targets)]
-    assert not missing and not gone
 
 
 def test_messages_that_troubleshooting_explains_are_raised() -> None:

@@ -29,9 +29,11 @@ NUMEL = 1024
 Save = Callable[[OffloadEngine, ChunkOffloadHandler], Any]
 
 
-def in_group(tensor: torch.Tensor, chunk: ChunkOffloadHandler, *, keep: bool = False) -> Any:
+def in_group(tensor: torch.Tensor, chunk: ChunkOffloadHandler, *, keep: bool = False, writes: bool = False) -> Any:
     chunk.open_group("attention", GroupTraits(keep=keep))
     handle = chunk.hooks.pack(tensor)
+    if writes:
+        tensor.add_(1)
     chunk.close_group()
     return handle
 
@@ -63,12 +65,7 @@ def held_by_more_than_declared(engine: OffloadEngine, chunk: ChunkOffloadHandler
 
 
 def modified_before_its_commit(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:
-    chunk.open_group("attention")
-    tensor = torch.ones(NUMEL)
-    handle = chunk.hooks.pack(tensor)
-    tensor.add_(1)
-    chunk.close_group()
-    return handle
+    return in_group(torch.ones(NUMEL), chunk, writes=True)
 
 
 def modified_behind_its_commit(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> Any:

@@ -65,23 +65,6 @@ def test_a_copy_in_that_is_not_ahead_stalls_for_its_whole_time_and_is_a_miss() -
     assert ahead.counters.copied_in_bytes == 100 * MB
 
 
-def test_a_drop_waits_for_its_copy() -> None:
-    outcome = run_one("F0.0:0 OUT 0.0:0 DROP 0.0:0\nB0.0:1 IN 0.0:0")
-    assert outcome.stalls == {"COMMIT block": pytest.approx(1.0)}
-    assert outcome.counters.peak_resident_bytes == 200 * MB
-    assert [span[:3] for span in outcome.spans if span.track == "copy-out"] == [("copy-out", 1.0, 2.0)]
-    assert [span[:3] for span in outcome.spans if span.track == "wait"] == [("wait", 1.0, 2.0)]
-
-
-def test_beyond_the_limit_in_flight_compute_waits_for_the_oldest() -> None:
-    plan = "F0.0:0 OUT 0.0:0\nF0.0:1 OUT 0.0:1\nF0.0:2 OUT 0.0:2\nB0.0:2 IN 0.0:2 0.0:1\nB0.0:1 IN 0.0:0"
-    slow = Link(25.0, 1000.0, 0.0)
-    assert run_one(plan, bounds=Bounds(max_inflight_bytes=200 * MB), link=slow).stalls["COMMIT block"] == 2.0
-    assert run_one(plan, bounds=Bounds(max_inflight_bytes=100 * MB), link=slow).stalls["COMMIT block"] == 6.0
-    assert "COMMIT block" not in run_one(plan, bounds=Bounds(max_inflight_bytes=300 * MB), link=slow).stalls
-    assert "COMMIT block" not in run_one(plan, bounds=Bounds(resident_bytes=300 * MB), link=slow).stalls
-
-
 def test_host_bytes_that_a_copy_in_still_reads_are_lent_last() -> None:
     clocks = Clocks(LINK)
     host = HostBytes()

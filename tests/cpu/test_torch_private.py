@@ -76,17 +76,6 @@ def test_the_use_count_counts_what_a_graph_saved() -> None:
     assert num_users(alias) == 2, "and has let go of it"
 
 
-def test_a_weak_reference_keeps_the_address_and_no_byte() -> None:
-    tensor = torch.zeros(4)
-    key = tensor.untyped_storage()._cdata
-    weak = tensor.untyped_storage()._weak_ref()
-    assert not torch.UntypedStorage._expired(weak) and num_users(tensor) == 2, "it is no user"
-    del tensor
-    assert torch.UntypedStorage._expired(weak)
-    assert key not in [other.untyped_storage()._cdata for other in [torch.zeros(4) for _ in range(200)]]
-    torch_private.free_weak_ref(weak)
-
-
 def test_hooks_are_a_stack_of_this_thread() -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append(tuple(tensor.shape))
@@ -112,23 +101,6 @@ def test_hooks_are_a_stack_of_this_thread() -> None:
     assert torch_private.innermost_hooks(True) is None
     torch.ones(5, requires_grad=True).sin()
     assert seen == [None] and packed == [(3,)]
-
-
-def test_a_backward_has_a_number_inside_it_only() -> None:
-    seen: list[int] = []
-
-    def note(_: torch.Tensor) -> None:
-        seen.append(torch_private.current_graph_task())
-
-    x = torch.ones(2, requires_grad=True)
-    middle = x.sin()
-    middle.register_hook(note)
-    x.register_hook(note)
-    assert torch_private.current_graph_task() == -1
-    middle.sum().backward(retain_graph=True)
-    assert torch_private.current_graph_task() == -1
-    middle.sum().backward()
-    assert -1 not in seen and seen[0] == seen[1] != seen[2] == seen[3]
 
 
 def test_a_callback_runs_when_its_backward_is_over() -> None:
