@@ -103,6 +103,39 @@ def test_hooks_are_a_stack_of_this_thread() -> None:
     assert seen == [None] and packed == [(3,)]
 
 
+def test_attributes_of_tensors_and_storages() -> None:
+    x = torch.ones(4)
+    storage, view, before = x.untyped_storage(), x[1:], x._version
+    assert view._is_view() and view._base is x and not x._is_view() and x._base is None
+    view.add_(1)
+    assert x._version == view._version == before + 1 and x.detach()._version == x._version and x.data._version == 0
+    assert not x._is_zerotensor() and torch._efficientzerotensor(3)._is_zerotensor()
+    assert torch.equal(torch_private.neg_view(x), -x) and torch_private.neg_view(x).is_neg()
+    key, weak = storage._cdata, storage._weak_ref()
+    storage.resize_(1 << 20)
+    assert view.detach().untyped_storage()._cdata == key, "whatever its bytes are"
+    del x, view, storage
+    assert torch.UntypedStorage._expired(weak), "a weak reference keeps no byte"
+    others = [torch.zeros(4) for _ in range(200)]
+    assert key not in [other.untyped_storage()._cdata for other in others], "and keeps the address"
+    torch_private.free_weak_ref(weak)
+
+
+def test_nodes_and_backwards_have_numbers() -> None:
+    x = torch.ones(2, requires_grad=True)
+    number, seen = torch_private.next_sequence_nr(), [torch_private.current_graph_task()]
+    middle = x.sin()
+    assert middle.grad_fn is not None and middle.grad_fn._sequence_nr() == number < torch_private.next_sequence_nr()
+    middle._backward_hooks = {0: lambda _: seen.append(torch_private.current_graph_task())}
+    middle.grad_fn._register_hook_dict(middle)  # it runs them
+    middle._backward_hooks = None
+    x.register_hook(lambda _: seen.append(torch_private.current_graph_task()))
+    for _ in range(2):
+        middle.sum().backward(retain_graph=True)
+    assert seen[0] == -1 == torch_private.current_graph_task()
+    assert -1 not in seen[1:] and seen[1] == seen[2] != seen[3] == seen[4]
+
+
 def test_a_callback_runs_when_its_backward_is_over() -> None:
     order: list[str] = []
     x = torch.ones(2, requires_grad=True)
