@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -200,16 +200,8 @@ class Record(list[Action]):
         return output, self.tokens, gradient
 
 
-@dataclass
-class FakeGroup:
-    members: int = 1
-    index: int = 0
-
-    def size(self) -> int:
-        return self.members
-
-    def rank(self) -> int:
-        return self.index
+def fake_group(size: int = 1, rank: int = 0) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 class FakeCommunicator:
@@ -217,20 +209,15 @@ class FakeCommunicator:
 
     def __init__(self, shape: Shape, rank: int, config: Any) -> None:
         self.config = config
-        self.pp_group = FakeGroup(shape.pp, rank)
+        self.pp_group = fake_group(shape.pp, rank)
         self.virtual_pipeline_model_parallel_size = shape.vpp
         self.total_stages, self.current_stage = shape.pp, rank
         self.is_pp_first_stage, self.is_pp_last_stage = rank == 0, rank == shape.pp - 1
 
-    def _receive(self, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(1)
-
-    recv_forward = recv_backward = _receive
-    send_forward = send_backward = send_forward_recv_backward = send_backward_recv_forward = _receive
-    send_forward_recv_forward = send_backward_recv_backward = _receive
-
-    def send_forward_backward_recv_forward_backward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._receive(), self._receive()
+    def __getattr__(self, name: str) -> Any:
+        assert name.startswith(("send_", "recv_"))
+        both = name == "send_forward_backward_recv_forward_backward"
+        return lambda *_, **__: (torch.zeros(1), torch.zeros(1)) if both else torch.zeros(1)
 
 
 @contextlib.contextmanager
@@ -271,7 +258,7 @@ def make_groups() -> Any:
 
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"):
-        setattr(groups, name, FakeGroup())
+        setattr(groups, name, fake_group())
     return groups
 
 
@@ -309,13 +296,9 @@ def test_groups_that_are_passed_in_need_no_parallel_state() -> None:
 
 
 def write_golden_files() -> None:
-    from importlib.metadata import version
-
+    head = f"# recorded from megatron-core {version('megatron-core')}, a line a rank: F0.3 is stage 0, microbatch 3"
     for shape in GOLDEN:
-        lines = [
-            f"# recorded from megatron-core {version('megatron-core')}, a line a rank: F0.3 is stage 0, microbatch 3"
-        ]
-        lines += [format_actions(record_megatron(shape, rank)) for rank in range(shape.pp)]
+        lines = [head, *(format_actions(record_megatron(shape, rank)) for rank in range(shape.pp))]
         shape.golden_file.write_text("\n".join(lines) + "\n")
 
 
