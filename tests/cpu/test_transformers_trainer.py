@@ -14,18 +14,10 @@ pytest.importorskip("accelerate", reason="pip install -e '.[integrations]' makes
 
 from offload_engine import OffloadConfig  # noqa: E402
 from offload_engine.frontends.integrations.transformers import OffloadCallback  # noqa: E402
+from tests.checkpointed import DEPTH, INPUT_BYTES, make_language_model, random_tokens  # noqa: E402
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
-SHAPE: dict[str, Any] = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, use_cache=False
-)
-STEPS, ACCUMULATION, LENGTH = 3, 2, 16
-
-
-def make_model(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(num_key_value_heads=2, attention_dropout=0.1, **SHAPE)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+STEPS, ACCUMULATION = 3, 2
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -33,7 +25,7 @@ class Tokens(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        tokens = random_tokens(index)[0]
         return {"input_ids": tokens, "labels": tokens}
 
 
@@ -79,28 +71,28 @@ def assert_equal(expected: Trained, got: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "enable_ckpt"),
+    ("family", "arguments", "enable_ckpt"),
     [
-        ("Qwen2", {}, False),
-        ("Llama", {"gradient_checkpointing": True}, False),
-        ("Llama", {"bf16": True}, False),
-        ("Qwen2", {}, True),
+        ("qwen2", {}, False),
+        ("llama", {"gradient_checkpointing": True}, False),
+        ("llama", {"bf16": True}, False),
+        ("qwen2", {}, True),
     ],
     ids=["plain", "checkpointed", "half precision", "checkpointed by the callback"],
 )
-def test_bitwise_equal(kind: str, arguments: dict[str, Any], enable_ckpt: bool, tmp_path: Path) -> None:
+def test_bitwise_equal(family: str, arguments: dict[str, Any], enable_ckpt: bool, tmp_path: Path) -> None:
     without = {"gradient_checkpointing": True} if enable_ckpt else arguments
-    expected = train(make_model(kind), tmp_path, [], **without)
+    expected = train(make_language_model(family), tmp_path, [], **without)
     callback, reporter, last = OffloadCallback(CONFIG, enable_ckpt=enable_ckpt), Reporter(), Reporter()
     callback.record(tmp_path / "step.json")
-    got = train(make_model(kind), tmp_path, [reporter, callback, last], **arguments)
+    got = train(make_language_model(family), tmp_path, [reporter, callback, last], **arguments)
     assert_equal(expected, got)
     assert "model.layers.*" in str(callback.report()) and (tmp_path / "step.json").exists()
     assert got.losses[0] != got.losses[2]  # it has learned something in between
     steps = [log for log in got.logs if "loss" in log]
     assert all(log["offload_moved_gib"] > 0 for log in steps)
     if enable_ckpt:  # only the inputs of layers leave
-        moved = (SHAPE["num_hidden_layers"] - 1) * 2 * LENGTH * SHAPE["hidden_size"] * 4
+        moved = (DEPTH - 1) * INPUT_BYTES
         assert steps[0]["offload_moved_gib"] * 2**30 == pytest.approx(moved, rel=1e-3)
     evaluations = [log for log in got.logs if "eval_loss" in log]
     assert evaluations and not any(key.startswith("offload_") for log in evaluations for key in log)
@@ -116,13 +108,15 @@ class Stop(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 def test_the_model_is_given_back_and_may_train_again_also_after_a_training_that_raised(tmp_path: Path) -> None:
-    model, callback = make_model("Qwen2"), OffloadCallback(CONFIG)
+    model, callback = make_language_model("qwen2"), OffloadCallback(CONFIG)
     before = hooks(model)
     train(model, tmp_path, [callback])
     assert hooks(model) == before
     with pytest.raises(ArithmeticError):
-        train(make_model("Qwen2"), tmp_path, [callback, Stop()])
-    assert_equal(train(make_model("Qwen2"), tmp_path, []), train(make_model("Qwen2"), tmp_path, [callback]))
+        train(make_language_model("qwen2"), tmp_path, [callback, Stop()])
+    assert_equal(
+        train(make_language_model("qwen2"), tmp_path, []), train(make_language_model("qwen2"), tmp_path, [callback])
+    )
 
 
 def hooks(model: torch.nn.Module) -> list[int]:
