@@ -25,6 +25,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = {"megatron", "transformer_engine", "transformers", "lightning", "pytorch_lightning", "matplotlib", "mypyc"}
 
 
+def test_one_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", offload_engine.__version__)
+    assert f"## {offload_engine.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_source_says_its_licence() -> None:
+    folders = ("offload_engine", "megatron_patches", "tests", "tools", "benchmarks", "examples")
+    sources = [path for folder in folders for ext in ("py", "sh", "c") for path in (ROOT / folder).rglob(f"*.{ext}")]
+    texts = {path: path.read_text() for path in (*sources, ROOT / "setup.py")}
+    silent = [path for path, text in texts.items() if text and "SPDX-License-Identifier: Apache-2.0\n" not in text[:80]]
+    assert len(texts) > 400 and not silent
+
+
 def imported(package: str) -> Iterator[str]:
     for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
