@@ -6,18 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from benchmarks.frontends.contenders import Ours, make_contender
 from benchmarks.frontends.link_bound import saved_bytes_per_token
 from benchmarks.frontends.workload import Attached, Workload
 from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers, enable_activation_offloading
 
-from .by_hand_titles import TITLES
+from .report import TITLES
 
 Attach = Callable[[Workload], AbstractContextManager[Attached]]
-
-FIRST: Final = ("none", "all")
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ class WithEngine(Attached):
 
 def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
     """Return the settings of `TITLES` that can run here, in their order."""
-    engine = _engine_settings(device)
-    ours = Ours(engine, 4096 if device == "cpu" else None)
+    ours = Ours(_engine_settings(device), 4096 if device == "cpu" else None)
     shared = {name: make_contender(name, ours, None) for name in ("none", "any_model", "ckpt")}
     num_layers = len(workload.layers)
     saved = saved_bytes_per_token(workload.shape) * workload.num_tokens * num_layers
@@ -51,13 +48,8 @@ def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
     return {name: found[name] for name in TITLES if name in found}
 
 
-def budget(device: str, nbytes: int) -> Attach:
-    """Return the one flag."""
-    return layers(device, gpu_budget=nbytes)
-
-
 def layers(device: str, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
-    """Return `enable_activation_offloading` of each `every`-th layer."""
+    """Return `enable_activation_offloading` of each `every`-th layer; `settings` are of `OffloadConfig`."""
     config = OffloadConfig(**{**_engine_settings(device), **settings})
 
     @contextmanager

@@ -2,7 +2,7 @@
 """The contenders, and how one model is switched between them.
 
 Each is a context manager that puts itself on the model and takes itself off again, also after an exception in a step:
-wrappers of layers are exchanged in the model's list, checkpointing is the model's own (non-reentrant), and the rest is
+wrappers take the place of layers or their parts, checkpointing is the model's own (non-reentrant), and the rest is
 around the forward or the step. Between two turns the model is as it was built.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
 
 from offload_engine import (
     GroupWindow,
@@ -57,12 +58,7 @@ class Ours:
 
 
 def make_contender(name: str, ours: Ours, folder: Path | None) -> Attach:
-    """Make a contender; imports the package of a rival.
-
-    Args:
-        name: of `settings.CONTENDERS`.
-        ours: how those of this project are configured.
-        folder: where files of rivals are that are not installed.
+    """Make a contender of `settings.CONTENDERS`; imports the package of a rival, or its file below `folder`.
 
     Raises:
         Missing: if it cannot take part.
@@ -77,8 +73,7 @@ def make_contender(name: str, ours: Ours, folder: Path | None) -> Attach:
 
 
 @contextmanager
-def no_offload(workload: Workload) -> Iterator[Attached]:
-    """Leave the model as it was built."""
+def _no_offload(workload: Workload) -> Iterator[Attached]:
     yield Attached()
 
 
@@ -99,44 +94,44 @@ def _save_on_cpu(workload: Workload) -> Iterator[Attached]:
 
 @contextmanager
 def _offload_wrapper(workload: Workload) -> Iterator[Attached]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
-
-    with _exchanged(workload, OffloadWrapper if workload.is_cuda else _unpinned):
+    with _replaced([(workload.layers, name, layer) for name, layer in workload.layers.named_children()], _offloading):
         yield Attached()
 
 
 @contextmanager
 def _parts_offload_wrapper(workload: Workload) -> Iterator[Attached]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
-
-    wrap = OffloadWrapper if workload.is_cuda else _unpinned
-    with _wrapped_parts(workload, lambda part: wrap(checkpoint_wrapper(part))):
+    with _replaced(_parts_of(workload), lambda part: _offloading(checkpoint_wrapper(part))):
         yield Attached()
 
 
-def _unpinned(layer: torch.nn.Module) -> torch.nn.Module:
-    """Wrap as PyTorch's wrapper does, without the pinning that needs a GPU."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+class _Unpinned(OffloadWrapper):
+    """PyTorch's wrapper without the pinning that needs a GPU."""
 
-    class Unpinned(OffloadWrapper):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with save_on_cpu():
-                return self._checkpoint_wrapped_module(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
 
-    return Unpinned(layer)
+
+def _offloading(module: torch.nn.Module) -> torch.nn.Module:
+    return OffloadWrapper(module) if next(module.parameters()).is_cuda else _Unpinned(module)
+
+
+def _parts_of(workload: Workload) -> list[tuple[Any, str, torch.nn.Module]]:
+    return [(layer, name, part) for layer in workload.layers for name, part in layer.named_children()]
 
 
 @contextmanager
-def _exchanged(workload: Workload, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Iterator[None]:
-    layers = workload.layers
-    before = list(layers)
-    for index, layer in enumerate(before):
-        layers[index] = wrap(layer)
+def _replaced(
+    parts: list[tuple[Any, str, torch.nn.Module]], wrap: Callable[[torch.nn.Module], torch.nn.Module]
+) -> Iterator[None]:
+    """Put wrappers in the place of some submodules, each given with its owner and its name there."""
+    for owner, name, part in parts:
+        setattr(owner, name, wrap(part))
     try:
         yield
     finally:
-        for index, layer in enumerate(before):
-            layers[index] = layer
+        for owner, name, part in parts:
+            setattr(owner, name, part)
 
 
 def _with_checkpointing(attach: Attach) -> Attach:
@@ -149,7 +144,7 @@ def _with_checkpointing(attach: Attach) -> Attach:
 
 
 _PYTORCH: dict[str, Attach] = {
-    "none": no_offload,
+    "none": _no_offload,
     "ckpt": _checkpointing,
     "save": _save_on_cpu,
     "torch": _offload_wrapper,
@@ -170,12 +165,6 @@ def _layers(workload: Workload, ours: Ours, enable_ckpt: bool = False) -> Iterat
         yield Attached(stats=lambda: handle.stats)
     finally:
         handle.remove()
-
-
-@contextmanager
-def _layers_checkpointed(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    with _layers(workload, ours, enable_ckpt=True) as attached:
-        yield attached
 
 
 @contextmanager
@@ -205,9 +194,7 @@ def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
 @contextmanager
 def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
     """Checkpoint norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    with _wrapped_parts(workload, checkpoint_wrapper), _offloaded_inputs(workload, ours) as attached:
+    with _replaced(_parts_of(workload), checkpoint_wrapper), _offloaded_inputs(workload, ours) as attached:
         yield attached
 
 
@@ -221,21 +208,9 @@ def _offloaded_inputs(workload: Workload, ours: Ours) -> Iterator[Attached]:
         handle.remove()
 
 
-@contextmanager
-def _wrapped_parts(workload: Workload, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Iterator[None]:
-    parts = [(layer, name, part) for layer in workload.layers for name, part in layer.named_children()]
-    for layer, name, part in parts:
-        setattr(layer, name, wrap(part))
-    try:
-        yield
-    finally:
-        for layer, name, part in parts:
-            setattr(layer, name, part)
-
-
 _OURS: dict[str, Callable[[Workload, Ours], AbstractContextManager[Attached]]] = {
     "layers": _layers,
-    "layers_ckpt": _layers_checkpointed,
+    "layers_ckpt": lambda workload, ours: _layers(workload, ours, enable_ckpt=True),
     "any_model": _any_model,
     "any_model_2": _any_model_of_two_layers,
     "wrapper": _wrapper,

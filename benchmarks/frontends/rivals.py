@@ -53,14 +53,11 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
     Raises:
         Missing: if neither works.
     """
-    if folder is None:
-        return _import(module, hint=f"install it, or give its file {_path_of(module)} with --rivals")
-    package = module.partition(".")[0]
-    candidates = [folder / _path_of(module), folder / f"{package}{Path(_path_of(module)).name}"]
-    candidates.append(folder / f"{package}_{Path(_path_of(module)).name}")
-    path = next((path for path in candidates if path.exists()), None)
+    whole, package = Path(module.replace(".", "/") + ".py"), module.partition(".")[0]
+    names = (whole, package + whole.name, f"{package}_{whole.name}")
+    path = next((folder / name for name in names if (folder / name).exists()), None) if folder else None
     if path is None:
-        return _import(module, hint=f"not installed, and --rivals {folder} has no {_path_of(module)}")
+        return _import(module, hint=f"install it, or give its file {whole} below --rivals, now {folder}")
     spec = importlib.util.spec_from_file_location(f"_rival_{package}", path)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
@@ -70,10 +67,6 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
         except Exception as error:
             raise Missing(f"{path} does not load: {error!r}") from error
     return loaded
-
-
-def _path_of(module: str) -> str:
-    return module.replace(".", "/") + ".py"
 
 
 def _import(module: str, hint: str) -> Any:
@@ -86,18 +79,15 @@ def _import(module: str, hint: str) -> Any:
 @contextmanager
 def _standing_in(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     added: list[str] = []
-    for name, content in modules.items():
-        if _is_importable(name):
-            continue
+    for name in [name for name in modules if not _is_importable(name)]:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):  # parents first, as packages
-            parent = ".".join(parts[:end])
-            if parent not in sys.modules:
-                package = types.ModuleType(parent)
-                package.__path__ = []
-                sys.modules[parent] = package
-                added.append(parent)
-        vars(sys.modules[name]).update(content)
+            package = types.ModuleType(".".join(parts[:end]))
+            package.__path__ = []
+            if package.__name__ not in sys.modules:
+                sys.modules[package.__name__] = package
+                added.append(package.__name__)
+        vars(sys.modules[name]).update(modules[name])
     try:
         yield
     finally:

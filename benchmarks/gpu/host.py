@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .link import Pair
+from .link import Pair, empty_caches
 from .model import Ranks
 
 _COPY_BYTES = 1 << 30  # under way for 19 ms at 55 GB/s: longer than the work beside it
@@ -37,8 +37,7 @@ def measure_host(ranks: Ranks) -> dict[str, Any]:
                 times[direction].append(_milliseconds(next(work), pair, stream, direction))
         record.update({f"{name}_{direction}_ms": statistics.median(own) for direction, own in times.items()})
     del pair
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()
+    empty_caches()
     return record
 
 

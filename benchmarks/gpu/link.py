@@ -37,8 +37,7 @@ def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
             record.update({f"{prefix}{d}_gbps": rate for d, rate in rates.items()})
         found.append(record)
         del buffers, halves
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()
+    empty_caches()
     return found
 
 
@@ -62,7 +61,7 @@ def _best_rates(work: dict[str, tuple[Any, list[Pair]]], size: int, ranks: Ranks
     for _ in range(3):
         torch.cuda.synchronize()
         ranks.barrier()
-        events = {direction: (_timer(), _timer()) for direction in work}
+        events = {direction: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for direction in work}
         for direction, (stream, _) in work.items():
             events[direction][0].record(stream)
         for number in range(num_copies):
@@ -77,39 +76,36 @@ def _best_rates(work: dict[str, tuple[Any, list[Pair]]], size: int, ranks: Ranks
     return best
 
 
-def _timer() -> Any:
-    return torch.cuda.Event(enable_timing=True)
-
-
 def measure_reads(ranks: Ranks, repeats: int = 50) -> dict[str, Any]:
     """Time a host read of 512 bytes in ms, idle and under a full copy-out queue."""
     record: dict[str, Any] = {"kind": "host_read", "rank": ranks.rank, "queue_bytes": _QUEUE_BYTES}
-    record.update(_read_times(repeats))
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()
+    record |= _read_times(repeats)
+    empty_caches()
     return record
 
 
+def empty_caches() -> None:
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+
+
 def _read_times(repeats: int) -> dict[str, float]:
-    bulk, stream = Pair(_QUEUE_BYTES), torch.cuda.Stream()
+    bulk, stream, small = Pair(_QUEUE_BYTES), torch.cuda.Stream(), torch.arange(64, device="cuda")
+
+    def fill_queue() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                bulk.copy("out")
+
     times = {}
     engine = OffloadEngine()
-    for name, read in _readers(torch.arange(64, device="cuda"), engine).items():
+    readers: dict[str, Callable[[], Any]] = {"cpu": small.cpu, "engine": lambda: engine.device.host_read(small).wait()}
+    for name, read in readers.items():
         read()
         times[f"{name}_idle_ms"] = _median_ms(read, repeats, lambda: None)
-        times[f"{name}_busy_ms"] = _median_ms(read, repeats, lambda: _fill_queue(bulk, stream))
+        times[f"{name}_busy_ms"] = _median_ms(read, repeats, fill_queue)
     engine.close()
     return times
-
-
-def _readers(small: torch.Tensor, engine: OffloadEngine) -> dict[str, Callable[[], Any]]:
-    return {"cpu": small.cpu, "engine": lambda: engine.device.host_read(small).wait()}
-
-
-def _fill_queue(bulk: Pair, stream: Any) -> None:
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            bulk.copy("out")
 
 
 def _median_ms(read: Callable[[], Any], repeats: int, prepare: Callable[[], None]) -> float:
@@ -129,17 +125,17 @@ def measure_pinning() -> dict[str, Any]:
     engine = OffloadEngine(OffloadConfig())
 
     def host_alloc() -> Callable[[], None]:
-        block = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        return lambda: _drop([block])
+        blocks = [torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=True)]
+        return blocks.clear
 
     def slab() -> Callable[[], None]:
         return engine.device.new_slab(_SLAB_BYTES).close
 
     try:
-        rates = {name: _best_rate(obtain) for name, obtain in {"host_alloc": host_alloc, "slab": slab}.items()}
+        rates = {"host_alloc_gbps": _best_rate(host_alloc), "slab_gbps": _best_rate(slab)}
     finally:
         engine.close()
-    return {"kind": "pinning", "nbytes": _SLAB_BYTES, **{f"{name}_gbps": rate for name, rate in rates.items()}}
+    return {"kind": "pinning", "nbytes": _SLAB_BYTES, **rates}
 
 
 def _best_rate(obtain: Callable[[], Callable[[], None]]) -> float:
@@ -155,22 +151,18 @@ def _best_rate(obtain: Callable[[], Callable[[], None]]) -> float:
     return max(rates)
 
 
-def _drop(blocks: list[torch.Tensor]) -> None:
-    blocks.clear()
-
-
 def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
     """Measure host microseconds of one group of three tensors, forward and backward, best of many repeats."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
+    managed = plain = float("inf")
     try:
-        costs = {True: float("inf"), False: float("inf")}
         for _ in range(repeats):
-            for is_managed in costs:
-                costs[is_managed] = min(costs[is_managed], _group_seconds(engine if is_managed else None, num_groups))
+            managed = min(managed, _group_seconds(engine, num_groups))
+            plain = min(plain, _group_seconds(None, num_groups))
     finally:
         with suppress(RuntimeError):
             engine.close()
-    return {"kind": "group_cost", "num_tensors": 3, "us": (costs[True] - costs[False]) / num_groups * 1e6}
+    return {"kind": "group_cost", "num_tensors": 3, "us": (managed - plain) / num_groups * 1e6}
 
 
 def _group_seconds(engine: Any, num_groups: int) -> float:

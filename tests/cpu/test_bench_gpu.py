@@ -17,7 +17,8 @@ pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
 
-from benchmarks.gpu import contenders, gradients, leftovers, measure, model, report, settings, throughput
+from benchmarks import gradients
+from benchmarks.gpu import contenders, measure, model, report, settings
 
 # ---- the command line ----
 
@@ -99,7 +100,7 @@ def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: A
         "alloc_retries": 0,
         "device_allocs": 0,
         "between_steps": {"is_bitwise_equal": True},
-        **contenders.Moved().as_record(),
+        **dataclasses.asdict(contenders.Moved()),
     }
     return {**record, **more}
 
@@ -193,12 +194,11 @@ def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
     records = [{"kind": "run", "shape": shape, "world_size": 4}, *run_records()]
     records += [turn("recompute", rank, 0, [134.0], modules=[], peak_reserved_bytes=505 * MIB) for rank in (0, 1)]
     summaries = report.summarize(records)
-    found = {one["contender"]: one for one in throughput.throughput(summaries, records)}
+    found = {one["contender"]: one for one in report.throughput(summaries, records)}
     assert found["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
     own = found["ours"]
     assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
-    assert len(throughput.throughput_table(list(found.values())).rows) == 4
-    assert throughput.throughput(summaries, run_records()) == [], "its shape is unknown"
+    assert report.throughput(summaries, run_records()) == [], "its shape is unknown"
 
 
 # ---- turns, on a tiny model without a GPU ----
@@ -227,8 +227,8 @@ class FakeGauge:
     def current(self) -> tuple[int, int]:
         return 1, 2
 
-    def held(self) -> leftovers.Held:
-        return leftovers.Held(0, 0)
+    def held(self) -> measure.Held:
+        return 0, 0
 
 
 class Alone:
@@ -249,7 +249,7 @@ def take_turns() -> dict[str, Any]:
     training = model.Training(TINY, chunks, "cpu")
     steps: list[str] = []
     bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 2), steps.append, FakeEvent)
-    none = contenders.NoOffload(settings.Entry("none"))
+    none = contenders.Contender(settings.Entry("none"), chunks)
     own = contenders.Ours(OURS, chunks, {"min_tensor_bytes": 0, "directory": "none"})
     hooks = _num_hooks(chunks)
     turns = [bench.turn(contender, number) for number in (0, 1) for contender in (own, none)]
