@@ -22,17 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.flags import add_flags, new_parser
 from benchmarks.group_cost import forward_groups
+from benchmarks.records import Records
+from benchmarks.tables import MIB, Column, Record, show, shown, table
 from offload_engine import (
     IS_COMPILED,
     Action,
@@ -49,8 +51,6 @@ from offload_engine import (
 from offload_engine._devices.regions import new_buffer
 
 ROOT = Path(__file__).parents[1]
-MIB = 1 << 20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,91 +75,54 @@ class InstantDevice:
     host_alignment = 64
     memory = graphs = None
 
-    class Slab:
-        def __init__(self, nbytes: int) -> None:
-            self.nbytes = nbytes
+    def _nothing(self, *arguments: Any) -> None: ...
 
-        def close(self) -> None: ...
+    def _given(self, stream: str, *arguments: Any) -> str:
+        return stream
 
-    def new_stream(self, name: str) -> str:
-        return name
+    def _zero(self, *arguments: Any) -> float:
+        return 0.0
+
+    new_stream = record_event = copy_out = copy_in = _given
+    wait_event = wait_stream = synchronize = close = is_copy_thread = _nothing
+    mark_time = milliseconds_between = _zero
 
     def current_stream(self) -> str:
         return "compute"
 
-    def record_event(self, stream: str) -> str:
-        return stream
-
-    def wait_event(self, stream: str, event: str) -> None: ...
-
-    def wait_stream(self, stream: str, leader: str) -> None: ...
-
-    def is_copy_thread(self) -> bool:
-        return False
-
     def is_complete(self, event: str) -> bool:
         return True
-
-    def synchronize(self, event: str) -> None: ...
-
-    def mark_time(self, stream: str) -> float:
-        return 0.0
-
-    def milliseconds_between(self, first: float, last: float) -> float:
-        return 0.0
 
     def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
         return new_buffer(nbytes, spec, self.torch_device)
 
-    def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> str:
-        return stream
-
-    def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> str:
-        return stream
-
     def free_host_bytes(self) -> int:
         return 1 << 40
 
-    def new_slab(self, nbytes: int) -> InstantDevice.Slab:
-        return self.Slab(nbytes)
-
-    def close(self) -> None: ...
+    def new_slab(self, nbytes: int) -> Any:
+        return SimpleNamespace(nbytes=nbytes, close=self._nothing)
 
 
 def bench_cost(repeats: int = 60, num_groups: int = 64) -> list[Figure]:
     """Measure the cost of one group, forward and backward: the best of many repeats, as noise only adds."""
     gc.disable()
-    with OffloadEngineFor(InstantDevice()) as engine:
-        calls = min(_time_handler_calls(engine, num_groups) for _ in _progress(range(repeats), "cost, handler calls"))
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device=InstantDevice())  # type: ignore[arg-type]
+    try:
+        repeated = _progress(range(repeats), "cost, handler calls")
+        calls = min(_time_handler_calls(engine, num_groups) for _ in repeated)
         marked = unmarked = float("inf")
         for _ in _progress(range(repeats), "cost, through autograd"):
             marked = min(marked, _time_autograd(engine, num_groups, is_marked=True))
             unmarked = min(unmarked, _time_autograd(engine, num_groups, is_marked=False))
+    finally:
+        engine.close()
     gc.enable()
+    what = "handler calls of a group: start, pack 3, commit, prefetch, unpack 3"
+    through = "the same through autograd: hooks and the mark at its end included"
     return [
-        Figure(
-            "cost",
-            "handler calls of a group: start, pack 3, commit, prefetch, unpack 3",
-            calls,
-            "us",
-            "< 60",
-            calls < 60,
-        ),
-        Figure("cost", "the same through autograd: hooks and the mark at its end included", marked - unmarked, "us"),
+        Figure("cost", what, calls, "us", "< 60", calls < 60),
+        Figure("cost", through, marked - unmarked, "us"),
     ]
-
-
-class OffloadEngineFor:
-    """An engine on `device` that moves every tensor; closed at the end."""
-
-    def __init__(self, device: Any) -> None:
-        self._engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device=device)
-
-    def __enter__(self) -> OffloadEngine:
-        return self._engine
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._engine.close()
 
 
 def _time_handler_calls(engine: OffloadEngine, num_groups: int) -> float:
@@ -241,23 +204,20 @@ MEMORY_SHAPE = Shape(layers=16, tokens=512, hidden=256, num_stages=8, num_microb
 RSS_SHAPE = Shape(layers=8, tokens=1024, hidden=512, num_stages=8, num_microbatches=9)
 
 
+Run = Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]
+"""Runs a part of a block, whose name it is given."""
+
+
 class Block(torch.nn.Module):
     """Residual MLP whose three parts save one tensor each; `run` brackets one call of a part."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.parts = torch.nn.ModuleDict(
-            {
-                "norm": torch.nn.LayerNorm(hidden),
-                "fc1": torch.nn.Linear(hidden, 2 * hidden),
-                "act": torch.nn.GELU(),
-                "fc2": torch.nn.Linear(2 * hidden, hidden),
-            }
-        )
+        fc1, fc2 = torch.nn.Linear(hidden, 2 * hidden), torch.nn.Linear(2 * hidden, hidden)
+        parts = {"norm": torch.nn.LayerNorm(hidden), "fc1": fc1, "act": torch.nn.GELU(), "fc2": fc2}
+        self.parts = torch.nn.ModuleDict(parts)
 
-    def forward(
-        self, x: torch.Tensor, run: Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, run: Run) -> torch.Tensor:
         out = x
         for name, part in self.parts.items():
             out = run(part, out, name)
@@ -273,7 +233,7 @@ def train_rank(
     inputs = [torch.randn(shape.tokens, shape.hidden) for _ in range(shape.num_microbatches)]
     meter, losses, stats = ResidencyMeter(), [], IterationStats()
     engine = OffloadEngine(config, meter=meter) if config else None
-    for _ in _progress(range(num_steps), _label(config)):
+    for _ in _progress(range(num_steps), "train"):
         meter.reset_peak()
         if engine is None:
             losses.append(_run_step(model, inputs, shape, None, meter))
@@ -313,7 +273,7 @@ def _call(part: torch.nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
     return part(x)
 
 
-def _bracket(chunk: ChunkOffloadHandler) -> Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]:
+def _bracket(chunk: ChunkOffloadHandler) -> Run:
     def run(part: torch.nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
         x = group_start(x, chunk, name)
         with chunk.saved_tensors_hooks():
@@ -323,26 +283,14 @@ def _bracket(chunk: ChunkOffloadHandler) -> Callable[[torch.nn.Module, torch.Ten
     return run
 
 
-def _label(config: OffloadConfig | None) -> str:
-    return "no offload" if config is None else "dry run" if config.dry_run else "offload"
-
-
 def bench_memory() -> list[Figure]:
     """Measure how much of what the groups save is gone at the peak."""
     shape, config = MEMORY_SHAPE, OffloadConfig(min_tensor_bytes=0)
     dry, dry_peak, dry_losses = train_rank(shape, config.replace(dry_run=True))
     wet, wet_peak, wet_losses = train_rank(shape, config)
-    return [
-        *_fall("memory", dry_peak, wet_peak, dry.peak_resident_bytes, 0),
-        Figure(
-            "memory",
-            "losses equal to the last bit",
-            _yes(dry_losses == wet_losses),
-            "",
-            "yes",
-            dry_losses == wet_losses,
-        ),
-    ]
+    is_equal = dry_losses == wet_losses
+    equal = Figure("memory", "losses equal to the last bit", shown(is_equal), "", "yes", is_equal)
+    return [*_fall("memory", dry_peak, wet_peak, dry.peak_resident_bytes, 0), equal]
 
 
 def _fall(benchmark: str, before: int, after: int, managed: int, kept: int) -> list[Figure]:
@@ -382,11 +330,12 @@ def _rss_child(mode: str) -> None:
 
 # ---- megatron and parity: the trainer in examples/ ----
 
-OFFLOAD = ("--offload-activation", "--offload-modules", "core_attn", "router_fc1", "qkv_linear")
-TINY = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64")
-DEEP = ("--num-layers", "48", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "256")
-MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "2")
-RECOMPUTED_NORMS = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
+OFFLOAD = "--offload-activation --offload-modules core_attn router_fc1 qkv_linear".split()
+TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()
+DEEP = "--num-layers 48 --hidden-size 64 --num-attention-heads 4 --seq-length 256".split()
+MOE = "--num-experts 4 --moe-router-topk 2".split()
+MIXED = [*MOE, "--moe-layer-freq", "2"]
+RECOMPUTED_NORMS = "--recompute-granularity selective --recompute-modules layernorm".split()
 NUM_MICROBATCHES = 8
 
 
@@ -412,25 +361,22 @@ class Trainer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._data = directory / "text"
-        script = ROOT / "examples" / "prepare_text.py"
-        self._call([str(script), "--output-prefix", str(self._data)])
+        self._data = str(directory / "text")
+        self._call([str(ROOT / "examples/prepare_text.py"), "--output-prefix", self._data])
 
-    def train(self, pipeline: Pipeline, flags: Sequence[str]) -> list[dict[str, Any]]:
+    def train(self, pipeline: Pipeline, flags: Sequence[str]) -> list[Record]:
         """Train; return the metrics of each step."""
         metrics = self._directory / "metrics.jsonl"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += ["--nproc-per-node", str(pipeline.num_ranks)]
-        script = [str(ROOT / "examples" / "pretrain_gpt.py"), "--disable-bias-linear", "--data-path", str(self._data)]
-        self._call([*launcher, *script, "--metrics-json", str(metrics), *pipeline.flags, *flags])
+        launcher = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node".split()
+        script = [str(ROOT / "examples/pretrain_gpt.py"), "--disable-bias-linear", "--data-path", self._data]
+        own = [str(pipeline.num_ranks), *script, "--metrics-json", str(metrics), *pipeline.flags, *flags]
+        self._call([*launcher, *own])
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         return [record for record in records if "loss" in record]
 
     def _call(self, command: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
-        )
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
 
@@ -443,7 +389,7 @@ def bench_megatron() -> list[Figure]:
     """
     pipeline = Pipeline(2, 2)
     sizes = ("--micro-batch-size", "1", "--global-batch-size", str(NUM_MICROBATCHES), "--train-iters", "3")
-    flags = (*DEEP, *MOE, *sizes, *OFFLOAD, "--offload-min-tensor-bytes", "0")
+    flags = (*DEEP, *MIXED, *sizes, *OFFLOAD, "--offload-min-tensor-bytes", "0")
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(Path(directory))
         modes = {"dry run": (*flags, "--offload-dry-run"), "offload": flags}
@@ -462,9 +408,9 @@ def bench_parity() -> list[Figure]:
     is evaluated. Gradients themselves are compared in tests/dist/test_parity.py.
     """
     pipelines = (Pipeline(1), Pipeline(2), Pipeline(2, 2))
-    models = {"dense": (), "moe": MOE[:4], "mixed": MOE}
-    formats = {"fp32": (), "bf16": ("--bf16",)}
-    recomputations = {"": (), "recomputed norms": RECOMPUTED_NORMS}
+    models = {"dense": [], "moe": MOE, "mixed": MIXED}
+    formats = {"fp32": [], "bf16": ["--bf16"]}
+    recomputations = {"": [], "recomputed norms": RECOMPUTED_NORMS}
     grid = list(itertools.product(pipelines, models, formats, recomputations))
     figures = []
     with tempfile.TemporaryDirectory() as directory:
@@ -481,31 +427,19 @@ def bench_parity() -> list[Figure]:
     return figures
 
 
-def _growing_batches(pipeline: Pipeline) -> tuple[str, ...]:
+def _growing_batches(pipeline: Pipeline) -> list[str]:
     """List five steps of 1, 2, 4, 8, 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule."""
-    if pipeline.num_virtual_stages is None:
-        ramp, largest = ("1", "1", "8"), "9"
-    else:
-        ramp, largest = ("2", "2", "6"), "8"
-    return (
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        largest,
-        "--rampup-batch-size",
-        *ramp,
-        "--train-iters",
-        "5",
-    )
+    ramp, largest = ("1 1 8", 9) if pipeline.num_virtual_stages is None else ("2 2 6", 8)
+    sizes = f"--micro-batch-size 1 --global-batch-size {largest} --rampup-batch-size {ramp} --train-iters 5"
+    return sizes.split()
 
 
-def _parity(what: str, plain: list[dict[str, Any]], moved: list[dict[str, Any]]) -> Figure:
+def _parity(what: str, plain: list[Record], moved: list[Record]) -> Figure:
     results = [[(step["loss"], step["grad_norm"], step["validation_loss"]) for step in run] for run in (plain, moved)]
     has_moved = moved[-1]["offload"]["copied_out_bytes"] > 0
     is_equal = results[0] == results[1] and has_moved
-    return Figure(
-        "parity", what, "equal" if is_equal else "DIFFERENT" if has_moved else "NOTHING MOVED", "", "equal", is_equal
-    )
+    verdict = "equal" if is_equal else "DIFFERENT" if has_moved else "NOTHING MOVED"
+    return Figure("parity", what, verdict, "", "equal", is_equal)
 
 
 # ---- the command line ----
@@ -519,50 +453,34 @@ BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
 }
 
 
+_COLUMNS: dict[str, Column] = {
+    "benchmark": "benchmark",
+    "what": "what",
+    "value": lambda f: f["value"] if isinstance(f["value"], str) else f"{f['value']:,.1f} {f['unit']}",
+    "target": "target",
+    "met": "is_met",
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks/run.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("cpu", __doc__)
     parser.add_argument("benchmarks", nargs="*", metavar="NAME", help="which ones; default all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument("--rss-child", choices=["plain", "offload"], help=argparse.SUPPRESS)
+    add_flags(parser, ("--json", Path, None, "append one JSON object a figure"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.rss_child:
         _rss_child(args.rss_child)
         return 0
-    unknown = set(args.benchmarks) - set(BENCHMARKS)
-    if unknown:
+    if unknown := set(args.benchmarks) - set(BENCHMARKS):
         parser.error(f"unknown benchmark {sorted(unknown)}; there are {', '.join(BENCHMARKS)}")
+    records = Records(args.json)
     figures = [f for name in args.benchmarks or BENCHMARKS for f in BENCHMARKS[name]()]
-    if args.json:
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(asdict(figure) | {"is_compiled": IS_COMPILED}) + "\n" for figure in figures)
-    Console().print(_table(figures))
+    records.write(asdict(figure) | {"is_compiled": IS_COMPILED} for figure in figures)
+    core = "compiled" if IS_COMPILED else "pure Python"
+    show(table(f"offload engine on the CPU, core {core}", _COLUMNS, records))
     return 0
 
 
-def _table(figures: Sequence[Figure]) -> Table:
-    core = "compiled" if IS_COMPILED else "pure Python"
-    table = Table(title=f"offload engine on the CPU, core {core}", title_justify="left")
-    for column, justify in (
-        ("benchmark", "left"),
-        ("what", "left"),
-        ("value", "right"),
-        ("target", "right"),
-        ("", "left"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for figure in figures:
-        value = figure.value if isinstance(figure.value, str) else f"{figure.value:,.1f} {figure.unit}"
-        verdict = "" if figure.is_met is None else "[green]met[/]" if figure.is_met else "[bold red]MISSED[/]"
-        table.add_row(figure.benchmark, figure.what, value, figure.target, verdict)
-    return table
-
-
-def _progress(values: Sequence[T] | range, label: str) -> Iterator[T]:
-    yield from tqdm(values, desc=label, leave=False)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+def _progress(values: Iterable[Any], label: str) -> Iterable[Any]:
+    return tqdm(values, desc=label, leave=False)
