@@ -9,24 +9,15 @@ import io
 import json
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 
-pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
-
 from benchmarks import gradients
-from benchmarks.gpu import contenders, measure, model, report, settings
-
-# ---- the command line ----
-
-
-def test_every_preset_fits_its_gpus() -> None:
-    for setup in settings.SETUPS.values():
-        setup.shape.check(setup.num_gpus)
-        settings.incumbent_modules(setup.modules)
+from benchmarks.gpu import contenders, copies, measure, model, report, settings
 
 
 class Delaying(torch.nn.Linear):
@@ -58,9 +49,6 @@ def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_back
     assert float(delayed.of(module.weight)) == 8.0 and delayed.of(plain.weight) is None
 
 
-# ---- gradients ----
-
-
 def test_fingerprints_notice_one_bit_and_the_order() -> None:
     grad = torch.randn(1000).bfloat16()
     flipped, swapped = grad.clone(), grad.clone()
@@ -76,129 +64,93 @@ def test_fingerprints_notice_one_bit_and_the_order() -> None:
         assert not difference.is_bitwise_equal
 
 
-# ---- statistics and tables ----
+# ---- copies ----
+
+
+def test_a_copy_counts_when_its_twin_on_the_device_is_gone_or_empty() -> None:
+    held = copies.HostCopies()
+    sources = [torch.ones(8) for _ in range(3)]
+    twins = [tensor.clone() for tensor in sources]
+    for copy, source in zip(twins, sources, strict=True):
+        held.add(copy, source)
+    del source
+    found = [held.only_bytes]
+    sources.pop(0)
+    found.append(held.only_bytes)
+    sources[0].untyped_storage().resize_(0)
+    found.append(held.only_bytes)
+    held.remove(twins[0])
+    held.remove(twins[0])
+    assert [*found, held.only_bytes] == [0, 32, 64, 32]
+
+
+def test_the_stretch_with_the_most_memory_counts() -> None:
+    peaks = iter((5, 9, 9, 7))
+    found = copies.HostAtPeak(lambda: next(peaks))
+    for host_bytes in (1, 2, 3, 4):
+        found.mark(host_bytes)
+    assert (found.peak_allocated_bytes, found.host_bytes) == (9, 2)
+
+
+# ---- statistics ----
 
 MIB = 1 << 20
 
 
 def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: Any) -> dict[str, Any]:
-    modules = [] if contender == "none" else ["qkv_linear"]
-    record = {
-        "kind": "turn",
-        "contender": contender,
-        "label": " ".join([contender, *modules]),
-        "modules": modules,
-        "round": number,
-        "rank": rank,
-        "step_ms": step_ms,
-        "host_ms": step_ms,
-        "peak_allocated_bytes": 1000 * MIB,
-        "peak_allocated_bytes_counted": 990 * MIB,
-        "peak_reserved_bytes": 1100 * MIB,
-        "pinned_bytes": 0,
-        "host_rss_bytes": 50 * MIB,
-        "alloc_retries": 0,
-        "device_allocs": 0,
-        "between_steps": {"is_bitwise_equal": True},
-        **dataclasses.asdict(contenders.Moved()),
-    }
-    return {**record, **more}
-
-
-def ours(rank: int, number: int, step_ms: list[float]) -> dict[str, Any]:
-    return turn(
-        "ours",
-        rank,
-        number,
-        step_ms,
-        peak_allocated_bytes=900 * MIB,
-        peak_allocated_bytes_counted=(890 - 5 * number) * MIB,
-        peak_reserved_bytes=1010 * MIB,
-        pinned_bytes=105 * MIB,
-        copied_out_bytes=400 * MIB,
-        copied_in_bytes=400 * MIB,
-        host_bytes_max=125 * MIB,
-        host_bytes_at_peak=100 * MIB,
-        is_confirmed=True,
-        out_gbps=50.0,
-        in_gbps=54.0,
-    )
-
-
-def parity(label: str, number: int, is_reference: bool, num_differing: int = 0) -> dict[str, Any]:
-    difference = gradients.Difference(10, num_differing, 0.0, True)
+    sizes = {"peak_allocated_bytes": 1000, "peak_allocated_bytes_counted": 990, "peak_reserved_bytes": 1100}
     return {
-        "kind": "parity",
-        "label": label,
-        "round": number,
-        "rank": 0,
-        "is_reference": is_reference,
-        **difference.as_record(),
+        **{"kind": "turn", "contender": contender, "label": contender, "modules": [], "round": number, "rank": rank},
+        **{"step_ms": step_ms, "host_ms": step_ms, "between_steps": {"is_bitwise_equal": True}},
+        **dict.fromkeys(("pinned_bytes", "host_rss_bytes", "alloc_retries", "device_allocs"), 0),
+        **dataclasses.asdict(copies.Moved()),
+        **{name: size * MIB for name, size in sizes.items()},
+        **more,
     }
 
 
-def run_records() -> list[dict[str, Any]]:
-    link = {"kind": "link", "rank": 0, "copy_bytes": 64 * MIB, "out_gbps": 55.0, "in_gbps": 55.0}
-    return [
-        {**link, "both_out_gbps": 50.0, "both_in_gbps": 50.0},
-        {"kind": "host_read", "rank": 0, "cpu_idle_ms": 0.04, "cpu_busy_ms": 8.6},
-        {"kind": "pinning", "slab_gbps": 7.0, "host_alloc_gbps": 1.6},
-        {"kind": "group_cost", "us": 33.0},
+def ours(rank: int, number: int, step_ms: list[float], moved: int = 400) -> dict[str, Any]:
+    counted = 890 - 5 * number
+    sizes = {"peak_allocated_bytes": 900, "peak_allocated_bytes_counted": counted, "peak_reserved_bytes": 1010}
+    sizes |= {"copied_out_bytes": moved, "copied_in_bytes": moved, "host_bytes_max": 125, "host_bytes_at_peak": 100}
+    rates = {"out_gbps": 50.0, "in_gbps": 54.0}
+    return turn("ours", rank, number, step_ms, **{name: size * MIB for name, size in sizes.items()}, **rates)
+
+
+LINK = {"kind": "link", "rank": 0, "out_gbps": 55.0, "in_gbps": 55.0, "both_out_gbps": 50.0, "both_in_gbps": 50.0}
+
+
+def test_summaries_have_ratios_falls_and_throughput() -> None:
+    parity = {"kind": "parity", "rank": 0, "is_bitwise_equal": False, "num_differing": 1, "max_relative": 0.5}
+    records = [
+        {"kind": "run", "shape": {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}, "world_size": 4},
+        LINK,
         *(turn("none", rank, number, [100.0, 101.0]) for number in (0, 1) for rank in (0, 1)),
-        ours(0, 0, [100.0, 104.0]),
-        ours(1, 0, [102.0, 101.0]),
-        ours(0, 1, [101.0, 101.0]),
-        ours(1, 1, [100.0, 100.0]),
-        turn("incumbent", 0, 0, [107.0, 107.0]),
-        parity("none", 0, True),
-        parity("none", 1, False),
-        parity("ours qkv_linear", 0, False),
-        parity("ours qkv_linear", 1, False),
+        *(ours(0, 0, [100.0, 104.0]), ours(1, 0, [102.0, 101.0])),
+        *(ours(0, 1, [101.0, 101.0]), ours(1, 1, [100.0, 100.0])),
+        *(turn("recompute", rank, 0, [134.0], peak_reserved_bytes=505 * MIB) for rank in (0, 1)),
+        *({**parity, "label": label, "is_reference": label == "none"} for label in ("none", "ours")),
     ]
-
-
-def test_a_step_takes_as_long_as_on_the_slowest_rank() -> None:
-    turns = [r for r in run_records() if r["kind"] == "turn" and r["contender"] == "ours"]
-    assert report.slowest_of_ranks(turns) == [[102.0, 104.0], [101.0, 101.0]]
-
-
-def test_summary_has_ratios_and_falls() -> None:
-    found = {(s["label"], s["rank"]): s for s in report.summarize(run_records())}
-    assert len(found) == 5
-    own = found["ours qkv_linear", 0]
-    assert own["step_ms_median"] == 101.5
-    assert own["ratio"] == pytest.approx(101.5 / 100.5)
+    summaries = report.summarize(records)
+    found = {(s["label"], s["rank"]): s for s in summaries}
+    own = found["ours", 0]
+    assert own["step_ms_median"] == 101.5, "of each step, the time on the slowest rank"
     assert own["round_ratios"] == pytest.approx([103 / 100.5, 101 / 100.5])
-    assert own["fall_allocated_over_at_peak"] == 1.0 and own["fall_reserved_over_at_peak"] == 0.9
-    assert own["fall_allocated_over_max"] == 0.8 and own["fall_reserved_over_max"] == 0.72
+    falls = [own[f"fall_{what}"] for what in ("allocated_over_at_peak", "allocated_over_max", "reserved_over_max")]
+    assert falls == [1.0, 0.8, 0.72]
     assert own["link_out_ms"] == pytest.approx(400 * MIB / 55e6)
-    assert own["link_both_ms"] == pytest.approx(400 * MIB / 50e6)
-    assert own["is_bitwise_equal"] is True
-    assert found["none", 0]["is_bitwise_equal"] is True
-    assert found["none", 0]["fall_allocated_over_at_peak"] is found["none", 0]["fall_allocated_over_max"] is None
+    assert own["is_bitwise_equal"] is False and found["none", 0]["is_bitwise_equal"] is None
+    rates = {one["contender"]: one for one in report.throughput(summaries, records)}
+    assert rates["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
+    assert rates["ours"]["over_recompute"] == pytest.approx(134.0 / 101.5)
+    assert rates["ours"]["reserved_over_recompute"] == 2.0
 
 
 @pytest.mark.parametrize("pp, bound_ms", [(1, 2 * 8000 * MIB / 55e6), (2, 8000 * MIB / 50e6)])
 def test_where_the_bytes_do_not_fit_the_time_the_limit_is_the_link(pp: int, bound_ms: float) -> None:
-    records = [{"kind": "run", "shape": {"pp": pp}}, *run_records()]
-    for record in records:
-        if record.get("contender") == "ours":
-            record.update(copied_out_bytes=8000 * MIB, copied_in_bytes=8000 * MIB, step_ms=[bound_ms * 1.04] * 2)
-    summaries = report.summarize(records)
-    own = next(s for s in summaries if s["contender"] == "ours" and s["rank"] == 0)
+    records = [{"kind": "run", "shape": {"pp": pp}}, LINK, turn("none", 0, 0, [100.0])]
+    own = report.summarize([*records, ours(0, 0, [bound_ms * 1.04], moved=8000)])[1]
     assert own["is_link_bound"] and own["bound_ms"] == pytest.approx(bound_ms)
-
-
-def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
-    shape = {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}
-    records = [{"kind": "run", "shape": shape, "world_size": 4}, *run_records()]
-    records += [turn("recompute", rank, 0, [134.0], modules=[], peak_reserved_bytes=505 * MIB) for rank in (0, 1)]
-    summaries = report.summarize(records)
-    found = {one["contender"]: one for one in report.throughput(summaries, records)}
-    assert found["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
-    own = found["ours"]
-    assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
-    assert report.throughput(summaries, run_records()) == [], "its shape is unknown"
 
 
 # ---- turns, on a tiny model without a GPU ----
@@ -212,22 +164,25 @@ class FakeEvent:
 
 
 class FakeGauge:
-    def wait(self) -> None: ...
+    threads: ClassVar[set[bool]] = set()  # whether a backward had threads of its own while something was measured
 
-    def start(self, *, keeps_cache: bool = False) -> None: ...
+    def wait(self, **options: bool) -> None: ...
+
+    start = release = wait
 
     def read(self) -> dict[str, int]:
-        return {name: 0 for name in ("torch_pinned_bytes", "peak_allocated_bytes", "peak_reserved_bytes")}
+        self.threads.add(torch._C._is_multithreading_enabled())
+        names = "torch_pinned peak_allocated peak_reserved host_rss".split()
+        sizes = {f"{name}_bytes": 0 for name in names}
+        return {**sizes, "outside_bytes": 2 << 20, "alloc_retries": 0, "device_allocs": 0}
 
     def take_peak(self) -> int:
         return 1
 
-    def release(self) -> None: ...
-
     def current(self) -> tuple[int, int]:
         return 1, 2
 
-    def held(self) -> measure.Held:
+    def held(self) -> tuple[int, int]:
         return 0, 0
 
 
@@ -253,18 +208,12 @@ def take_turns() -> dict[str, Any]:
     own = contenders.Ours(OURS, chunks, {"min_tensor_bytes": 0, "directory": "none"})
     hooks = _num_hooks(chunks)
     turns = [bench.turn(contender, number) for number in (0, 1) for contender in (own, none)]
-    training.step, whole = _raise, training.step
-    with pytest.raises(ZeroDivisionError):
+    with mock.patch.object(training, "step", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
         bench.turn(own, 2)
-    training.step = whole
     timeline = measure.record_memory("none", FakeGauge(), bench.step)
     assert timeline.allocated_bytes[-1] == 1
     assert _num_hooks(chunks) == hooks
     return {"turns": turns, "parity": bench.parity(), "steps": len(steps)}
-
-
-def _raise() -> Any:
-    raise ZeroDivisionError
 
 
 def _num_hooks(chunks: list[torch.nn.Module]) -> int:
@@ -340,30 +289,21 @@ def run_everything(directory: str) -> list[str]:
 
     torch.cuda.Event = lambda enable_timing: FakeEvent()
     torch.cuda.get_device_name = lambda: "no GPU"
-    measure.CudaGauge = SmallGauge
+    measure.CudaGauge = FakeGauge
     model.make_config = lambda shape, deterministic: tiny.make_config(hidden_size=shape.hidden)
     model.build_chunks = lambda shape, config: tiny.make_chunks(config)
     model.Training = lambda shape, chunks, training=model.Training: training(shape, chunks, "cpu")
-    flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro".split()
-    flags += ["--single-thread", "--budget-curve", "2"]
-    files = ["--json", f"{directory}/out.jsonl", "--memory-plot", f"{directory}/memory.png"]
-    files += ["--trade-plot", f"{directory}/trade.png", "--budget-plot", f"{directory}/budgets.png"]
-    engine = ["--engine", "min_tensor_bytes=0", "--engine", "directory=none"]
-    shape = [f for name, value in dataclasses.asdict(TINY).items() for f in (f"--{name}", str(value))]
-    parsed = settings.parse([*flags, *files, *engine, *shape, "--pp", "2"])
+    flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro "
+    flags += "--single-thread --budget-curve 2 --engine min_tensor_bytes=0 --engine directory=none "
+    flags += f"--json {directory}/out.jsonl "
+    flags += " ".join(f"--{name}-plot {directory}/{name}.png" for name in ("memory", "trade", "budget"))
+    shape = " ".join(f"--{name} {value}" for name, value in dataclasses.asdict(TINY).items())
+    parsed = settings.parse(f"{flags} {shape} --pp 2".split())
     ranks = model.Ranks(dist.get_rank(), dist.get_world_size(), None)
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
         status = main.Run(parsed, ranks).execute()
-    return [str(status), screen.getvalue(), str(SmallGauge.threads)]
-
-
-class SmallGauge(FakeGauge):
-    threads: ClassVar[set[bool]] = set()  # whether a backward had threads of its own while something was measured
-
-    def read(self) -> dict[str, int]:
-        self.threads.add(torch._C._is_multithreading_enabled())
-        return {**super().read(), "outside_bytes": 2 << 20, "host_rss_bytes": 1, "alloc_retries": 0, "device_allocs": 0}
+    return [str(status), screen.getvalue(), str(FakeGauge.threads)]
 
 
 @pytest.mark.dist
@@ -394,5 +334,5 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     assert tight["predicted_bytes"] <= tight["budget_bytes"] < loose["budget_bytes"]
     assert [one["planning_steps"] for one in (everything, tight)] == [5, 5]
     assert tight["is_above"] and not loose["is_above"]  # its gauge says that 2 MiB are held, whatever moves
-    for name in ("memory.png", "trade.png", "budgets.png"):
+    for name in ("memory.png", "trade.png", "budget.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
