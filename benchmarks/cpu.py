@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -38,7 +38,6 @@ from benchmarks.tables import MIB, Column, Record, show, shown, table
 from offload_engine import (
     IS_COMPILED,
     Action,
-    ChunkKey,
     ChunkOffloadHandler,
     IterationStats,
     OffloadConfig,
@@ -49,6 +48,7 @@ from offload_engine import (
     group_start,
 )
 from offload_engine._devices.regions import new_buffer
+from offload_engine.schedule import one_forward_one_backward
 
 ROOT = Path(__file__).parents[1]
 
@@ -178,8 +178,7 @@ def _check_all_moved(stats: IterationStats, num_groups: int) -> None:
 # ---- memory and rss: one rank of a pipeline, in plain PyTorch ----
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A stack of MLP blocks on rank 0 of a 1F1B pipeline."""
 
     layers: int
@@ -188,28 +187,13 @@ class Shape:
     num_stages: int
     num_microbatches: int
 
-    def order(self) -> list[Action]:
-        """List forwards and backwards of rank 0: as many forwards ahead as there are stages."""
-        chunks = [ChunkKey(0, m) for m in range(self.num_microbatches)]
-        ahead = min(self.num_stages, self.num_microbatches)
-        actions = [Action("F", chunk) for chunk in chunks[:ahead]]
-        for m, chunk in enumerate(chunks):
-            actions.append(Action("B", chunk))
-            if m + ahead < len(chunks):
-                actions.append(Action("F", chunks[m + ahead]))
-        return actions
-
 
 MEMORY_SHAPE = Shape(layers=16, tokens=512, hidden=256, num_stages=8, num_microbatches=12)
 RSS_SHAPE = Shape(layers=8, tokens=1024, hidden=512, num_stages=8, num_microbatches=9)
 
 
-Run = Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]
-"""Runs a part of a block, whose name it is given."""
-
-
 class Block(torch.nn.Module):
-    """Residual MLP whose three parts save one tensor each; `run` brackets one call of a part."""
+    """Residual MLP whose parts save one tensor each; each part is a group of the chunk, if there is one."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -217,10 +201,16 @@ class Block(torch.nn.Module):
         parts = {"norm": torch.nn.LayerNorm(hidden), "fc1": fc1, "act": torch.nn.GELU(), "fc2": fc2}
         self.parts = torch.nn.ModuleDict(parts)
 
-    def forward(self, x: torch.Tensor, run: Run) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, chunk: ChunkOffloadHandler | None) -> torch.Tensor:
         out = x
         for name, part in self.parts.items():
-            out = run(part, out, name)
+            if chunk is None:
+                out = part(out)
+                continue
+            out = group_start(out, chunk, name)
+            with chunk.saved_tensors_hooks():
+                out = part(out)
+            out = group_commit(out, chunk)
         return x + out
 
 
@@ -231,15 +221,16 @@ def train_rank(
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
     inputs = [torch.randn(shape.tokens, shape.hidden) for _ in range(shape.num_microbatches)]
+    order = one_forward_one_backward(shape.num_stages, 0, shape.num_microbatches)
     meter, losses, stats = ResidencyMeter(), [], IterationStats()
     engine = OffloadEngine(config, meter=meter) if config else None
     for _ in _progress(range(num_steps), "train"):
         meter.reset_peak()
         if engine is None:
-            losses.append(_run_step(model, inputs, shape, None, meter))
+            losses.append(_run_step(model, inputs, order, None, meter))
             continue
-        with engine.iteration(shape.order(), weights=model.parameters()):
-            losses.append(_run_step(model, inputs, shape, engine, meter))
+        with engine.iteration(order, weights=model.parameters()):
+            losses.append(_run_step(model, inputs, order, engine, meter))
         stats = engine.stats
     if engine:
         engine.close()
@@ -248,39 +239,25 @@ def train_rank(
 
 def _run_step(
     model: torch.nn.ModuleList,
-    inputs: list[torch.Tensor],
-    shape: Shape,
+    inputs: Sequence[torch.Tensor],
+    order: Sequence[Action],
     engine: OffloadEngine | None,
     meter: ResidencyMeter,
 ) -> float:
-    outputs: dict[ChunkKey, torch.Tensor] = {}
+    outputs: dict[Any, torch.Tensor] = {}
     total = 0.0
-    for kind, chunk in shape.order():
+    for kind, key in order:
         if kind == "B":
-            outputs.pop(chunk).backward()
+            outputs.pop(key).backward()
             continue
-        run = _bracket(engine.start_chunk(chunk)) if engine else _call
+        chunk = engine.start_chunk(key) if engine else None
         with SavedTensorTracker(meter, model.parameters()):
-            out = inputs[chunk.microbatch]
+            out = inputs[key.microbatch]
             for block in model:
-                out = block(out, run)
-            outputs[chunk] = out.square().mean()
-        total += outputs[chunk].item()
+                out = block(out, chunk)
+            outputs[key] = out.square().mean()
+        total += outputs[key].item()
     return total
-
-
-def _call(part: torch.nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
-    return part(x)
-
-
-def _bracket(chunk: ChunkOffloadHandler) -> Run:
-    def run(part: torch.nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
-        x = group_start(x, chunk, name)
-        with chunk.saved_tensors_hooks():
-            out = part(x)
-        return group_commit(out, chunk)
-
-    return run
 
 
 def bench_memory() -> list[Figure]:
@@ -339,18 +316,11 @@ RECOMPUTED_NORMS = "--recompute-granularity selective --recompute-modules layern
 NUM_MICROBATCHES = 8
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """How many processes, and how many virtual stages in each."""
 
     num_ranks: int
-    num_virtual_stages: int | None = None
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        virtual = self.num_virtual_stages
-        stages = () if virtual is None else ("--num-virtual-stages-per-pipeline-rank", str(virtual))
-        return ("--pipeline-model-parallel-size", str(self.num_ranks), *stages)
+    num_virtual_stages: int = 0
 
     def __str__(self) -> str:
         return f"PP={self.num_ranks}" + (f" VPP={self.num_virtual_stages}" if self.num_virtual_stages else "")
@@ -369,8 +339,10 @@ class Trainer:
         metrics = self._directory / "metrics.jsonl"
         launcher = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node".split()
         script = [str(ROOT / "examples/pretrain_gpt.py"), "--disable-bias-linear", "--data-path", self._data]
-        own = [str(pipeline.num_ranks), *script, "--metrics-json", str(metrics), *pipeline.flags, *flags]
-        self._call([*launcher, *own])
+        stages = ["--pipeline-model-parallel-size", str(pipeline.num_ranks), "--metrics-json", str(metrics)]
+        if pipeline.num_virtual_stages:
+            stages += ["--num-virtual-stages-per-pipeline-rank", str(pipeline.num_virtual_stages)]
+        self._call([*launcher, str(pipeline.num_ranks), *script, *stages, *flags])
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         return [record for record in records if "loss" in record]
 
@@ -388,11 +360,11 @@ def bench_megatron() -> list[Figure]:
     is a few groups whatever the model, so the share that goes grows with depth: 12 layers a chunk here (4 give 90%).
     """
     pipeline = Pipeline(2, 2)
-    sizes = ("--micro-batch-size", "1", "--global-batch-size", str(NUM_MICROBATCHES), "--train-iters", "3")
-    flags = (*DEEP, *MIXED, *sizes, *OFFLOAD, "--offload-min-tensor-bytes", "0")
+    sizes = f"--micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES} --train-iters 3 --offload-min-tensor-bytes 0"
+    flags = [*DEEP, *MIXED, *sizes.split(), *OFFLOAD]
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(Path(directory))
-        modes = {"dry run": (*flags, "--offload-dry-run"), "offload": flags}
+        modes = {"dry run": [*flags, "--offload-dry-run"], "offload": flags}
         runs = {name: trainer.train(pipeline, modes[name])[-1] for name in _progress(list(modes), "megatron")}
     figures = []
     for rank, (dry, wet) in enumerate(zip(runs["dry run"]["ranks"], runs["offload"]["ranks"], strict=True)):
@@ -416,8 +388,11 @@ def bench_parity() -> list[Figure]:
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(Path(directory))
         for pipeline, model, number, recomputation in _progress(grid, "parity"):
-            setting = (*models[model], *formats[number], *recomputations[recomputation])
-            flags = (*TINY, *setting, *_growing_batches(pipeline), "--eval-interval", "1", "--eval-iters", "1")
+            setting = [*models[model], *formats[number], *recomputations[recomputation]]
+            # Five steps of 1, 2, 4, 8, 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule.
+            ramp, largest = ("2 2 6", 8) if pipeline.num_virtual_stages else ("1 1 8", 9)
+            batches = f"--micro-batch-size 1 --global-batch-size {largest} --rampup-batch-size {ramp} --train-iters 5"
+            flags = (*TINY, *setting, *batches.split(), "--eval-interval", "1", "--eval-iters", "1")
             # What feeds on the output of a norm is recomputed with it.
             names = ["core_attn", "attn_proj", *(() if recomputation else ("qkv_linear",))]
             names += [] if model == "dense" else ["router_fc1"]
@@ -425,13 +400,6 @@ def bench_parity() -> list[Figure]:
             plain, moved = (trainer.train(pipeline, (*flags, *extra)) for extra in ((), offload))
             figures.append(_parity(f"{pipeline} {model} {number} {recomputation}".rstrip(), plain, moved))
     return figures
-
-
-def _growing_batches(pipeline: Pipeline) -> list[str]:
-    """List five steps of 1, 2, 4, 8, 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule."""
-    ramp, largest = ("1 1 8", 9) if pipeline.num_virtual_stages is None else ("2 2 6", 8)
-    sizes = f"--micro-batch-size 1 --global-batch-size {largest} --rampup-batch-size {ramp} --train-iters 5"
-    return sizes.split()
 
 
 def _parity(what: str, plain: list[Record], moved: list[Record]) -> Figure:
@@ -445,14 +413,9 @@ def _parity(what: str, plain: list[Record], moved: list[Record]) -> Figure:
 # ---- the command line ----
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
-    "cost": bench_cost,
-    "memory": bench_memory,
-    "rss": bench_rss,
-    "megatron": bench_megatron,
-    "parity": bench_parity,
+    **{"cost": bench_cost, "memory": bench_memory, "rss": bench_rss},
+    **{"megatron": bench_megatron, "parity": bench_parity},
 }
-
-
 _COLUMNS: dict[str, Column] = {
     "benchmark": "benchmark",
     "what": "what",
