@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,13 @@ def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]
         shown = "" if default is None else f" (default {default})"
         metavar = _METAVARS.get(kind) or ("FILE" if kind in (Path, output_file) else "VALUE")
         parser.add_argument(*names.split(), type=kind, default=default, metavar=metavar, help=f"{text}{shown}")
+
+
+def refuse(parser: argparse.ArgumentParser, mistakes: Mapping[str, Any]) -> None:
+    """End the process with the first text whose value is true."""
+    for text, is_mistake in mistakes.items():
+        if is_mistake:
+            parser.error(text)
 
 
 def add_engine_flag(parser: argparse.ArgumentParser) -> None:

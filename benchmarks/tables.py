@@ -63,3 +63,18 @@ def picture(file: Path, *panels: int, **options: Any) -> Iterator[tuple[Any, Any
     yield figure, axes
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def plot_points(
+    file: Path, points: Iterable[tuple[str, float, float, dict[str, Any]]], title: str, **axes: Any
+) -> None:
+    """Plot what contenders reach, each as a label, what it holds in bytes, a figure, and the style of its point."""
+    from matplotlib import colormaps
+
+    with picture(file, figsize=(11, 6)) as (figure, panel):
+        for index, (label, nbytes, value, style) in enumerate(points):
+            panel.scatter(nbytes / GIB, value, s=100, color=colormaps["tab20"](index % 20), label=label, **style)
+        panel.set(**axes)
+        panel.set_title(title, loc="left", fontsize=9)
+        panel.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)

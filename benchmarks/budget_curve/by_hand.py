@@ -3,26 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.frontends.contenders import Ours, make_contender
+from benchmarks.frontends.contenders import Attach, Ours, make_contender, offloaded_layers
 from benchmarks.frontends.link_bound import saved_bytes_per_token
-from benchmarks.frontends.workload import Attached, Workload
-from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers, enable_activation_offloading
+from benchmarks.frontends.workload import Workload
+from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
 
 from .report import TITLES
-
-Attach = Callable[[Workload], AbstractContextManager[Attached]]
-
-
-@dataclass(frozen=True)
-class WithEngine(Attached):
-    """A setting whose engine is asked for its budget."""
-
-    engine: Any = None
 
 
 def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
@@ -51,17 +39,7 @@ def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
 def layers(device: str, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
     """Return `enable_activation_offloading` of each `every`-th layer; `settings` are of `OffloadConfig`."""
     config = OffloadConfig(**{**_engine_settings(device), **settings})
-
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
-        chosen = list(workload.layers)[::every]
-        handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config, layers=chosen)
-        try:
-            yield WithEngine(stats=lambda: handle.stats, engine=handle.engine)
-        finally:
-            handle.remove()
-
-    return attach
+    return lambda workload: offloaded_layers(workload, config, enable_ckpt, list(workload.layers)[::every])
 
 
 def _engine_settings(device: str) -> dict[str, Any]:

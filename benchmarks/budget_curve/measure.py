@@ -11,12 +11,11 @@ from typing import Any, Final
 import torch
 
 from benchmarks.apart import describe
+from benchmarks.frontends.contenders import Attach
 from benchmarks.frontends.jobs import deterministic
 from benchmarks.frontends.workload import Attached, Workload
 from benchmarks.gradients import Fingerprint, compare, fingerprint
 from offload_engine.engine import OffloadEngine
-
-from .by_hand import Attach
 
 _HELD: Final = "HOLD"
 _MAX_STEPS: Final = 16
@@ -63,7 +62,7 @@ class Turns:
         return record
 
     def _take(self, attached: Attached, record: dict[str, Any]) -> None:
-        engine: OffloadEngine | None = getattr(attached, "engine", None)
+        engine: OffloadEngine | None = attached.engine
         if record["budget_bytes"] is None:
             for _ in range(self._warmup):
                 self._workload.timed_step(attached)

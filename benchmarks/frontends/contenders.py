@@ -8,7 +8,7 @@ around the forward or the step. Between two turns the model is as it was built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,18 +158,23 @@ _PYTORCH: dict[str, Attach] = {
 
 
 @contextmanager
-def _layers(workload: Workload, ours: Ours, enable_ckpt: bool = False) -> Iterator[Attached]:
-    config = ours.checkpoint_config if enable_ckpt else ours.config
-    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config)
+def offloaded_layers(
+    workload: Workload,
+    config: OffloadConfig,
+    enable_ckpt: bool = False,
+    layers: Sequence[torch.nn.Module] | None = None,
+) -> Iterator[Attached]:
+    """Put `enable_activation_offloading` on the model, for these layers of it; None: for all."""
+    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config, layers=layers)
     try:
-        yield Attached(stats=lambda: handle.stats)
+        yield Attached(stats=lambda: handle.stats, engine=handle.engine)
     finally:
         handle.remove()
 
 
 @contextmanager
 def _any_model(workload: Workload, ours: Ours, **changes: Any) -> Iterator[Attached]:
-    options = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
+    options: dict[str, Any] = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
     manager = manage_activations(workload.model, ours.config.replace(**changes), **options)
     try:
         yield Attached(around_step=lambda: manager, stats=lambda: manager.stats)
@@ -209,8 +214,8 @@ def _offloaded_inputs(workload: Workload, ours: Ours) -> Iterator[Attached]:
 
 
 _OURS: dict[str, Callable[[Workload, Ours], AbstractContextManager[Attached]]] = {
-    "layers": _layers,
-    "layers_ckpt": lambda workload, ours: _layers(workload, ours, enable_ckpt=True),
+    "layers": lambda workload, ours: offloaded_layers(workload, ours.config),
+    "layers_ckpt": lambda workload, ours: offloaded_layers(workload, ours.checkpoint_config, enable_ckpt=True),
     "any_model": _any_model,
     "any_model_2": _any_model_of_two_layers,
     "wrapper": _wrapper,

@@ -6,11 +6,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from benchmarks.tables import GIB, Column, Record, picture, shown, table
+from benchmarks.tables import Column, Record, picture, plot_points, shown, table
 
 from .settings import CHECKPOINTED, CONTENDERS, OURS, RECORDED_PARTS
 
@@ -153,23 +152,15 @@ def _best(is_checkpointed: bool, summaries: Sequence[Record]) -> float | None:
 
 def plot_trade(records: Sequence[Record], file: Path) -> None:
     """Plot step time over peak reserved memory, a point for each measured contender: lower left is better."""
-    from matplotlib import colormaps
-
-    with picture(file, figsize=(11, 5)) as (figure, axes):
-        measured = [record for record in records if record["kind"] == "summary" and record["step_ms_median"]]
-        for index, record in enumerate(sorted(measured, key=lambda record: record["label"] not in OURS)):
-            label = record["label"]
-            style: dict[str, Any] = {
-                "marker": "s" if label in CHECKPOINTED else "o",
-                "color": colormaps["tab20"](index),
-            }
-            style |= {"edgecolors": "black" if label in OURS else "none", "label": CONTENDERS[label]}
-            gib = (record["peak_reserved_bytes"] or 0) / GIB  # without a GPU no allocator has a peak
-            axes.scatter(gib, record["step_ms_median"], s=90, zorder=2, **style)
-        axes.set(xlabel="peak reserved on the device, GiB", ylabel="ms a step")
-        axes.set_title("squares: with checkpointing; black edges: this project", loc="left", fontsize=9)
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    measured = [record for record in records if record["kind"] == "summary" and record["step_ms_median"]]
+    points = []
+    for record in sorted(measured, key=lambda record: record["label"] not in OURS):
+        label, nbytes = record["label"], record["peak_reserved_bytes"] or 0  # without a GPU no allocator has a peak
+        edge = "black" if label in OURS else "none"
+        style = {"marker": "s" if label in CHECKPOINTED else "o", "edgecolors": edge}
+        points.append((CONTENDERS[label], nbytes, record["step_ms_median"], style))
+    title = "squares: with checkpointing; black edges: this project"
+    plot_points(file, points, title, xlabel="peak reserved on the device, GiB", ylabel="ms a step")
 
 
 def plot_longest(records: Sequence[Record], file: Path) -> None:

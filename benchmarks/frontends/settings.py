@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.flags import add_engine_flag, add_flags, bytes_flag, engine_settings, input_file, new_parser, words
+from benchmarks.flags import (
+    add_engine_flag,
+    add_flags,
+    bytes_flag,
+    engine_settings,
+    input_file,
+    new_parser,
+    refuse,
+    words,
+)
 
 # Flag -> what the tables say. In this order they take their turns: what is slow, or leaves memory behind, comes last.
 CONTENDERS = {
@@ -94,24 +103,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args.group_bytes = 4096 if args.group_bytes is None and args.tiny else args.group_bytes
     length = args.longest_unit if args.longest else args.shape.seq
     unknown = [name for name in args.contenders if name not in CONTENDERS]
-    mistakes = {
-        "every size must be at least 1": min(dataclasses.astuple(args.shape)) < 1,
-        "heads must divide the hidden size, and key-value heads the heads": (
-            args.shape.hidden % args.shape.heads or args.shape.heads % args.shape.kv_heads
-        ),
-        f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
-        "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup) < 1,
-        "--host-gib and --device-gib must be positive": 0 in (args.host_bytes, args.device_bytes),
-        "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
-        "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
-        "--resume continues a search of --longest: add --longest": args.resume and not args.longest,
-        f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
-            args.documents and (args.documents < 1 or length % args.documents)
-        ),
-    }
-    for text, is_mistake in mistakes.items():
-        if is_mistake:
-            parser.error(text)
+    refuse(
+        parser,
+        {
+            f"unknown contenders {unknown}: there are {', '.join(CONTENDERS)}": unknown,
+            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
+            < 1,
+            "--host-gib and --device-gib must be positive": 0 in (args.host_bytes, args.device_bytes),
+            "--rivals is not a folder": args.rivals and not args.rivals.is_dir(),
+            "--recording and --longest are two benchmarks: give one of them": args.recording and args.longest,
+            "--resume continues a search of --longest: add --longest": args.resume and not args.longest,
+            f"--documents {args.documents} do not divide a sequence of {length:,} tokens": (
+                args.documents and (args.documents < 1 or length % args.documents)
+            ),
+        },
+    )
     try:
         args.engine = engine_settings(args)
     except ValueError as error:

@@ -24,6 +24,7 @@ class Attached:
     around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     stats: Callable[[], Any] = lambda: None
     """The engine's `IterationStats` of the last step; None for the others."""
+    engine: Any = None
 
 
 class Timing(NamedTuple):

@@ -9,22 +9,16 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
   off, closes the engine and gives its pinned memory back.
 - `budget`: ours, with nothing set but `gpu_budget` (`budget.py`).
-- `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes,
-  so `switch_incumbent()` sets both: `fine_grained_activation_offloading` and `offload_modules` of every configuration
-  in the model, `TransformerLayer`'s flags by its own `_set_offload_modules()`, and those of attention and experts by
-  name (`_CACHED`), with `linear_fc1.save_original_input`, which experts set together with theirs. The singleton
-  `PipelineOffloadManager` is made anew for each turn, so that each begins with the warm-up step in which it records the
-  chunks, and is dropped at the end, when torch's cache of pinned memory is emptied too.
+- `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes, so
+  `switch_incumbent()` sets both. The singleton `PipelineOffloadManager` is made anew for each turn, so that each begins
+  with the warm-up step in which it records the chunks, and is dropped at the end.
 
 Ours and the incumbent also beside selective recomputation, where their entry says so.
 
-That a contender really moved bytes is counted where the copies are issued (`counting()`), not taken from its word:
-`Device.copy_out` and `copy_in` for ours, `ChunkOffloadHandler.offload` and `reload` for the incumbent. The same place
-times the copies of each call with a pair of events on the stream that does them.
-
-What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any two calls of the
-device by which it releases or allocates. Of the incumbent it is what has no storage on the device any more, as it
-stands at the next copy that it issues.
+That a contender really moved bytes is counted where the copies are issued (`counting()`), with a pair of events on the
+stream that does them. What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any
+two calls of the device by which it releases or allocates. Of the incumbent it is what has no storage on the device any
+more, as it stands at the next copy that it issues.
 """
 
 from __future__ import annotations

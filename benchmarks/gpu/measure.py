@@ -121,15 +121,7 @@ class Bench:
         on_step: Callable[[str], None],
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """
-        Args:
-            training: has `step()` and `gradients()`.
-            ranks: for barriers.
-            gauge: of memory, as `CudaGauge`.
-            counts: of steps.
-            on_step: told what comes next, before each step; for the progress bar.
-            new_event: makes the events that time copies; None: those of CUDA.
-        """
+        """`on_step` is told what comes next, for the progress bar; `new_event` makes the events that time copies."""
         self._training = training
         self._ranks = ranks
         self._gauge = gauge
@@ -167,16 +159,12 @@ class Bench:
             contender.detach()
             self._gauge.release()
         self._fingerprints.append((label, round_number, after))
+        entry = contender.entry
         return {
-            "kind": "turn",
-            "contender": contender.entry.contender,
-            "label": label,
-            "modules": list(contender.entry.modules),
-            "round": round_number,
-            "rank": self._ranks.rank,
+            **{"kind": "turn", "contender": entry.contender, "label": label, "modules": list(entry.modules)},
+            **{"round": round_number, "rank": self._ranks.rank, "pinned_bytes": pinned},
             "step_ms": [step_ms for step_ms, _ in steps],
             "host_ms": [host_ms for _, host_ms in steps],
-            "pinned_bytes": pinned,
             "peak_allocated_bytes_counted": counted,  # of the step of which `host_bytes_at_peak` is
             **memory,
             **_leftovers(self._held_first, held_before, self._gauge.held()),
@@ -194,16 +182,12 @@ class Bench:
         """
         if not self._fingerprints:
             return []
-        reference = min(self._fingerprints, key=lambda turn: (turn[0] != "none", turn[1]))
+        label, number, reference = min(self._fingerprints, key=lambda turn: (turn[0] != "none", turn[1]))
+        shared = {"kind": "parity", "rank": self._ranks.rank, "reference": f"{label}, round {number}"}
         return [
             {
-                "kind": "parity",
-                "label": label,
-                "round": number,
-                "rank": self._ranks.rank,
-                "reference": f"{reference[0]}, round {reference[1]}",
-                "is_reference": own is reference[2],
-                **compare(reference[2], own).as_record(),
+                **{**shared, "label": label, "round": number, "is_reference": own is reference},
+                **compare(reference, own).as_record(),
             }
             for label, number, own in self._fingerprints
         ]
@@ -247,10 +231,7 @@ class Bench:
 def _leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:
     """Return what a turn left behind, and what it found of earlier ones: it counts as memory of all later ones.
 
-    Args:
-        first: held before the first turn of the run.
-        before: held before this turn.
-        after: held after it.
+    `first` was held before the first turn of the run, `before` and `after` around this one.
     """
     pairs = {"left": zip(before, after, strict=True), "found": zip(first, before, strict=True)}
     added = {name: [max(0, now - then) for then, now in both] for name, both in pairs.items()}

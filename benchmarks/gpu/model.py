@@ -45,7 +45,6 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
     device = _gpu(int(os.environ["LOCAL_RANK"]), share_gpus)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    shape.check(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         1, shape.pp, virtual_pipeline_model_parallel_size=shape.vpp or None, expert_model_parallel_size=shape.ep
     )

@@ -7,11 +7,10 @@ import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from benchmarks.tables import GIB, Column, Record, picture, shown, table
+from benchmarks.tables import GIB, Column, Record, picture, plot_points, shown, table
 
 from .budget import BUDGETS
 from .measure import MemoryTimeline
@@ -248,8 +247,6 @@ _IN_WORDS = {
     "recompute": "full recomputation",
     "budget": "this engine, within a budget of",
 }
-_LEGEND_WIDTH = 44
-_INCHES_OF_A_LINE = 0.155
 
 
 def _in_words(label: str) -> str:
@@ -275,15 +272,13 @@ def plot_memory(timelines: Sequence[MemoryTimeline], file: Path) -> None:
 
 def plot_trade(found: Sequence[Record], file: Path) -> None:
     """Plot tokens/s over reserved memory, a point for each contender: further up and to the left is better."""
-    from matplotlib import colormaps
-
-    labels = [textwrap.fill(_in_words(one["label"]), _LEGEND_WIDTH) for one in found]
-    num_lines = sum(label.count("\n") + 2 for label in labels)
-    with picture(file, figsize=(11, max(5, _INCHES_OF_A_LINE * num_lines))) as (figure, axes):
-        for index, (one, label) in enumerate(zip(found, labels, strict=True)):
-            style: dict[str, Any] = {"color": colormaps["tab20"](index), "marker": _MARKERS[one["contender"]]}
-            axes.scatter(one["peak_reserved_bytes"] / GIB, one["tokens_per_s"], s=110, label=label, zorder=2, **style)
-        axes.set(xlabel="peak reserved on the worst rank, GiB", ylabel="tokens a second, all ranks")
-        axes.set_title("circles: this engine; squares: this engine beside recomputation", loc="left", fontsize=9)
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)
+    points = [
+        (
+            *(textwrap.fill(_in_words(one["label"]), 44), one["peak_reserved_bytes"], one["tokens_per_s"]),
+            {"marker": _MARKERS[one["contender"]]},
+        )
+        for one in found
+    ]
+    title = "circles: this engine; squares: this engine beside recomputation"
+    names = {"xlabel": "peak reserved on the worst rank, GiB", "ylabel": "tokens a second, all ranks"}
+    plot_points(file, points, title, **names)

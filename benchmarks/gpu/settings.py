@@ -17,6 +17,7 @@ from benchmarks.flags import (
     engine_settings,
     new_parser,
     output_file,
+    refuse,
     words,
 )
 
@@ -59,26 +60,6 @@ class Shape:
     def activation_bytes(self) -> int:
         """Return the bytes of one [sequence, batch, hidden] activation in bf16."""
         return self.seq * self.mbs * self.hidden * BF16_BYTES
-
-    def check(self, world_size: int) -> None:
-        """Reject what megatron-core would reject later and less clearly.
-
-        Raises:
-            ValueError: for a shape that does not fit itself or the number of processes.
-        """
-        chunks = self.pp * max(1, self.vpp)
-        mistakes = {
-            f"{world_size} processes cannot form pipelines of {self.pp} and expert groups of {self.ep}": (
-                world_size % self.pp or world_size // self.pp % self.ep
-            ),
-            f"{self.layers} layers do not divide into {chunks} model chunks": self.layers % chunks,
-            f"vpp {self.vpp} needs pp of at least 2, got {self.pp}": self.vpp and self.pp < 2,
-            f"with virtual stages nmb {self.nmb} must be a multiple of pp {self.pp}": self.vpp and self.nmb % self.pp,
-            f"{self.experts} experts do not divide into expert groups of {self.ep}": self.experts % self.ep,
-        }
-        for text, is_mistake in mistakes.items():
-            if is_mistake:
-                raise ValueError(text)
 
 
 @dataclass(frozen=True)
@@ -155,18 +136,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     kinds = {entry.kind for entry in args.entries}
     absent = [kind for kind in args.profile_contender if kind not in kinds]
-    mistakes = {
-        "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup) < 1,
-        "--budget-plot draws what --budget-curve measures: give that, too": args.budget_plot and not args.budgets,
-        "--budget-curve needs --rounds of at least 2: the first one finds the range": args.budgets and args.rounds < 2,
-        "--budget-curve ends where nothing is offloaded: name none among --contenders": (
-            args.budgets and "none" not in kinds
-        ),
-        f"--profile-contender {','.join(absent)} is not among --contenders": args.profile and absent,
-    }
-    for text, is_mistake in mistakes.items():
-        if is_mistake:
-            parser.error(text)
+    refuse(
+        parser,
+        {
+            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
+            < 1,
+            "--budget-plot draws what --budget-curve measures: give that, too": args.budget_plot and not args.budgets,
+            "--budget-curve needs --rounds of at least 2: the first one finds the range": args.budgets
+            and args.rounds < 2,
+            "--budget-curve ends where nothing is offloaded: name none among --contenders": (
+                args.budgets and "none" not in kinds
+            ),
+            f"--profile-contender {','.join(absent)} is not among --contenders": args.profile and absent,
+        },
+    )
     if args.budgets:  # one of all that the GPU has: it moves nothing, and tells the lowest that can be reached
         args.entries = (*args.entries, Entry("budget"))
     return args
