@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import io
@@ -20,32 +21,23 @@ from benchmarks import gradients
 from benchmarks.gpu import contenders, copies, measure, model, report, settings
 
 
-class Delaying(torch.nn.Linear):
-    """Sets the gradient of its weight behind the backward, as TransformerEngine's modules do."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-        self.weight.skip_backward_post_hook = True
-        self.hooks: list[Any] = []
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
-        self.hooks.append(hook)
-
-    def backward_dw(self, value: float) -> None:
-        self.weight.grad = torch.full_like(self.weight, value)
-        for hook in self.hooks:
-            hook()
-
-
 def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_backward() -> None:
-    module, plain = Delaying(), torch.nn.Linear(1, 1)
+    """As TransformerEngine's modules do it: `backward_dw` sets the gradient of a weight anew, and calls hooks."""
+    module, plain, hooks = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), []
+    module.weight.skip_backward_post_hook = True
+    module.register_wgrad_accumulation_and_reduce_hooks = hooks.append
     delayed = model.DelayedGradients([module, plain])
     module.bias.grad = torch.ones(1)  # added up by autograd
+
+    def backward_dw(value: float) -> None:
+        module.weight.grad = torch.full_like(module.weight, value)
+        hooks[0]()
+
     for value in (1.0, 2.0, 4.0):
-        module.backward_dw(value)
+        backward_dw(value)
     assert [float(delayed.of(p)) for p in (module.weight, module.bias)] == [7.0, 1.0]
     delayed.clear()
-    module.backward_dw(8.0)
+    backward_dw(8.0)
     assert float(delayed.of(module.weight)) == 8.0 and delayed.of(plain.weight) is None
 
 
@@ -54,14 +46,12 @@ def test_fingerprints_notice_one_bit_and_the_order() -> None:
     flipped, swapped = grad.clone(), grad.clone()
     flipped.view(torch.int16)[500] ^= 1
     swapped[[0, 1]] = grad[[1, 0]]
-    own = gradients.fingerprint({"w": grad, "b": None}, [torch.tensor(1.5)])
-    assert gradients.compare(own, gradients.fingerprint({"w": grad.clone(), "b": None}, [torch.tensor(1.5)])) == (
-        gradients.Difference(2, 0, 0.0, True)
-    )
-    for other in (flipped, swapped):
-        difference = gradients.compare(own, gradients.fingerprint({"w": other, "b": None}, [torch.tensor(1.5)]))
-        assert difference.num_differing == 1 and difference.max_relative > 0
-        assert not difference.is_bitwise_equal
+    tensors = grad, grad.clone(), flipped, swapped
+    own, same, *others = (gradients.fingerprint({"w": one, "b": None}, [torch.tensor(1.5)]) for one in tensors)
+    assert gradients.compare(own, same) == gradients.Difference(2, 0, 0.0, True)
+    for other in others:
+        difference = gradients.compare(own, other)
+        assert difference.num_differing == 1 and difference.max_relative > 0 and not difference.is_bitwise_equal
 
 
 # ---- copies ----
@@ -186,60 +176,7 @@ class FakeGauge:
         return 0, 0
 
 
-class Alone:
-    rank, world_size = 0, 1
-
-    def barrier(self) -> None: ...
-
-
 TINY = settings.Shape(layers=4, hidden=32, heads=2, seq=16, mbs=2, nmb=3, vocab=64, ffn=128)
-OURS = settings.Entry("ours", ("qkv_linear", "core_attn"))
-
-
-def take_turns() -> dict[str, Any]:
-    """Run in a process with megatron-core's parallel state: ours and none, and once ours with a step that raises."""
-    from tests.dist import tiny
-
-    chunks = tiny.make_chunks(tiny.make_config())
-    training = model.Training(TINY, chunks, "cpu")
-    steps: list[str] = []
-    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 2), steps.append, FakeEvent)
-    none = contenders.Contender(settings.Entry("none"), chunks)
-    own = contenders.Ours(OURS, chunks, {"min_tensor_bytes": 0, "directory": "none"})
-    hooks = _num_hooks(chunks)
-    turns = [bench.turn(contender, number) for number in (0, 1) for contender in (own, none)]
-    with mock.patch.object(training, "step", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
-        bench.turn(own, 2)
-    timeline = measure.record_memory("none", FakeGauge(), bench.step)
-    assert timeline.allocated_bytes[-1] == 1
-    assert _num_hooks(chunks) == hooks
-    return {"turns": turns, "parity": bench.parity(), "steps": len(steps)}
-
-
-def _num_hooks(chunks: list[torch.nn.Module]) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
-
-
-@pytest.mark.dist
-def test_turns_on_one_model_switch_ours_on_and_off() -> None:
-    pytest.importorskip("megatron.core")
-    from tests.dist.launch import run_ranks
-
-    (found,) = run_ranks(take_turns)
-    json.dumps(found)
-    own, none = found["turns"][0], found["turns"][1]
-    assert own["is_confirmed"] and own["copied_out_bytes"] == own["copied_in_bytes"] > 0
-    assert own["engine"]["copied_out_bytes"] == own["copied_out_bytes"]
-    assert own["engine"]["peak_host_bytes"] == own["host_bytes_max"] > own["host_bytes_at_peak"] == 0  # at its first
-    num_calls = own["engine"]["num_offloaded_groups"]
-    assert own["num_copies_out"] >= num_calls > 0
-    assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * num_calls) / 1e6)
-    assert own["pinned_bytes"] > 0
-    assert (none["copied_out_bytes"], none["is_confirmed"]) == (0, False)
-    assert len(own["step_ms"]) == 2 and len(own["losses"]) == TINY.nmb
-    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 4
-    assert [p["label"] for p in found["parity"] if p["is_reference"]] == ["none"]
-    assert found["steps"] == 4 * (1 + 1 + 2) + 1 + 1
 
 
 def switch_flags(kind: str) -> list[Any]:
@@ -299,11 +236,20 @@ def run_everything(directory: str) -> list[str]:
     flags += " ".join(f"--{name}-plot {directory}/{name}.png" for name in ("memory", "trade", "budget"))
     shape = " ".join(f"--{name} {value}" for name, value in dataclasses.asdict(TINY).items())
     parsed = settings.parse(f"{flags} {shape} --pp 2".split())
-    ranks = model.Ranks(dist.get_rank(), dist.get_world_size(), None)
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
-        status = main.Run(parsed, ranks).execute()
-    return [str(status), screen.getvalue(), str(FakeGauge.threads)]
+        run = main.Run(parsed, model.Ranks(dist.get_rank(), dist.get_world_size(), None))
+        hooks = num_hooks(run._chunks)
+        found = [str(run.execute()), str(FakeGauge.threads)]
+    step = mock.patch.object(run._bench._training, "step", side_effect=ZeroDivisionError)
+    with step, pytest.raises(ZeroDivisionError):  # in a step of ours
+        run._bench.turn(run._contenders[0], 2)
+    assert num_hooks(run._chunks) == hooks
+    return [*found, screen.getvalue()]
+
+
+def num_hooks(chunks: list[torch.nn.Module]) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
 
 
 @pytest.mark.dist
@@ -311,21 +257,19 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     from tests.dist.launch import Pipeline, run_ranks
 
-    (status, shown, threads), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
-    assert (status, threads) == ("0", "{False}")
-    assert other == ["0", "", threads]
+    (*found, shown), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
+    assert found == ["0", "{False}"] and other == [*found, ""]
     assert "ours core_attn" in shown
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    kinds = [record["kind"] for record in records]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "run": 2,
-        "turn": 16,
-        "parity": 16,
-        "summary": 10,
-        "throughput": 5,
-        "budget": 3,
-        "end": 1,
-    }
+    counts = collections.Counter(record["kind"] for record in records)
+    assert counts == {"run": 2, "turn": 16, "parity": 16, "summary": 10, "throughput": 5, "budget": 3, "end": 1}
+    own, none = [record for record in records if record["kind"] == "turn" and record["rank"] == 0][:2]
+    engine = own["engine"]
+    assert own["is_confirmed"] and own["copied_out_bytes"] == own["copied_in_bytes"] == engine["copied_out_bytes"] > 0
+    assert engine["peak_host_bytes"] == own["host_bytes_max"] > own["host_bytes_at_peak"] == 0  # at its first
+    assert own["num_copies_out"] >= engine["num_offloaded_groups"] > 0 and own["pinned_bytes"] > 0
+    assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * engine["num_offloaded_groups"]) / 1e6)
+    assert (none["copied_out_bytes"], none["is_confirmed"]) == (0, False)
     assert all(record["is_bitwise_equal"] for record in records if record["kind"] == "parity")
     of_first = [r["contender"] for r in records if r["kind"] == "turn" and r["rank"] == 0]
     assert of_first == ["ours", "none", "budget", "none", "budget", "budget", "budget", "ours"]
