@@ -48,11 +48,7 @@ def add_engine_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what --engine says.
-
-    Raises:
-        ValueError: if one is not NAME=VALUE.
-    """
+    """Return what --engine says."""
     return dict(assignment(text) for text in args.engine)
 
 
@@ -86,11 +82,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """Parse a field of `OffloadConfig` as the command line gives it.
-
-    Raises:
-        ValueError: if it is not NAME=VALUE.
-    """
+    """Parse a field of `OffloadConfig` as the command line gives it."""
     name, separator, value = text.partition("=")
     if not (name and separator and value):
         raise ValueError(f"{text!r} is not NAME=VALUE: an argument of OffloadConfig.from_flags and its value")

@@ -20,11 +20,7 @@ _VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
 
 
 class Records(list[dict[str, Any]]):
-    """All records so far; also, where a file is given, a line of JSON for each at the end of that.
-
-    Args:
-        file: None: nowhere.
-    """
+    """All records so far; also, where a file is given, a line of JSON for each at the end of that."""
 
     def __init__(self, file: Path | None) -> None:
         super().__init__()

@@ -46,14 +46,8 @@ from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
-FOLDERS = (
-    ".",
-    "_captured",
-    "_chunk",
-    "_host",
-    "_policy",
-    "_saved",
-)  # where waits are; a test holds that no other folder has any
+# Where waits are; a test holds that no other folder has any.
+FOLDERS = (".", "_captured", "_chunk", "_host", "_policy", "_saved")
 SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
@@ -63,14 +57,7 @@ _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in fi
 
 _WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
 _EVENT_ARGUMENTS = {"give_back": 1, "put": 3, "give_up_part": 0}  # method -> position of the events it hands over
-_WAITED_FOR = (
-    "events",
-    "readers",
-    "pending",
-    "copied_out",
-    "copied_in",
-    "last_read",
-)  # attributes: what they hold is waited for later
+_WAITED_FOR = ("events", "readers", "pending", "copied_out", "copied_in", "last_read")  # attributes: it is, later
 _NOT_FOR_ORDER = "early wait"  # in a comment on a wait: it only comes sooner than the one that keeps the order
 
 
@@ -97,16 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _sum_up(console: Console, num_chosen: int, judged: dict[int, Outcome], failing: set[str]) -> int:
     missed = [index for index, outcome in judged.items() if outcome.verdict != "caught"]
-    share = 100 * (1 - len(missed) / max(1, len(judged)))
-    console.print(f"{len(judged) - len(missed)} of {len(judged)} mutations caught ({share:.1f} %)")
-    if len(judged) < num_chosen:
-        console.print(f"{num_chosen - len(judged)} of {num_chosen} were not run")
+    num_caught = len(judged) - len(missed)
+    console.print(f"{num_caught} of {len(judged)} mutations caught; {num_chosen - len(judged)} were not run")
     if missed:
         console.print(f"not caught: --only {' '.join(map(str, missed))}")
     if failing:
-        console.print(
-            escape(f"left out, because they fail without any mutation: {'; '.join(failing)}"), style="bold red"
-        )
+        left_out = f"left out, because they fail without any mutation: {'; '.join(failing)}"
+        console.print(escape(left_out), style="bold red")
     return 2 if failing else 1 if missed else 0
 
 
@@ -129,12 +113,7 @@ def find_waits(root: Path) -> list[Mutation]:
 
 
 class Check:
-    """Runs tests for mutations.
-
-    Args:
-        root: the repository that is mutated; it must not change.
-        lines: which tests run which of its lines.
-    """
+    """Runs tests for mutations."""
 
     def __init__(self, root: Path, lines: TestedLines) -> None:
         self._root = root

@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILES = (
-    "_saved/store.py",
-    "_saved/mover.py",
-    "_saved/eligibility.py",
-    "_policy/horizon.py",
-    "_policy/window.py",
-    "_policy/reactive.py",
-    "_policy/lowest_peak.py",
-    "_policy/resident.py",
-    "planning/planner.py",
-    "planning/budget.py",
-    "planning/copy_ins.py",
-    "planning/steps.py",
-    "_budget/idleness.py",
-    "_budget/learn.py",
-    "_budget/verify.py",
-    "_host/pool.py",
-    "_host/slabs.py",
-    "_host/extents.py",
-    "_host/leases.py",
+    *("_saved/store.py", "_saved/mover.py", "_saved/eligibility.py"),
+    *(
+        "_policy/horizon.py",
+        "_policy/window.py",
+        "_policy/reactive.py",
+        "_policy/lowest_peak.py",
+        "_policy/resident.py",
+    ),
+    *("planning/planner.py", "planning/budget.py", "planning/copy_ins.py", "planning/steps.py"),
+    *("_budget/idleness.py", "_budget/learn.py", "_budget/verify.py"),
+    *("_host/pool.py", "_host/slabs.py", "_host/extents.py", "_host/leases.py"),
 )
 """Of the package: their decisions are changed. Those of `_observe` are not: they change what is reported only."""
 _SWAPPED: dict[type[ast.AST], str] = {

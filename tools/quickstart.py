@@ -49,11 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def load(path: Path) -> list[Step]:
-    """Read the metrics of the steps of a run.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Read the metrics of the steps of a run."""
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     steps = [record for record in records if "loss" in record]  # the others report evaluations
     if not steps:

@@ -109,11 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_order(options: argparse.Namespace, rank: int) -> list[Action]:
-    """List the actions of one rank.
-
-    Raises:
-        ValueError: if no schedule has this shape, or an option does not apply to it.
-    """
+    """List the actions of one rank."""
     if options.vpp is not None:
         sizes = options.vpp, options.microbatches, options.group_size
         return interleaved(options.pp, rank, *sizes, options.overlap_expert_comm)
@@ -153,11 +149,7 @@ def order_text(actions: Sequence[Action], width: int) -> Text:
 
 
 def plan_moves(options: argparse.Namespace) -> tuple[PipelineJob, list[Plan]]:
-    """Plan the moves of all ranks.
-
-    Raises:
-        ValueError: for contents of chunks that are none.
-    """
+    """Plan the moves of all ranks."""
     num_virtual = options.vpp or 1
     bounds = Bounds(options.horizon_mib, options.inflight_mib, options.resident_mib)
     ranks = []
@@ -171,11 +163,7 @@ def plan_moves(options: argparse.Namespace) -> tuple[PipelineJob, list[Plan]]:
 
 
 def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
-    """Make a chunk with the groups that the options name.
-
-    Raises:
-        ValueError: for a name that is not followed by bytes and milliseconds, and for an option with another name.
-    """
+    """Make a chunk with the groups that the options name."""
     if options.layers < 1:
         raise ValueError(f"--layers must be at least 1, got {options.layers}")
     groups = [parse_group(text, layer) for layer in range(options.layers) for text in options.names]
@@ -195,11 +183,7 @@ def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
 
 
 def parse_group(text: str, layer: int) -> GroupShape:
-    """Parse the group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward.
-
-    Raises:
-        ValueError: for another text.
-    """
+    """Parse the group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward."""
     name, _, sizes = text.partition("=")
     mib, _, milliseconds = sizes.partition(",")
     try:

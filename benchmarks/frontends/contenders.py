@@ -58,11 +58,7 @@ class Ours:
 
 
 def make_contender(name: str, ours: Ours, folder: Path | None) -> Attach:
-    """Make a contender of `settings.CONTENDERS`; imports the package of a rival, or its file below `folder`.
-
-    Raises:
-        Missing: if it cannot take part.
-    """
+    """Make a contender of `settings.CONTENDERS`; imports the package of a rival, or its file below `folder`."""
     if name in _OURS:
         attach = _OURS[name]
         return lambda workload: attach(workload, ours)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -26,16 +27,15 @@ from .workload import Attached, Workload
 Attach = Callable[[Workload], AbstractContextManager[Attached]]
 
 
+_TE = "needs transformer-engine[pytorch] 2.10 or later"
+
+
 class Missing(Exception):
     """A contender cannot take part; the message says why, and what would change that."""
 
 
 def load(name: str, folder: Path | None) -> Attach:
-    """Load the contender of this name, of another package than torch.
-
-    Raises:
-        Missing: if neither its package nor its file is there, or it is of a version that we do not know.
-    """
+    """Load the contender of this name, of another package than torch."""
     return _LOADERS[name](folder)
 
 
@@ -49,9 +49,6 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
         module: dotted name; its file is looked for under its whole path and as a file of its last name.
         folder: None: import only.
         stand_ins: modules that the file imports, with what it takes from them; used where they cannot be imported.
-
-    Raises:
-        Missing: if neither works.
     """
     whole, package = Path(module.replace(".", "/") + ".py"), module.partition(".")[0]
     names = (whole, package + whole.name, f"{package}_{whole.name}")
@@ -118,13 +115,11 @@ def _load_verl(folder: Path | None, enable_ckpt: bool) -> Attach:
     @contextmanager
     def attach(workload: Workload) -> Iterator[Attached]:
         layers = list(workload.layers)
-        wrapped_class = module.FSDP2
-        module.FSDP2 = type(layers[0])  # it groups what FSDP wraps: without FSDP, the same layers
-        try:
-            module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
-            yield Attached()
+        try:  # it groups what FSDP wraps: without FSDP, the same layers
+            with mock.patch.object(module, "FSDP2", type(layers[0])):
+                module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
+                yield Attached()
         finally:
-            module.FSDP2 = wrapped_class
             _restore_forwards(layers)
 
     return attach
@@ -183,36 +178,28 @@ def _around_forward(make: Callable[[torch.nn.Module], Any]) -> Attach:
 def _load_te_v2(folder: Path | None) -> Attach:
     if os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1":
         raise Missing("NVTE_CPU_OFFLOAD_V1=1 is set, which turns it into v1: unset it")
-    module = _import("transformer_engine.pytorch.cpu_offload", hint="needs transformer-engine[pytorch] 2.10 or later")
+    module = _import("transformer_engine.pytorch.cpu_offload", hint=_TE)
     # Two layers stay, as with ours; with one it warns that nothing overlaps.
     attach_layers = _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n))
 
     @contextmanager
     def attach(workload: Workload) -> Iterator[Attached]:
-        before = module.OFFLOAD_SYNCHRONIZER
-        try:
+        # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
+        with mock.patch.object(module, "OFFLOAD_SYNCHRONIZER", module.OFFLOAD_SYNCHRONIZER):
             with attach_layers(workload) as attached:
                 yield attached
-        finally:
-            # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
-            module.OFFLOAD_SYNCHRONIZER = before
 
     return attach
 
 
 def _load_te_v1(folder: Path | None) -> Attach:
-    module = _import(
-        "transformer_engine.pytorch.cpu_offload_v1", hint="needs transformer-engine[pytorch] 2.10 or later"
-    )
-
-    def make(num_layers: int) -> Any:
-        return module.get_cpu_offload_context(True, num_layers=num_layers - 1, model_layers=num_layers)
+    module = _import("transformer_engine.pytorch.cpu_offload_v1", hint=_TE)
 
     def choose(context: Any, weights: set[int]) -> None:
         # Its own choice is what modules of TransformerEngine mark, of which this model has none.
         context.offload_handler.tensor_need_offloading_checker = lambda t: t.untyped_storage().data_ptr() not in weights
 
-    return _around_layers(make, choose)
+    return _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 1, model_layers=n), choose)
 
 
 def _around_layers(make: Callable[[int], Any], choose: Callable[[Any, set[int]], None] = lambda *_: None) -> Attach:

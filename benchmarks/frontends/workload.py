@@ -47,13 +47,7 @@ class Workload:
     """One model and one sequence; every contender works on these."""
 
     def __init__(self, shape: Shape, device: str, documents: int | None = None) -> None:
-        """Build the model with random weights: bf16 on a GPU, fp32 on the CPU.
-
-        Args:
-            shape: of the model and its sequence.
-            device: "cuda" or "cpu".
-            documents: tokens of each document of the sequence; attention stays within them. None: it is one.
-        """
+        """Build the model with random weights; if given, attention stays within documents of so many tokens."""
         from transformers import Qwen2Config, Qwen2Model
 
         self.shape = shape

@@ -59,12 +59,7 @@ def _held_bytes(engine: Any) -> int:
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
-    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends.
-
-    Args:
-        turns: of all ranks.
-        num: of budgets; the first is a little above the lowest that can be reached, the last is no offload's.
-    """
+    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends."""
     least = max(turn["budget"]["lowest_bytes"] for turn in turns if turn["contender"] == "budget")
     most = max(held_bytes(turn) for turn in turns if turn["contender"] == "none")
     least += max(0, most - least) // 50

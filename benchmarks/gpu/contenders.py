@@ -281,11 +281,7 @@ def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any
 
 
 def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> Counter[str]:
-    """Set megatron-core's own offload to exactly these modules; none: off.
-
-    Returns:
-        In how many places of these chunks each module is now offloaded; a name without any is missing.
-    """
+    """Set megatron-core's own offload to exactly these modules; return in how many places each of them is now."""
     submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     for config in {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values():
         if hasattr(config, "fine_grained_activation_offloading"):

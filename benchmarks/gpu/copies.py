@@ -30,8 +30,7 @@ class Direction:
 class HostAtPeak:
     """Finds the peak of one step among stretches in which the bytes on the host only stay the same.
 
-    Args:
-        take_peak: returns the most bytes allocated since its last call.
+    `take_peak` returns the most bytes allocated since its last call.
     """
 
     def __init__(self, take_peak: Callable[[], int]) -> None:
@@ -48,12 +47,7 @@ class HostAtPeak:
 
 
 class CopyCounter:
-    """Bytes and times of the copies of one step, counted where they are issued.
-
-    Args:
-        new_event: makes the events that time copies; None: those of CUDA.
-        take_peak: see `HostAtPeak`.
-    """
+    """Bytes and times of the copies of one step, counted where they are issued."""
 
     def __init__(self, new_event: Callable[[], Any] | None, take_peak: Callable[[], int]) -> None:
         self.out = Direction()

@@ -49,11 +49,7 @@ def selective(modules: Sequence[str]) -> dict[str, Any]:
 
 
 class Recomputation:
-    """Switches chunks of a model built without recomputation; `fields` are of the configuration, while it is on.
-
-    Raises:
-        ValueError: if one of `recompute_modules` is nowhere in the model.
-    """
+    """Switches chunks of a model built without recomputation; `fields` are of the configuration, while it is on."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]) -> None:
         submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]

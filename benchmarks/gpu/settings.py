@@ -160,10 +160,6 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
 
     A set with what is recomputed behind a plus is for ours and the incumbent, one with settings of the engine behind an
     @ for ours alone.
-
-    Raises:
-        ValueError: for an unknown kind, no kind at all, copies before ours, modules that the incumbent rejects, what
-            cannot be recomputed, a setting that is not NAME=VALUE, or a set that is for none of the kinds.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
@@ -193,11 +189,7 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
 
 
 def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that megatron-core's own offload has for these, without those it cannot offload.
-
-    Raises:
-        ValueError: if none is left, or "attn_proj" comes without "core_attn".
-    """
+    """Return the names that megatron-core's own offload has for these, without those it cannot offload."""
     translated = [_INCUMBENT_NAMES.get(name, name) for name in names]
     known = tuple(name for name in translated if name in _INCUMBENT_KNOWS)
     if not known:

@@ -36,17 +36,6 @@ def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[
 
     Only kernels of the stream that computes most are looked at. What `other` launches besides counts for the pause in
     front of the next kernel that both have.
-
-    Args:
-        reference: of a step without offload.
-        other: of a step of the same model.
-        activation_bytes: copies of so many bytes or more are of activations.
-
-    Returns:
-        One record for each kind of pause: `pause`, `count`, `reference_us`, `total_us`.
-
-    Raises:
-        ValueError: if a kernel of `reference` is missing in `other`: then they are of different models.
     """
     before = _kernels(reference)
     after = _counterparts(before, _kernels(other))

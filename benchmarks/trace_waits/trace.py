@@ -66,11 +66,7 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """Read a file that `torch.profiler` wrote, compressed or not.
-
-    Raises:
-        ValueError: if it is no chrome trace.
-    """
+    """Read a file that `torch.profiler` wrote, compressed or not."""
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as text:
         content = json.load(text)
     events = content.get("traceEvents") if isinstance(content, dict) else content
