@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flags import add_flags, new_parser
-from benchmarks.gpu.link import measure_link, measure_pinning, measure_reads
+from benchmarks.gpu.machine import measure_link, measure_pinning, measure_reads
 from benchmarks.gpu.model import Ranks
 from benchmarks.tables import Column, show, table
 from offload_engine._devices.affinity import bind_to_gpu

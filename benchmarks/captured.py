@@ -93,6 +93,7 @@ def _measure(job: Job) -> dict[str, Any]:
     os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
     import torch
 
+    from benchmarks.gpu.measure import timed_steps
     from benchmarks.gpu.model import start_ranks
 
     ranks = start_ranks(job.shape, deterministic=False, share_gpus=False)
@@ -108,22 +109,14 @@ def _measure(job: Job) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         training.step()
-        steps, loss = [], 0.0
-        for _ in range(job.num_steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            losses = training.step()
-            issued = time.perf_counter()
-            torch.cuda.synchronize()
-            steps.append((time.perf_counter() - begin, issued - begin))
-            loss = sum(value.item() for value in losses)
+        step_ms, host_ms, losses = timed_steps(job.num_steps, training.step, torch.cuda.synchronize)
         found = {
-            "step_ms": [1e3 * step for step, _ in steps],
-            "host_ms": [1e3 * issued for _, issued in steps],
+            "step_ms": step_ms,
+            "host_ms": host_ms,
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "moved_bytes": moved(),
-            "loss": loss,
+            "loss": sum(value.item() for value in losses),
             "around_replay_us": _around_replay_us(training),
         }
         training.close()

@@ -85,10 +85,10 @@ def measure_link() -> dict[str, Any]:
     """Measure GB/s of plain pinned copies each way."""
     from types import SimpleNamespace
 
-    from benchmarks.gpu import link
+    from benchmarks.gpu import machine
 
     alone: Any = SimpleNamespace(rank=0, barrier=lambda: None)
-    return link.measure_link([_LINK_BYTES], alone)[0]
+    return machine.measure_link([_LINK_BYTES], alone)[0]
 
 
 def measure_recording(settings: Namespace, lengths: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 
-from .copies import CopyCounter, HostCopies, Moved, PlainCopies, moved_of
+from .copies import CopyCounter, HostCopies, PlainCopies
 from .recomputation import FULL, Recomputation, selective
 from .settings import Entry
 
@@ -85,9 +85,9 @@ class Contender:
         """Count the copies of the steps inside; after the first step only."""
         yield
 
-    def moved(self, counter: CopyCounter) -> Moved:
-        """Return the bytes that the step under `counting` moved; wait for the device first."""
-        return Moved()
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
+        """Return what the step under `counting` moved, as fields of a record; wait for the device first."""
+        return counter.moved()
 
     def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
         """Return the bytes of pinned host memory it holds, by what torch holds now, and held before the turn."""
@@ -140,10 +140,9 @@ class Ours(Contender):
             yield
             mark()
 
-    def moved(self, counter: CopyCounter) -> Moved:
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
         stats = self._engine().stats
-        return moved_of(
-            counter,
+        return counter.moved(
             is_confirmed=stats.copied_out_bytes == counter.out.nbytes > 0,
             host_bytes_max=stats.peak_host_bytes,
             prefetch_misses=stats.prefetch_misses,
@@ -205,10 +204,10 @@ class Incumbent(Contender):
             yield
             counter.at_peak.mark(copies.only_bytes)
 
-    def moved(self, counter: CopyCounter) -> Moved:
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
         summary = getattr(_manager_class().get_instance(), "_offload_summary_total_bytes", 0)
         places = {f"places_{name}": count for name, count in self._places.items()}
-        return moved_of(counter, engine={"summary_bytes": summary, **places})
+        return counter.moved(engine={"summary_bytes": summary, **places})
 
 
 class Copies(Contender):
@@ -257,8 +256,8 @@ class Copies(Contender):
         finally:
             self._plain.counter = None
 
-    def moved(self, counter: CopyCounter) -> Moved:
-        return moved_of(counter, host_bytes_max=0)  # nothing is on the host only
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
+        return counter.moved(host_bytes_max=0)  # nothing is on the host only
 
 
 def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,22 @@ class CopyCounter:
         self.host_bytes += nbytes if is_out else -nbytes
         self.host_bytes_max = max(self.host_bytes_max, self.host_bytes)
 
+    def moved(self, **more: Any) -> dict[str, Any]:
+        """Return what the step moved, as fields of a record, and `more` of them; wait for the device first."""
+        return {
+            "copied_out_bytes": self.out.nbytes,
+            "copied_in_bytes": self.back.nbytes,
+            "num_copies_out": self.out.num_copies,
+            "host_bytes_max": self.host_bytes_max,  # at once, in the order of issue: with those not released yet
+            "host_bytes_at_peak": self.at_peak.host_bytes,  # when the most device memory was allocated
+            "prefetch_misses": self.misses,
+            "out_gbps": self.out.gigabytes_per_second,
+            "in_gbps": self.back.gigabytes_per_second,
+            "is_confirmed": self.out.nbytes > 0,  # bytes were moved, and as many as the contender says
+            "engine": {},  # the contender's own counters
+            **more,
+        }
+
 
 class PlainCopies:
     """Copies of one buffer of so many bytes to pinned memory and back, on streams which no stream waits for."""
@@ -112,41 +128,6 @@ class HostCopies:
     def only_bytes(self) -> int:
         """Return the bytes whose storage on the device is gone, or has been emptied."""
         return sum(nbytes for source, nbytes in self._sources.values() if _is_gone(source))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What one step moved."""
-
-    copied_out_bytes: int = 0
-    copied_in_bytes: int = 0
-    num_copies_out: int = 0
-    host_bytes_max: int = 0
-    """The most bytes that were on the host at once, in the order of issue: with those not released yet."""
-    host_bytes_at_peak: int = 0
-    """Bytes that were on the host only when the most device memory was allocated."""
-    prefetch_misses: int = 0
-    out_gbps: float | None = None
-    in_gbps: float | None = None
-    is_confirmed: bool = False
-    """Whether bytes were moved, and as many as the contender says."""
-    engine: Mapping[str, int] = field(default_factory=dict)
-    """The contender's own counters."""
-
-
-def moved_of(counter: CopyCounter, **more: Any) -> Moved:
-    values: dict[str, Any] = dict(
-        is_confirmed=counter.out.nbytes > 0,
-        copied_out_bytes=counter.out.nbytes,
-        copied_in_bytes=counter.back.nbytes,
-        num_copies_out=counter.out.num_copies,
-        host_bytes_max=counter.host_bytes_max,
-        host_bytes_at_peak=counter.at_peak.host_bytes,
-        prefetch_misses=counter.misses,
-        out_gbps=counter.out.gigabytes_per_second,
-        in_gbps=counter.back.gigabytes_per_second,
-    )
-    return Moved(**{**values, **more})
 
 
 def _is_gone(reference: StorageWeakRef) -> bool:

@@ -106,15 +106,15 @@ class Run:
         show(*report.tables(self._title(), records))
 
     def _measure_machine(self) -> None:
-        from . import host, link
+        from . import machine
 
         activation = self._settings.shape.activation_bytes
-        self._publish(link.measure_link([activation, 2 * activation], self._ranks))
-        self._publish([link.measure_reads(self._ranks)])
+        self._publish(machine.measure_link([activation, 2 * activation], self._ranks))
+        self._publish([machine.measure_reads(self._ranks)])
         # The others wait: these take the host's memory bandwidth and a quiet CPU.
         alone = []
         if self._ranks.rank == 0:
-            alone = [link.measure_pinning(), link.measure_group_cost(), host.measure_host(self._ranks)]
+            alone = [machine.measure_pinning(), machine.measure_group_cost(), machine.measure_host(self._ranks)]
         self._publish(alone)
 
     def _measure_contenders(self) -> None:

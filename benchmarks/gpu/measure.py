@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +148,9 @@ class Bench:
                 self._gauge.wait()
             counted = self._gauge.read()["peak_allocated_bytes"]
             moved = contender.moved(counter)
-            steps, losses = self._timed(label)
+            step_ms, host_ms, losses = timed_steps(
+                self.counts.iters, self._training.step, self._gauge.wait, lambda: self._prepare(label)
+            )
             memory = self._gauge.read()
             pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
             after = fingerprint(self._training.gradients(), losses)
@@ -163,12 +165,11 @@ class Bench:
         return {
             **{"kind": "turn", "contender": entry.contender, "label": label, "modules": list(entry.modules)},
             **{"round": round_number, "rank": self._ranks.rank, "pinned_bytes": pinned},
-            "step_ms": [step_ms for step_ms, _ in steps],
-            "host_ms": [host_ms for _, host_ms in steps],
+            **{"step_ms": step_ms, "host_ms": host_ms},
             "peak_allocated_bytes_counted": counted,  # of the step of which `host_bytes_at_peak` is
             **memory,
             **_leftovers(self._held_first, held_before, self._gauge.held()),
-            **asdict(moved),
+            **moved,
             "losses": [float.fromhex(loss) for loss in after.losses],
             "gradients": after.digests,
             "between_steps": compare(before, after).as_record(),
@@ -207,25 +208,33 @@ class Bench:
                 is_ready = contender.is_ready()
         return fingerprint(self._training.gradients(), losses)
 
-    def _timed(self, label: str) -> tuple[list[tuple[float, float]], list[torch.Tensor]]:
-        """Return the milliseconds of each step, until the device is done and until the host has issued it."""
-        steps, losses = [], []
-        for _ in range(self.counts.iters):
-            self._on_step(label)
-            self._ranks.barrier()
-            self._gauge.wait()
-            begin = time.perf_counter()
-            losses = self._training.step()
-            issued = time.perf_counter()
-            self._gauge.wait()
-            end = time.perf_counter()
-            steps.append(((end - begin) * 1e3, (issued - begin) * 1e3))
-        return steps, losses
-
-    def _run(self, label: str) -> list[torch.Tensor]:
+    def _prepare(self, label: str) -> None:
         self._on_step(label)
         self._ranks.barrier()
+
+    def _run(self, label: str) -> list[torch.Tensor]:
+        self._prepare(label)
         return list(self._training.step())
+
+
+def timed_steps(
+    num: int, step: Callable[[], list[Any]], wait: Callable[[], None], before: Callable[[], None] = lambda: None
+) -> tuple[list[float], list[float], list[Any]]:
+    """Return the milliseconds of steps until the device is done, those until the host has issued them, and losses.
+
+    What is done `before` each step is not timed.
+    """
+    done_ms, issued_ms, losses = [], [], []
+    for _ in range(num):
+        before()
+        wait()
+        begin = time.perf_counter()
+        losses = step()
+        issued = time.perf_counter()
+        wait()
+        done_ms.append((time.perf_counter() - begin) * 1e3)
+        issued_ms.append((issued - begin) * 1e3)
+    return done_ms, issued_ms, losses
 
 
 def _leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:

@@ -93,7 +93,7 @@ def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: A
         **{"kind": "turn", "contender": contender, "label": contender, "modules": [], "round": number, "rank": rank},
         **{"step_ms": step_ms, "host_ms": step_ms, "between_steps": {"is_bitwise_equal": True}},
         **dict.fromkeys(("pinned_bytes", "host_rss_bytes", "alloc_retries", "device_allocs"), 0),
-        **dataclasses.asdict(copies.Moved()),
+        **copies.CopyCounter(None, lambda: 0).moved(),
         **{name: size * MIB for name, size in sizes.items()},
         **more,
     }
