@@ -41,7 +41,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
-from mutations import Mutation, find_decisions, mutation  # noqa: E402
+from mutations import Mutation, find_decisions, mutation, name_of  # noqa: E402
 from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,16 +215,16 @@ def _copy(root: Path, target: Path) -> Path:
 
 def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        name = _name_of(node.value)
+        name = name_of(node.value)
         if _is_wait(node):
             yield mutation(node, "pass", f"no {name}", source, path)
         elif name == "append" and _name_of_owner(node.value) in _WAITED_FOR:
             yield mutation(node, "pass", f"not added to {_name_of_owner(node.value)}", source, path)
-    if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(_name_of(node))) is not None:
+    if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(name_of(node))) is not None:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if position < len(arguments):
-            nothing = "None" if _name_of(node) == "give_up_part" else "()"
-            yield mutation(arguments[position], nothing, f"{_name_of(node)} without its events", source, path)
+            nothing = "None" if name_of(node) == "give_up_part" else "()"
+            yield mutation(arguments[position], nothing, f"{name_of(node)} without its events", source, path)
     if isinstance(node, ast.Assign) and ast.unparse(node.value) not in ("None", "()"):
         for target in node.targets:
             if isinstance(target, ast.Attribute) and target.attr in _WAITED_FOR:
@@ -242,12 +242,7 @@ def _without(node: ast.Assign, target: ast.expr) -> str:
 
 
 def _is_wait(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(_name_of(node.value)))
-
-
-def _name_of(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(name_of(node.value)))
 
 
 def _name_of_owner(call: ast.Call) -> str:
