@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
-from benchmarks.frontends.contenders import Attach, Ours, make_contender, offloaded_layers
+from benchmarks.frontends.contenders import Ours, make_contender, put_layers
 from benchmarks.frontends.link_bound import saved_bytes_per_token
-from benchmarks.frontends.workload import Workload
+from benchmarks.frontends.workload import Attach, Attached, Workload, attaching
 from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
 
 from .report import TITLES
@@ -39,7 +40,11 @@ def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
 def layers(device: str, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
     """Return `enable_activation_offloading` of each `every`-th layer; `settings` are of `OffloadConfig`."""
     config = OffloadConfig(**{**_engine_settings(device), **settings})
-    return lambda workload: offloaded_layers(workload, config, enable_ckpt, list(workload.layers)[::every])
+
+    def put(workload: Workload, stack: ExitStack) -> Attached:
+        return put_layers(workload, stack, config, enable_ckpt, list(workload.layers)[::every])
+
+    return attaching(put)
 
 
 def _engine_settings(device: str) -> dict[str, Any]:

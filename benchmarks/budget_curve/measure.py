@@ -11,9 +11,8 @@ from typing import Any, Final
 import torch
 
 from benchmarks.apart import describe
-from benchmarks.frontends.contenders import Attach
 from benchmarks.frontends.jobs import deterministic
-from benchmarks.frontends.workload import Attached, Workload
+from benchmarks.frontends.workload import Attach, Attached, Workload
 from benchmarks.gradients import Fingerprint, compare, fingerprint
 from offload_engine.engine import OffloadEngine
 

@@ -15,17 +15,14 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from .workload import Attached, Workload
-
-Attach = Callable[[Workload], AbstractContextManager[Attached]]
-
+from .workload import Attach, Attached, Workload, attaching
 
 _TE = "needs transformer-engine[pytorch] 2.10 or later"
 
@@ -112,17 +109,15 @@ def _load_verl(folder: Path | None, enable_ckpt: bool) -> Attach:
     }
     module = load_file("verl.utils.activation_offload", folder, helpers)
 
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+    def put(workload: Workload, stack: ExitStack) -> Attached:
         layers = list(workload.layers)
-        try:  # it groups what FSDP wraps: without FSDP, the same layers
-            with mock.patch.object(module, "FSDP2", type(layers[0])):
-                module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
-                yield Attached()
-        finally:
-            _restore_forwards(layers)
+        stack.callback(_restore_forwards, layers)
+        # It groups what FSDP wraps: without FSDP, the same layers.
+        stack.enter_context(mock.patch.object(module, "FSDP2", type(layers[0])))
+        module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
+        return Attached()
 
-    return attach
+    return attaching(put)
 
 
 def _restore_forwards(layers: list[torch.nn.Module]) -> None:
@@ -164,12 +159,11 @@ def _load_torchtune(folder: Path | None) -> Attach:
 
 
 def _around_forward(make: Callable[[torch.nn.Module], Any]) -> Attach:
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+    def put(workload: Workload, stack: ExitStack) -> Attached:
         context = make(workload.model)
-        yield Attached(around_forward=lambda: context)
+        return Attached(around_forward=lambda: context)
 
-    return attach
+    return attaching(put)
 
 
 # ---- TransformerEngine ----
@@ -180,16 +174,11 @@ def _load_te_v2(folder: Path | None) -> Attach:
         raise Missing("NVTE_CPU_OFFLOAD_V1=1 is set, which turns it into v1: unset it")
     module = _import("transformer_engine.pytorch.cpu_offload", hint=_TE)
     # Two layers stay, as with ours; with one it warns that nothing overlaps.
-    attach_layers = _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n))
-
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+    return _around_layers(
+        lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n),
         # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
-        with mock.patch.object(module, "OFFLOAD_SYNCHRONIZER", module.OFFLOAD_SYNCHRONIZER):
-            with attach_layers(workload) as attached:
-                yield attached
-
-    return attach
+        around=lambda: mock.patch.object(module, "OFFLOAD_SYNCHRONIZER", module.OFFLOAD_SYNCHRONIZER),
+    )
 
 
 def _load_te_v1(folder: Path | None) -> Attach:
@@ -202,22 +191,24 @@ def _load_te_v1(folder: Path | None) -> Attach:
     return _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 1, model_layers=n), choose)
 
 
-def _around_layers(make: Callable[[int], Any], choose: Callable[[Any, set[int]], None] = lambda *_: None) -> Attach:
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+def _around_layers(
+    make: Callable[[int], Any],
+    choose: Callable[[Any, set[int]], None] = lambda *_: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Attach:
+    def put(workload: Workload, stack: ExitStack) -> Attached:
         layers = list(workload.layers)
         if len(layers) < 3:
             raise RuntimeError(f"it needs 3 layers at least, this model has {len(layers)}")
+        stack.enter_context(around())
         context, synchronize = make(len(layers))
         choose(context, {p.untyped_storage().data_ptr() for p in workload.model.parameters()})
+        stack.callback(_restore_forwards, layers)
         for layer in layers:
             layer.forward = _bracketed(layer.forward, context, synchronize)
-        try:
-            yield Attached()
-        finally:
-            _restore_forwards(layers)
+        return Attached()
 
-    return attach
+    return attaching(put)
 
 
 def _bracketed(forward: Callable[..., Any], context: Any, synchronize: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,3 +169,17 @@ def _register_attention(length: int) -> str:
     name = f"documents_of_{length}"
     AttentionInterface.register(name, forward)
     return name
+
+
+Attach = Callable[[Workload], AbstractContextManager[Attached]]
+
+
+def attaching(put: Callable[[Workload, ExitStack], Attached]) -> Attach:
+    """Make a context manager of what puts a contender on a model, and leaves on the stack what takes it off again."""
+
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        with ExitStack() as stack:
+            yield put(workload, stack)
+
+    return attach
