@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,8 +96,7 @@ class CudaGauge:
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "device_allocs": stats.get("num_device_alloc", 0)}
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """How many steps a turn has."""
 
     warmup: int

@@ -159,6 +159,7 @@ def tokens_of_step(run: Record) -> int:
 
 # ---- tables ----
 
+_BY_RANK: dict[str, Column] = {"contender": "label", "rank": ("rank", "")}
 _TIMES: dict[str, Column] = {
     "contender": "label",
     "ratio by round": lambda s: " ".join(f"{ratio:.4f}" for ratio in s.get("round_ratios", ())),
@@ -169,8 +170,7 @@ _TIMES: dict[str, Column] = {
     "ratio": ("ratio", ",.4f"),
 }
 _MEMORY: dict[str, Column] = {
-    "contender": "label",
-    "rank": ("rank", ""),
+    **_BY_RANK,
     "allocated": ("peak_allocated_bytes", "MiB"),
     "reserved": ("peak_reserved_bytes", "MiB"),
     "fall alloc.": ("fall_allocated_bytes", "MiB"),
@@ -186,8 +186,7 @@ _MEMORY: dict[str, Column] = {
     "retries": ("alloc_retries", ""),
 }
 _MOVES: dict[str, Column] = {
-    "contender": "label",
-    "rank": ("rank", ""),
+    **_BY_RANK,
     "moved": "is_confirmed",
     "out MiB": ("copied_out_bytes", "MiB"),
     "in MiB": ("copied_in_bytes", "MiB"),

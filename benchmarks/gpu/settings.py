@@ -226,18 +226,9 @@ def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
     return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
 
 
-_EXAMPLES = """examples:
-  python3 %(prog)s --setup a
-  torchrun --nproc-per-node 2 %(prog)s --setup fine-2 --no-micro --contenders ours,none,recompute
-  torchrun --nproc-per-node 2 %(prog)s --setup fine-8 --ep 1 --modules core_attn,attn_proj,experts+moe_act \\
-      --contenders none,ours,recompute
-  torchrun --nproc-per-node 8 %(prog)s --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none
-  torchrun --nproc-per-node 8 %(prog)s --setup d --share-gpus --no-micro  # on 2 GPUs, for its memory"""
-
-
 def _parser() -> argparse.ArgumentParser:
     what = "Ours, no offload, megatron-core's own offload and its full recomputation, interleaved, on GPUs."
-    parser = new_parser("gpu", what, _EXAMPLES)
+    parser = new_parser("gpu", what)
     presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
     parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
     add_flags(parser, *((f"--{f.name}", int, None, "instead of the preset's") for f in dataclasses.fields(Shape)))

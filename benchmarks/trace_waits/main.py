@@ -40,10 +40,6 @@ _PAUSES: dict[str, Column] = {
     "longer by ms": lambda row: f"{(row['total_us'] - row['reference_us']) / 1e3:.2f}",
     "each by us": lambda row: f"{(row['total_us'] - row['reference_us']) / max(1, row['count']):.2f}",
 }
-_EXAMPLES = """examples:
-  %(prog)s trace.json.gz
-  %(prog)s none=a.json.gz ours=b.json.gz --pauses
-  %(prog)s none=a.json.gz ours=b.json.gz incumbent=c.json.gz --picture waits.png --limit-ms 0.1"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +74,7 @@ def _labelled_file(text: str) -> tuple[str, Path]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     what = "Host waits in chrome traces of one step, and which of them copies of activations caused."
-    parser = new_parser("trace_waits", what, _EXAMPLES)
+    parser = new_parser("trace_waits", what)
     files = "of benchmarks/run.py gpu --profile"
     parser.add_argument("traces", nargs="+", type=_labelled_file, metavar="[LABEL=]FILE", help=files)
     add_flags(
