@@ -32,7 +32,7 @@ def table(title: str, columns: Mapping[str, Column], records: Iterable[Record], 
     """Make a table with a row for each record."""
     made = Table(title=title, title_justify="left", box=box.MARKDOWN if as_markdown else box.HEAVY_HEAD)
     for head, column in columns.items():
-        made.add_column(head, justify="right" if isinstance(column, tuple) else "left")
+        made.add_column(head, justify="right" if isinstance(column, tuple) else "left", overflow="fold")
     for record in records:
         made.add_row(*(escape(_cell(column, record)) for column in columns.values()))
     return made

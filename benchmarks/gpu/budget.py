@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tables import GIB, Column, Record, picture
+from benchmarks.tables import GIB, Column, Record, picture, shown
 
 from .contenders import Ours
 from .settings import Entry
@@ -111,7 +111,7 @@ def _budget_of(own: Sequence[Record]) -> Record:
 
 
 BUDGETS: dict[str, Column] = {
-    "MiB: budget": ("budget_bytes", "MiB"),
+    "MiB: budget": lambda one: shown(one["budget_bytes"], "MiB") or "auto",
     "best by hand that fits": "best",
     "predicted first": ("first_predicted_bytes", "MiB"),
     "held then": ("first_held_bytes", "MiB"),
