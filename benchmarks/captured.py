@@ -139,7 +139,7 @@ def _around_replay_us(training: _Training) -> float:
 
         return run
 
-    calls = {name: timed(getattr(CapturedLayers, name)) for name in ("before", "after")}
+    calls: dict[str, Any] = {name: timed(getattr(CapturedLayers, name)) for name in ("before", "after")}
     with mock.patch.multiple(CapturedLayers, **calls):
         training.step()
     return 2e6 * sum(seconds) / len(seconds) if seconds else 0.0

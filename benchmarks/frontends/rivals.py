@@ -103,7 +103,7 @@ def _is_importable(name: str) -> bool:
 def _load_verl(folder: Path | None, enable_ckpt: bool) -> Attach:
     from torch.distributed.fsdp import FSDPModule
 
-    helpers = {
+    helpers: dict[str, dict[str, Any]] = {
         "verl.utils.device": {"get_torch_device": lambda: torch.cuda},
         "verl.utils.fsdp_utils": {"FSDPModule": FSDPModule},
     }
@@ -129,7 +129,7 @@ def _restore_forwards(layers: list[torch.nn.Module]) -> None:
 
 
 def _load_trl(folder: Path | None) -> Attach:
-    helpers = {
+    helpers: dict[str, dict[str, Any]] = {
         "accelerate": {"logging": types.SimpleNamespace(get_logger=logging.getLogger)},
         "accelerate.utils.versions": {"is_torch_version": lambda operation, version: True},
     }
@@ -147,7 +147,7 @@ def _load_trl(folder: Path | None) -> Attach:
 
 def _load_torchtune(folder: Path | None) -> Attach:
     nothing = type("NotInstalled", (), {})
-    helpers = {
+    helpers: dict[str, dict[str, Any]] = {
         "torchao": {"__version__": "none"},
         "torchao.quantization": {"NF4Tensor": nothing},
         "torchao.dtypes.nf4tensor": {"NF4Tensor": nothing},

@@ -135,7 +135,7 @@ class Ours(Contender):
             with counter.copy(False, sum(source.nbytes for source, _ in copies), stream, len(copies)):
                 return back(stream, copies)
 
-        calls = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
+        calls: dict[str, Any] = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in, **calls):
             yield
             mark()
