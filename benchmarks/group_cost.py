@@ -32,11 +32,6 @@ def forward_groups(
 
     A group is opened and closed as the brackets around megatron-core's modules do it: its hooks are pushed and popped,
     and it has a mark at its end alone.
-
-    Args:
-        x: input of the first group; requires grad.
-        tensors: the three tensors that each group saves.
-        chunk: brackets the groups; None runs the same without the engine.
     """
     out = x
     while tensors:

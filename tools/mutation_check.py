@@ -41,19 +41,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
-from mutations import Mutation, find_decisions, mutation  # noqa: E402
+from mutations import Mutation, find_decisions, mutation, name_of  # noqa: E402
 from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
-FOLDERS = (
-    ".",
-    "_captured",
-    "_chunk",
-    "_host",
-    "_policy",
-    "_saved",
-)  # where waits are; a test holds that no other folder has any
+# Where waits are; a test holds that no other folder has any.
+FOLDERS = (".", "_captured", "_chunk", "_host", "_policy", "_saved")
 SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
@@ -63,14 +57,7 @@ _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in fi
 
 _WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
 _EVENT_ARGUMENTS = {"give_back": 1, "put": 3, "give_up_part": 0}  # method -> position of the events it hands over
-_WAITED_FOR = (
-    "events",
-    "readers",
-    "pending",
-    "copied_out",
-    "copied_in",
-    "last_read",
-)  # attributes: what they hold is waited for later
+_WAITED_FOR = ("events", "readers", "pending", "copied_out", "copied_in", "last_read")  # attributes: it is, later
 _NOT_FOR_ORDER = "early wait"  # in a comment on a wait: it only comes sooner than the one that keeps the order
 
 
@@ -97,16 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _sum_up(console: Console, num_chosen: int, judged: dict[int, Outcome], failing: set[str]) -> int:
     missed = [index for index, outcome in judged.items() if outcome.verdict != "caught"]
-    share = 100 * (1 - len(missed) / max(1, len(judged)))
-    console.print(f"{len(judged) - len(missed)} of {len(judged)} mutations caught ({share:.1f} %)")
-    if len(judged) < num_chosen:
-        console.print(f"{num_chosen - len(judged)} of {num_chosen} were not run")
+    num_caught = len(judged) - len(missed)
+    console.print(f"{num_caught} of {len(judged)} mutations caught; {num_chosen - len(judged)} were not run")
     if missed:
         console.print(f"not caught: --only {' '.join(map(str, missed))}")
     if failing:
-        console.print(
-            escape(f"left out, because they fail without any mutation: {'; '.join(failing)}"), style="bold red"
-        )
+        left_out = f"left out, because they fail without any mutation: {'; '.join(failing)}"
+        console.print(escape(left_out), style="bold red")
     return 2 if failing else 1 if missed else 0
 
 
@@ -129,12 +113,7 @@ def find_waits(root: Path) -> list[Mutation]:
 
 
 class Check:
-    """Runs tests for mutations.
-
-    Args:
-        root: the repository that is mutated; it must not change.
-        lines: which tests run which of its lines.
-    """
+    """Runs tests for mutations."""
 
     def __init__(self, root: Path, lines: TestedLines) -> None:
         self._root = root
@@ -236,16 +215,16 @@ def _copy(root: Path, target: Path) -> Path:
 
 def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        name = _name_of(node.value)
+        name = name_of(node.value)
         if _is_wait(node):
             yield mutation(node, "pass", f"no {name}", source, path)
         elif name == "append" and _name_of_owner(node.value) in _WAITED_FOR:
             yield mutation(node, "pass", f"not added to {_name_of_owner(node.value)}", source, path)
-    if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(_name_of(node))) is not None:
+    if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(name_of(node))) is not None:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if position < len(arguments):
-            nothing = "None" if _name_of(node) == "give_up_part" else "()"
-            yield mutation(arguments[position], nothing, f"{_name_of(node)} without its events", source, path)
+            nothing = "None" if name_of(node) == "give_up_part" else "()"
+            yield mutation(arguments[position], nothing, f"{name_of(node)} without its events", source, path)
     if isinstance(node, ast.Assign) and ast.unparse(node.value) not in ("None", "()"):
         for target in node.targets:
             if isinstance(target, ast.Attribute) and target.attr in _WAITED_FOR:
@@ -263,12 +242,7 @@ def _without(node: ast.Assign, target: ast.expr) -> str:
 
 
 def _is_wait(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(_name_of(node.value)))
-
-
-def _name_of(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(name_of(node.value)))
 
 
 def _name_of_owner(call: ast.Call) -> str:
