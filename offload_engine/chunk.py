@@ -32,7 +32,7 @@ from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
 
-class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
+class ChunkOffloadHandler(HandlerBase):
     """Brackets the groups of one chunk and reports their boundaries. Made by `OffloadEngine.start_chunk`.
 
     It keeps the contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, so that library's
