@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -78,26 +77,23 @@ def check_nothing_left(engine: OffloadEngine) -> None:
     assert not engine.device.hazards  # type: ignore[attr-defined]
 
 
-# -- exact views ------------------------------------------------------------------------------------------------------
-
-
 # -- which tensors move -----------------------------------------------------------------------------------------------
 
 
-def test_one_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine) -> None:
+@pytest.mark.parametrize("num_between", [0, 2], ids=["at once", "after its release"])
+def test_a_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine, num_between: int) -> None:
     x = leaf()
-    y = x * 1
-    plain = torch.autograd.grad(y.exp().sum() + y.sin().sum() + y.cos().sum(), x)[0]
+    plain = torch.autograd.grad((x * 1).sin().sum() + (x * 1).cos().sum(), x)[0]
     with engine.iteration():
         chunk = engine.start_chunk()
         y = x * 1
-        outputs = [in_group(chunk, torch.exp, y), in_group(chunk, torch.sin, y), in_group(chunk, torch.cos, y)]
-        del y
-        total = outputs[0].sum() + outputs[1].sum() + outputs[2].sum()
-        total.backward()
-        del outputs, total
-    # y once, although sin and cos save it (exp saves its own output, which is the other one)
-    assert engine.stats.copied_out_bytes == 2 * 4 * NUMEL
+        first = in_group(chunk, torch.sin, y)
+        for _ in range(num_between):  # by then the first group is released, yet `y` still has its storage
+            in_group(chunk, torch.sin, leaf(8))
+        second = in_group(chunk, torch.cos, y)
+        (first + second).sum().backward()
+        del y, first, second
+    assert engine.stats.copied_out_bytes == 4 * NUMEL + num_between * 4 * 8
     assert x.grad is not None and torch.equal(x.grad, plain)
     check_nothing_left(engine)
 
@@ -120,19 +116,6 @@ def test_a_part_that_is_written_when_another_one_has_left_is_another_save(as_vie
         assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
         del output
     check_nothing_left(engine)
-
-
-def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again(engine: OffloadEngine) -> None:
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        y = leaf() * 1
-        first = in_group(chunk, torch.sin, y)
-        for _ in range(2):  # by now the first group is released, yet `y` still has its storage
-            in_group(chunk, torch.sin, leaf(8))
-        second = in_group(chunk, torch.cos, y)
-        (first + second).sum().backward()
-        del y, first, second
-    assert engine.stats.copied_out_bytes == 4 * NUMEL + 2 * 4 * 8
 
 
 def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
@@ -233,39 +216,18 @@ def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngin
         del handle
 
 
-def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine) -> None:
-    linear = torch.nn.Linear(16, 16)
-    seen: list[object] = []
-    with engine.iteration(weights=linear.parameters()):
-        chunk = engine.start_chunk()
-        chunk.open_group("weights")
-        for tensor in (linear.weight, linear.weight.t(), linear.weight.detach()[2:]):
-            seen.append(chunk.tensor_push(tensor))
-            assert seen[-1] is tensor
-            assert chunk.tensor_pop(tensor) is tensor
-        chunk.close_group()
-    assert engine.stats.managed_bytes == 0
-
-
-def test_weights_inside_wrappers_stay(engine: OffloadEngine) -> None:
+def test_weights_and_their_views_stay_also_inside_wrappers_and_gathered(engine: OffloadEngine) -> None:
+    """FSDP gathers weights into storages that were unknown when the iteration began."""
     from torch.testing._internal.two_tensor import TwoTensor
 
-    parts = torch.ones(NUMEL), torch.zeros(NUMEL)
-    with engine.iteration(weights=[TwoTensor(*parts), torch.eye(4).to_sparse()]):
+    linear, parts = torch.nn.Linear(16, 16), (torch.ones(NUMEL), torch.zeros(NUMEL))
+    with engine.iteration(weights=[*linear.parameters(), TwoTensor(*parts), torch.eye(4).to_sparse()]):
         chunk = engine.start_chunk()
         chunk.open_group("weights")
-        for part in parts:
-            assert chunk.tensor_push(part) is part
-        chunk.close_group()
-
-
-def test_views_of_parameters_stay_for_any_storage(engine: OffloadEngine) -> None:
-    """FSDP gathers weights into storages that were unknown when the iteration began."""
-    linear = torch.nn.Linear(16, 16)
-    with engine.iteration(weights=linear.parameters()):
-        chunk = engine.start_chunk()
+        for tensor in (linear.weight, linear.weight.t(), linear.weight.detach()[2:], *parts):
+            assert chunk.tensor_push(tensor) is tensor
+            assert chunk.tensor_pop(tensor) is tensor
         linear.weight.data = torch.ones(16, 16)
-        chunk.open_group("weights")
         assert torch.equal(chunk.tensor_push(view := linear.weight.t()), view)
         chunk.close_group()
     assert engine.stats.managed_bytes == 0
@@ -474,21 +436,9 @@ def resident_after(engine: OffloadEngine, num_groups: int, keep: frozenset[int] 
     return resident
 
 
-def test_by_default_two_groups_of_copies_wait_for_their_release(engine: OffloadEngine) -> None:
+def test_copies_of_two_groups_wait_for_their_release_and_none_behind_a_kept_group(engine: OffloadEngine) -> None:
     assert resident_after(engine, 8) == 2
-
-
-def test_a_kept_group_releases_all_that_was_copied_out_before_it(engine: OffloadEngine) -> None:
     assert resident_after(engine, 8, keep=frozenset({7})) == 1  # itself
-
-
-def test_a_host_read_gives_the_tensor_on_the_host() -> None:
-    engine = OffloadEngine(OffloadConfig(directory="none"))
-    if engine.device.torch_device.type != "cpu":
-        pytest.skip("a GPU is there: tests/gpu/test_host_read.py reads it; hide it to run this one")
-    counts = torch.arange(5)
-    assert torch.equal(engine.device.host_read(counts).wait(), counts)
-    engine.close()
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -499,11 +449,15 @@ def test_calls_in_the_wrong_order(engine: OffloadEngine) -> None:
         engine.start_chunk()
     with pytest.raises(OffloadError, match="outside an iteration"):
         engine.end_iteration()
+    with pytest.raises(TypeError, match=r"Action objects, got 'F0.0'; parse_actions\(\)"):
+        engine.begin_iteration([*parse_actions("B0.0"), "F0.0"])  # type: ignore[list-item]
     engine.begin_iteration()
     with pytest.raises(OffloadError, match="reset_iteration"):
         engine.begin_iteration()
     with pytest.raises(OffloadError, match="no open group"):
         engine.start_chunk().close_group()
+    with pytest.raises(NotImplementedError, match="double_buffering=True is not supported"):
+        engine.start_chunk(double_buffering=True)
     engine.reset_iteration()
     engine.reset_iteration()
 
@@ -530,19 +484,20 @@ def test_after_a_reset_an_old_graph_says_so_and_the_next_step_is_right(engine: O
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
 
+def six_groups(engine: OffloadEngine) -> torch.Tensor:
+    chunk, y = engine.start_chunk(), leaf()
+    for _ in range(6):
+        y = in_group(chunk, torch.sin, y)
+    return y.sum()
+
+
 @pytest.mark.parametrize("kind", ["out", "in"])
 def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEngine, kind: str) -> None:
     device = engine.device
     assert isinstance(device, AdversarialDevice)
     device.fail_next_copy(kind, after=1)
-    x = leaf()
     with pytest.raises(CopyError, match=rf"copy-{kind} of group \d+ \(group\).*reset_iteration"), engine.iteration():
-        chunk = engine.start_chunk()
-        y = x
-        for _ in range(6):
-            y = in_group(chunk, torch.sin, y)
-        y.sum().backward()
-    del y, chunk
+        six_groups(engine).backward()
     assert engine.pool.num_leases == 0
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
@@ -560,15 +515,9 @@ def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: 
             raise interrupt
         return record(of)
 
-    def forward_and_backward() -> None:
-        chunk, y = engine.start_chunk(), leaf()
-        for _ in range(6):
-            y = in_group(chunk, torch.sin, y)
-        y.sum().backward()
-
     engine.begin_iteration()
     with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
-        forward_and_backward()
+        six_groups(engine).backward()
     gc.collect()
     engine.reset_iteration()
     assert not device.hazards
@@ -592,11 +541,6 @@ def test_after_an_interrupted_close_the_next_one_closes(monkeypatch: pytest.Monk
     closed.assert_called_once()
 
 
-def test_double_buffering_is_refused(engine: OffloadEngine) -> None:
-    with engine.iteration(), pytest.raises(NotImplementedError, match="double_buffering=True is not supported"):
-        engine.start_chunk(double_buffering=True)
-
-
 # -- the meter --------------------------------------------------------------------------------------------------------
 
 
@@ -616,10 +560,3 @@ def test_tracker_and_engine_count_on_one_meter() -> None:
     assert meter.current_bytes == 0
     assert meter.peak_bytes == 2 * 4 * NUMEL
     engine.close()
-
-
-@pytest.mark.parametrize("actions", [["F0.0", "B0.0"], [*parse_actions("B0.0"), "F0.0"]])
-def test_actions_as_text_are_refused(engine: OffloadEngine, actions: Any) -> None:
-    with pytest.raises(TypeError, match=r"Action objects, got 'F0.0'; parse_actions\(\)"):
-        engine.begin_iteration(actions)
-    assert not engine.is_in_iteration
