@@ -54,9 +54,6 @@ def test_hints_for_unknown_names(name: str, hint: str) -> None:
     with pytest.raises(ValueError, match="unknown module name") as error:
         canonical_names([name])
     assert hint in str(error.value)
-
-
-def test_names_with_commas_are_names() -> None:
     assert canonical_names(["core_attn,qkv_linear"]) == canonical_names(["qkv_linear", "core_attn"])
 
 
@@ -71,24 +68,21 @@ def test_settings_are_named_as_flags_and_modules_as_typed() -> None:
     )
 
 
-def test_under_torchrun_the_line_is_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    with pytest.raises(SystemExit) as end:
-        end_run("train.py", "offload_activation is off")
-    assert json.loads(file.read_text())["message"] == "train.py: error: --offload-activation is off"
-    assert end.value.code == 1
-
-
-def test_other_ranks_wait_for_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that has an error of its own still speaks, later."""
+def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank that has an error of its own still speaks, later."""
     waits: list[float] = []
     monkeypatch.setattr("megatron_patches._command_line.time.sleep", waits.append)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(SystemExit):
-        end_run("train.py", "no room")
-    assert waits == [5.0] and (tmp_path / "error.json").exists()
+    for rank, waited in (("0", []), ("3", [5.0])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            end_run("train.py", "offload_activation is off")
+        assert end.value.code == 1 and waits == waited
+        report = json.loads((tmp_path / "error.json").read_text())
+        assert report["message"] == "train.py: error: --offload-activation is off"
+        (tmp_path / "error.json").unlink()
 
 
 def test_without_torchrun_only_rank_0_speaks(
