@@ -13,14 +13,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_patches._hooks.attach import Attachment  # noqa: E402
 from megatron_patches._model.sites import Site  # noqa: E402
 from offload_engine import (  # noqa: E402
-    ChunkKey,
-    FixedBounds,  # noqa: E402
     OffloadConfig,
     OffloadEngine,
 )
@@ -155,32 +151,6 @@ def test_gradients_of_an_input_with_many_readers_are_summed_in_the_models_own_or
     assert engine.stats.num_offloaded_groups == 1
 
 
-def test_storage_saved_outside_the_group_too_leaves_with_it() -> None:
-    saved: list[StorageWeakRef] = []
-
-    def run(part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        shared = x + 1
-        saved.append(StorageWeakRef(shared.untyped_storage()))
-        return shared.cos() + part(hidden=shared) + shared.exp().sin() * shared
-
-    def backward(x: torch.Tensor) -> None:
-        total = chunk(x).sum()
-        assert saved[-1].expired()
-        total.backward()
-
-    policy = FixedBounds(max_inflight_bytes=0)
-    engine, chunk = (
-        OffloadEngine(OffloadConfig(min_tensor_bytes=1, policy=policy, directory="none")),
-        Around(Part(), run),
-    )
-    expected = without(chunk)
-    attachment = attach(engine, chunk, PART)
-    attachment.begin_iteration(())
-    with engine.iteration(no_pipelining(1)):
-        assert torch.equal(gradient(backward), expected)
-    engine.close()
-
-
 def test_input_and_output_without_gradient(engine: OffloadEngine) -> None:
     def run(part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x + part(x.detach()).detach() + part(x.detach())
@@ -214,22 +184,6 @@ def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
     check_no_hook_in_force()
     chunk[0].fault = False
     assert torch.equal(step(attachment, chunk), expected)
-
-
-def test_passive_outside_an_iteration_without_gradients_and_while_backward_recomputes(engine: OffloadEngine) -> None:
-    chunk = torch.nn.Sequential(Mlp())
-    expected = without(chunk)
-    attachment = attach(engine, chunk, FC1)
-    without(chunk)
-    with engine.iteration(), torch.no_grad():
-        chunk(torch.ones(4, 8))
-
-    def recomputed(x: torch.Tensor) -> torch.Tensor:
-        engine.start_chunk(ChunkKey(0, 0))
-        return checkpoint(chunk[0], x, use_reentrant=True)
-
-    assert torch.equal(step(attachment, recomputed), expected)
-    assert not attachment.num_groups
 
 
 def test_more_chunks_than_the_actions_say(engine: OffloadEngine) -> None:

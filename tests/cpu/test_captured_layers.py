@@ -129,14 +129,6 @@ def test_the_memory_of_what_left_is_used_again(beside: int, engine: OffloadEngin
     assert layers.slot_bytes == (1 + beside) * LAYER_BYTES
 
 
-def test_host_memory_of_finished_microbatches_is_used_again(engine: OffloadEngine) -> None:
-    few, many = Graphs("F0 B0"), Graphs(" ".join(f"F{n} B{n}" for n in range(8)))
-    copied = captured(few, engine).copied_out_bytes
-    layers = captured(many, engine)
-    regions = {(id(r.slab), r.offset) for step in layers.steps for _, r in step.copy_outs}
-    assert layers.copied_out_bytes == 8 * copied and len(regions) * 4 * WIDTH <= 2 * copied
-
-
 def test_a_pass_that_was_broken_off_leaves_the_next_one_right(engine: OffloadEngine) -> None:
     order = ORDERS["1F1B"]
     (wanted,) = expected(order, [5])
@@ -414,19 +406,6 @@ def test_captures_behind_the_context_are_plain(engine: OffloadEngine, graphs: Gr
     first.capture_begin()  # again, by other code
     first.capture_end()
     first.replay()
-
-
-def test_a_graph_that_was_never_captured_counts_for_none(engine: OffloadEngine, graphs: Graphs) -> None:
-    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
-        empty = graphs.owner.CUDAGraph()
-        graphs.capture()
-    empty.reset()
-    chunk = graphs.chunks["0"]
-    for graph in (*chunk._forwards, *chunk._backwards[1:]):
-        graph.reset()
-    assert not layers.are_dropped
-    chunk._backwards[0].reset()
-    assert layers.are_dropped
 
 
 def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(

@@ -29,7 +29,6 @@ from tests.checkpointed import (
     HIDDEN,
     INPUT_BYTES,
     LENGTH,
-    Block,
     Stack,
     WatchedStack,
     all_equal,
@@ -260,29 +259,6 @@ def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
         found = nest(checkpoint)
     assert offload.stats.num_groups == DEPTH
     assert all_equal(found, nest(torch_checkpoint))
-
-
-def test_inputs_too_small_to_leave(offload: CheckpointOffload) -> None:
-    """They stay, and the step ends all the same."""
-    for _ in range(3):
-        offload.checkpoint(torch.tanh, 2 * torch.ones(3, requires_grad=True)).sum().backward()
-        assert not offload.engine.is_in_iteration
-    assert offload.stats.num_groups == 1 and offload.stats.managed_bytes == 0
-
-
-# -- the checks and the contexts of PyTorch's checkpoint ---------------------------------------------------------------
-
-
-def test_autocast_is_that_of_the_forward(offload: CheckpointOffload) -> None:
-    def outputs(function: Checkpoint) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        block, x = Block(), torch.randn(2, LENGTH, HIDDEN).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = function(block, 2 * x, use_reentrant=False)
-        y.sum().backward()  # outside of it
-        return [y, x.grad, *(p.grad for p in block.parameters())]  # type: ignore[list-item]
-
-    assert all_equal(outputs(offload.checkpoint), outputs(torch_checkpoint))
 
 
 # -- outside, errors ---------------------------------------------------------------------------------------------------

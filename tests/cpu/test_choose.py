@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of memory and the choice, without an engine; and engines on the simulator's clocks, which do as told."""
+"""The model of memory and the choice, without an engine; test_budget_on_clocks.py has one that does as told."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ import pytest
 
 from offload_engine._budget.decide import Decider
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance, Choices, Slot, slots_of
+from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.moves import (
-    BACKWARD,
-    BACKWARD_END,
     CHUNK_BACKWARD,
-    COMMIT,
-    ITERATION_END,
-    Boundary,
 )
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Costs, Prediction, Predictor
@@ -29,7 +24,6 @@ from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
 from offload_engine.planning.steps import Decision, Outcome, Steps
 from offload_engine.schedule import no_pipelining
 from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
-from tests.engine_on_clocks import SCALE, EngineRank, _run_step
 
 GIB = 1 << 30
 JOBS = {"all names": dense_job(ALL), "five names": dense_job(MOST), "four ranks": DEEP, "one rank": ONE_RANK}
@@ -114,17 +108,6 @@ def test_a_budget_below_the_floor_says_by_how_much() -> None:
     assert chosen.best is chosen.floor and chosen.floor == floor
 
 
-def test_a_peak_where_no_group_is_takes_no_room() -> None:
-    job, model = one_rank(more_bytes=0)
-    budget = model.held_bytes(job, Choices()) + 2 * GIB
-    most = max(model.other_bytes.values())
-    end = Boundary(ITERATION_END)
-    spiked = dataclasses.replace(model, other_bytes={**model.other_bytes, end: most + 3 * GIB})
-    assert spiked.room_bytes(budget) < choose(job, model, budget, COSTS).floor.resident_bytes
-    plain, found = (choose(job, each, budget, COSTS).best for each in (model, spiked))
-    assert found.step_ms <= 1.01 * plain.step_ms and found.decision.resident_bytes is not None
-
-
 def test_waits_are_as_long_as_those_of_the_measured_step() -> None:
     """Half of the simulated waits were measured: each prediction has half of its own, and compute is as it was."""
     (job, model), budget = one_rank(), budgets("one rank")[2]
@@ -180,14 +163,6 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
             rank = RankJob(alone.actions, alone.shapes, alone.bounds)
             [outcome] = simulate(PipelineJob((rank,), link), [plan]).ranks
             assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls)
-
-
-def test_steps_that_were_planned_before_change_no_choice() -> None:
-    (job, model), budget = one_rank(), budgets("one rank")[2]
-    costs = dataclasses.replace(COSTS, options=options(job, "mlp_act", 0.5))
-    steps = Steps(job, costs.link, costs.options)
-    for corrected in (model, model.corrected(300 * MIB), model.corrected(-300 * MIB)):
-        assert choose(job, corrected, budget, costs, steps=steps) == choose(job, corrected, budget, costs)
 
 
 # -- recomputation ----------------------------------------------------------------------------------------------------
@@ -249,27 +224,6 @@ def layer_options(job: Job, milliseconds: float = 1.0, *, comes_back: bool = Tru
         freed = sum(nbytes for _, nbytes in of_layer) - 64 * MIB
         found.append(RecomputeOption("layer", frozenset(s for s, _ in of_layer), freed, milliseconds, comes_back))
     return tuple(found)
-
-
-def test_what_is_recomputed_is_on_the_device_again_from_its_layers_backward_on() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    option = layer_options(job)[2]
-    choices = Choices(recomputed=option.replaces)
-    there, not_there = (
-        dataclasses.replace(job, shapes=with_recomputation(job.shapes, [dataclasses.replace(option, comes_back=back)]))
-        for back in (True, False)
-    )
-    again, saved = there.residents(choices), not_there.residents(choices)
-    assert again.most == saved.most
-    indices = [i for i, slot in enumerate(slots_of(0, job.shapes[0].groups)) if slot in option.replaces]
-    sizes = [there.shapes[0].groups[i].recomputed_bytes for i in indices]
-    assert sum(sizes) == option.freed_bytes
-    chunk = job.actions[0].chunk
-    for position, index in enumerate(indices):
-        end = Boundary(BACKWARD_END, chunk, index)
-        assert again.before[end] - saved.before[end] == sum(sizes[:position])
-    for kind, index in ((BACKWARD, indices[-1]), (COMMIT, indices[-1]), (BACKWARD_END, indices[0])):
-        assert again.before[Boundary(kind, chunk, index)] == saved.before[Boundary(kind, chunk, index)]
 
 
 def test_a_budget_below_the_floor_of_offload_is_reached_by_recomputing() -> None:
@@ -336,44 +290,3 @@ def test_a_correction_downwards_says_nothing_of_what_does_not_leave() -> None:
     with_room = Decision(resident_bytes=job.residents(everything).most * 2)
     for decision in (Decision(everything), with_room):
         assert predictor.predict(decision).held_bytes == model.held_bytes(job, everything)
-
-
-# -- the engine does as told ------------------------------------------------------------------------------------------
-
-
-def run_decision(job: PipelineJob, decisions: list[Decision]) -> list[EngineRank]:
-    """Run a pipeline in engines on clocks, two steps with everything offloaded and two as decided."""
-    ranks = [EngineRank(rank, job.link, planned=True) for rank in job.ranks]
-    for _ in range(2):
-        _run_step(ranks)
-    for rank, (choices, room) in zip(ranks, decisions, strict=True):
-        kept = dict.fromkeys(choices.kept, 1 << 40)
-        rank.engine._keeping.allow(Allowance(choices, kept, 1 << 40, None if room is None else room // SCALE))
-    for _ in range(2):
-        _run_step(ranks)
-    for rank in ranks:
-        rank.engine.close()
-    return ranks
-
-
-@each_job
-def test_the_engine_runs_what_was_decided(name: str) -> None:
-    """No more memory and no more moves than predicted; and no rank of a pipeline makes it slower."""
-    job = JOBS[name]
-    predictions = []
-    for rank in job.ranks:
-        of_rank = job_of(rank)
-        model = flat_model(of_rank)
-        ends_of = Predictor(of_rank, model, COSTS)
-        top = ends_of.predict(Decision(Choices(frozenset(ends_of.nbytes))))
-        budget = ends_of.floor.held_bytes + (top.held_bytes - ends_of.floor.held_bytes) * 2 // 5
-        predictions.append(choose(of_rank, model, budget, COSTS).best)
-    ranks = run_decision(job, [each.decision for each in predictions])
-    for rank, predicted in zip(ranks, predictions, strict=True):
-        stats = rank.engine.stats
-        assert stats.peak_resident_bytes * SCALE <= predicted.resident_bytes + MIB
-        assert stats.num_outgrown_groups == stats.num_unplanned_groups == stats.prefetch_misses == 0
-        assert stats.num_offloaded_groups <= predicted.num_moves
-    everything = run_decision(job, [Decision()] * len(job.ranks))
-    slowest = max(rank.device.clocks.compute for rank in ranks)
-    assert slowest <= 1.0001 * max(rank.device.clocks.compute for rank in everything)

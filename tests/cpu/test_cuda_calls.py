@@ -394,14 +394,6 @@ def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntim
         assert number(runtime, "num_calls").value == number(runtime, "num_synchronized").value == 1
 
 
-def test_the_event_of_a_wait_for_a_stream_is_free_again(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
-    with having(runtime, "num_events", 0):
-        for _ in range(3):
-            cuda.wait_stream(STREAM, LEADER)
-        assert number(runtime, "num_events").value == 1
-    assert last_record(runtime)[1] == LEADER and last_call(runtime)[:2] == (WAIT, STREAM)
-
-
 def test_one_bad_copy_among_several_issues_none(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     copies = [*three_copies(), (torch.zeros(4, dtype=torch.uint8), HostRegion(Slab(), 0, 3))]
     with having(runtime, "num_calls", 0):

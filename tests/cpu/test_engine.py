@@ -22,7 +22,6 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     ResidencyMeter,
-    SavedTensorTracker,
     group_commit,
     group_start,
 )
@@ -282,22 +281,6 @@ def test_a_small_view_of_a_large_storage_moves_with_it() -> None:
     engine.close()
 
 
-def test_a_tensor_discarded_on_purpose_is_never_copied(engine: OffloadEngine) -> None:
-    x = leaf()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        y = x * 1
-        start = group_start(y, chunk, "group")
-        with chunk.saved_tensors_hooks():
-            output = start.exp().sin()
-        saved_size = y.untyped_storage().nbytes()
-        y.untyped_storage().resize_(0)
-        group_commit(output, chunk)
-        y.untyped_storage().resize_(saved_size)
-    assert engine.stats.copied_out_bytes == 4 * NUMEL  # the input of sin only
-    engine.reset_iteration()
-
-
 # -- when the engine is passive ---------------------------------------------------------------------------------------
 
 
@@ -539,24 +522,3 @@ def test_after_an_interrupted_close_the_next_one_closes(monkeypatch: pytest.Monk
     engine.close()
     engine.close()
     closed.assert_called_once()
-
-
-# -- the meter --------------------------------------------------------------------------------------------------------
-
-
-def test_tracker_and_engine_count_on_one_meter() -> None:
-    engine = make_engine(dry_run=True)
-    assert engine.meter is not None
-    meter, x = engine.meter, leaf()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        with SavedTensorTracker(meter):
-            y = (x * 1).exp()  # tracked; its output is saved once more by the group
-            y = in_group(chunk, torch.sin, y)
-            y = y.cos()
-        assert meter.current_bytes == 2 * 4 * NUMEL
-        y.sum().backward()
-        del y
-    assert meter.current_bytes == 0
-    assert meter.peak_bytes == 2 * 4 * NUMEL
-    engine.close()
