@@ -140,25 +140,6 @@ def test_keywords_and_every_shape_of_output(engine: OffloadEngine, shape: str) -
     assert engine.stats.num_offloaded_groups == 1 and attachment.num_groups == Counter(part=1)
 
 
-def test_gradients_of_an_input_with_many_readers_are_summed_in_the_models_own_order(engine: OffloadEngine) -> None:
-    """Also to the last bit: a mark on the input would sum those of the bracketed part first."""
-
-    class Readers(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 1e7).sin() + (x * 3.3).cos() + x.exp()
-
-    check_same_gradient(engine, Around(Readers(), lambda part, x: part(x) + (x * 1e-3).tanh() + (x * 77).sin()), PART)
-    assert engine.stats.num_offloaded_groups == 1
-
-
-def test_input_and_output_without_gradient(engine: OffloadEngine) -> None:
-    def run(part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return x + part(x.detach()).detach() + part(x.detach())
-
-    check_same_gradient(engine, Around(torch.nn.Linear(8, 8), run), PART)
-    assert engine.stats.num_groups == 2 and engine.pool.num_leases == 0
-
-
 def test_a_stretch_beside_the_brackets_of_its_ends(engine: OffloadEngine) -> None:
     attachment = check_same_gradient(engine, torch.nn.Sequential(Mlp()), FC1, ACT, FC2)
     assert attachment.num_groups == Counter(fc1=1, act=1, fc2=1)

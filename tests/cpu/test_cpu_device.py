@@ -170,37 +170,42 @@ def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
 # -- threads that do not start ----------------------------------------------------------------------------------------
 
 
-class NoThreads:
-    """Stands in for `Thread.start` where the system has no room for another thread, for a while or for good."""
+def break_starts(monkeypatch: pytest.MonkeyPatch, how: str, times: int = 1) -> list[int]:
+    """Have the next starts of the device's threads go wrong, as many as the list that is returned has elements."""
+    left, start = list(range(times)), threading.Thread.start
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
-        self.num_failures = num_failures
-        start = threading.Thread.start
-
-        def start_or_fail(thread: threading.Thread) -> None:
-            if self.num_failures and thread.name.startswith("offload-"):
-                self.num_failures -= 1
-                raise RuntimeError("can't start new thread")
+    def start_or_fail(thread: threading.Thread) -> None:
+        if not left or not thread.name.startswith("offload-"):
+            return start(thread)
+        left.pop()
+        if how == "interrupted behind it":
             start(thread)
+        raise RuntimeError("can't start new thread") if how == "no room" else KeyboardInterrupt
 
-        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    return left
 
 
 @pytest.mark.timeout(60)  # a copy without a worker would never complete
-def test_a_thread_that_cannot_be_started_fails_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    NoThreads(monkeypatch, num_failures=1)
+@pytest.mark.parametrize("how", ["no room", "interrupted before it", "interrupted behind it"])
+def test_a_start_that_goes_wrong_fails_one_copy_and_leaves_one_thread(
+    how: str, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_starts(monkeypatch, how)
     stream, slab = device.new_stream("copy"), GatedSlab(True)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
         device.copy_out(stream, [byte(slab, 0)])
-    finish(device, stream)
+    if how == "no room":
+        finish(device, stream)
     device.copy_out(stream, [byte(slab, 1)])
     finish(device, stream)
     assert slab.ran == [1]
+    assert offload_threads() == ["offload-copy"]
 
 
 @pytest.mark.timeout(60)
 def test_a_step_without_a_thread_is_an_error_and_a_reset_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_threads = NoThreads(monkeypatch, num_failures=100)
+    failures = break_starts(monkeypatch, "no room", times=100)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, directory="none"))
 
     def step() -> None:
@@ -216,35 +221,10 @@ def test_a_step_without_a_thread_is_an_error_and_a_reset_ends(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="can't start new thread"):
         step()
     engine.reset_iteration()
-    no_threads.num_failures = 0
+    failures.clear()
     step()
     assert engine.stats.copied_out_bytes > 0
     engine.close()
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("is_running", [False, True], ids=["before the thread runs", "when it runs"])
-def test_an_interrupted_start_leaves_one_thread(
-    is_running: bool, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, num_interrupts = threading.Thread.start, [1]
-
-    def start_interrupted(thread: threading.Thread) -> None:
-        if not thread.name.startswith("offload-") or not num_interrupts:
-            return start(thread)
-        num_interrupts.clear()
-        if is_running:
-            start(thread)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
-    stream, slab = device.new_stream("interrupted"), GatedSlab(True)
-    with pytest.raises(KeyboardInterrupt):
-        device.copy_out(stream, [byte(slab, 0)])
-    device.copy_out(stream, [byte(slab, 1)])
-    finish(device, stream)
-    assert slab.ran == [1]
-    assert offload_threads() == ["offload-interrupted"]
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

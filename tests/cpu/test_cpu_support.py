@@ -75,23 +75,6 @@ def test_a_module_sees_the_cpu_in_the_place_of_the_gpu_and_streams_that_do_nothi
     cuda.synchronize()
 
 
-def test_the_random_tracker_runs_on_the_generator_of_the_cpu(applied: None, caplog: pytest.LogCaptureFixture) -> None:
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    def draw(tracker: CudaRNGStatesTracker) -> list[float]:
-        with tracker.fork("test"):
-            return torch.rand(2).tolist()
-
-    outside = torch.get_rng_state()
-    trackers = CudaRNGStatesTracker(), CudaRNGStatesTracker()
-    for tracker in trackers:
-        tracker.add("test", 7)
-    draws, again = ([draw(tracker) for _ in range(2)] for tracker in trackers)
-    assert draws == again and draws[0] != draws[1]
-    assert torch.equal(torch.get_rng_state(), outside)
-    assert caplog.records == []
-
-
 def test_a_sent_tensor_may_be_freed_at_once(applied: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -114,15 +97,3 @@ def test_a_sent_tensor_may_be_freed_at_once(applied: None, monkeypatch: pytest.M
     output.data = torch.zeros(1)
     assert sent[0].tolist() == [1.0, 1.0, 1.0, 1.0]
     assert not sent[0].requires_grad
-
-
-def test_a_method_of_tensors_is_replaced_during_a_call_only(applied: None) -> None:
-    from megatron.core.optimizer import clip_grads, optimizer
-
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.full((2,), 3.0)
-    optimizer.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=2.0)
-    assert parameter.grad.tolist() == pytest.approx([1.5, 1.5], rel=1e-5)
-    assert parameter.grad.type() == "torch.FloatTensor"
-    with pytest.raises(AssertionError):
-        clip_grads.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=2.0)
