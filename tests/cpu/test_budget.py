@@ -34,7 +34,6 @@ from offload_engine import (
 )
 from offload_engine._budget.gauge import ResidentGauge
 from offload_engine._budget.idleness import Idleness
-from offload_engine._budget.margin import Margin
 from offload_engine._budget.state import State
 from offload_engine._budget.summary import BudgetSummary
 from offload_engine.errors import BudgetError
@@ -593,24 +592,19 @@ def test_every_rank_agrees_as_often_whatever_befalls_it(monkeypatch: pytest.Monk
 # -- auto -------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_leaves_twice_what_varied_from_step_to_step() -> None:
-    margin = Margin(1 << 40)
-    assert margin.budget_bytes() == (1 << 40) - (128 << 20)
-    for extra in (9 << 30, 300 << 20, 500 << 20, 400 << 20):  # in the first step libraries are loaded
-        margin.note((10 << 30) + extra, 10 << 30)
-    assert margin.budget_bytes() == (1 << 40) - (400 << 20)
-
-
-def test_auto_measures_its_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the third step the process holds 100 MiB more besides what is allocated."""
-    extra = [0]
+@pytest.mark.parametrize(("extra", "margin"), [(0, 128 << 20), (100 << 20, 200 << 20)])
+def test_auto_leaves_twice_what_varied_from_step_to_step(
+    extra: int, margin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third step the process holds so much more besides what is allocated; in the first it loads libraries."""
+    now = [0]
     monkeypatch.setattr(ResidentGauge, "total_bytes", lambda self: 1 << 40)
-    monkeypatch.setattr(ResidentGauge, "held_bytes", lambda self: self.peak_bytes() + extra[0])
+    monkeypatch.setattr(ResidentGauge, "held_bytes", lambda self: self.peak_bytes() + now[0])
     job = ByHand(config(gpu_budget="auto"))
-    for number in range(6):
-        extra[0] = (100 << 20) * (number == 2)
+    for nbytes in (9 << 30, 0, extra, 0, 0, 0):
+        now[0] = nbytes
         job.step()
-    assert job.summary.budget_bytes == (1 << 40) - (200 << 20)
+    assert job.summary.budget_bytes == (1 << 40) - margin
 
 
 def test_auto_needs_a_gpu() -> None:
