@@ -283,24 +283,28 @@ def test_wrong_arguments_are_refused(extension: Any, runtime: ctypes.CDLL) -> No
 
 
 @pytest.mark.parametrize("how", ["ctypes", "extension module"])
-@pytest.mark.parametrize(("version", "has_batch"), [(12090, False), (13000, True), (13990, True), (14000, False)])
-def test_a_batch_is_for_runtimes_whose_arguments_are_known(
-    version: int, has_batch: bool, how: str, extension: Any, runtime: ctypes.CDLL
+@pytest.mark.parametrize(
+    ("version", "has_batch"), [(12090, False), (13000, True), (13990, True), (14000, False), (None, False)]
+)
+def test_a_batch_is_for_runtimes_that_have_it_and_whose_arguments_are_known(
+    version: int | None,
+    has_batch: bool,
+    how: str,
+    extension: Any,
+    runtime: ctypes.CDLL,
+    runtime_without_batch: ctypes.CDLL,
 ) -> None:
     """With other arguments the call would be a wild write."""
-    with having(runtime, "version", version):
-        assert has_batch_copy(runtime) == has_batch
-        calls = made(runtime, None if how == "ctypes" else extension)
+    library = runtime_without_batch if version is None else runtime
+    with having(library, "version", version or 13000):
+        assert has_batch_copy(library) == has_batch
+        calls = made(library, None if how == "ctypes" else extension)
         assert isinstance(calls, CtypesCalls) == (how == "ctypes")
-        calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2])
-        assert last_call(runtime)[0] == (BATCH if has_batch else COPY)
-
-
-@pytest.mark.parametrize("how", ["ctypes", "extension module"])
-def test_without_the_function_each_copy_is_a_call(how: str, extension: Any, runtime_without_batch: ctypes.CDLL) -> None:
-    calls = made(runtime_without_batch, None if how == "ctypes" else extension)
-    assert calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2]) == 0
-    assert last_call(runtime_without_batch) == (COPY, HOST + 512, DEVICE + 512, 2, KIND, STREAM)
+        assert calls.copy_all(STREAM, EVENT, KIND, [HOST, DEVICE, 1, HOST + 512, DEVICE + 512, 2]) == 0
+        if has_batch:
+            assert last_call(library)[0] == BATCH
+        else:  # each copy is a call
+            assert last_call(library) == (COPY, HOST + 512, DEVICE + 512, 2, KIND, STREAM)
 
 
 # ---- the class around them ----
