@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from offload_engine._devices import CpuDevice
 from offload_engine._devices.memory_slab import MemorySlab
 from offload_engine._saved import store
 from offload_engine._saved.storage import SavedStorage, TensorGroup
-from offload_engine.planning.moves import TAIL
 from tests.adversarial import AdversarialDevice
 from tests.engine_state import CountedLock, is_free, release_all
 
@@ -197,51 +195,6 @@ def test_collected_in_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) ->
         release_all(engine)
         assert len(engine._store.live) == 1
         assert chunk.tensor_pop(kept.pop()).eq(1).all()
-
-
-def test_an_interrupt_leaves_no_step_under_way() -> None:
-    """Whenever it comes: a lock that is never released would block the reset as well."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), CpuDevice("none"))
-    store, num_interrupts = engine._store, 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    end = time.monotonic() + 0.5
-    try:
-        while time.monotonic() < end:
-            with suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.0005)
-                while True:
-                    engine._executor.at(TAIL)
-            num_interrupts += 1
-            assert is_free(store._lock), f"after {num_interrupts} interrupts"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert num_interrupts > 10
-    engine.close()
-
-
-def test_an_interrupt_in_a_destructor_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in the middle of a wait for a copy, where Python would drop it; the next boundary raises it."""
-    device = AdversarialDevice()
-    wait, interrupts = device.wait_event, iter([KeyboardInterrupt])
-
-    def interrupted(*args: Any) -> None:
-        for interrupt in interrupts:
-            raise interrupt
-        wait(*args)
-
-    with engine_on(device) as engine:
-        engine.begin_iteration()
-        total = four_groups(engine)
-        with monkeypatch.context() as patch:
-            patch.setattr(device, "wait_event", interrupted)
-            del total
-        assert next(interrupts, None) is None, "there was nothing to wait for"
-        with pytest.raises(KeyboardInterrupt):
-            four_groups(engine)
-        engine.reset_iteration()
-        with engine.iteration():
-            four_groups(engine).backward()
 
 
 @pytest.mark.parametrize("operation", ["pack", "count"])

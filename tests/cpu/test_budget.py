@@ -274,14 +274,6 @@ def test_longer_sequences_keep_less_at_once_and_are_measured_again(
     assert job.states[-1] is State.HOLD
 
 
-def test_sequences_that_no_longer_fit_are_offloaded_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    reference = ByLayers(config(dry_run=True)).steps(6).steps(8, rows=4 * ROWS)
-    job = ByLayers(config(gpu_budget=max(reference.peaks[:6]))).steps(6).steps(8, rows=4 * ROWS)
-    assert_same_training(job, reference)
-    assert job.peaks[-1] < reference.peaks[-1]
-    assert sum("of a step with everything offloaded" in each.message for each in caplog.records) <= 2
-
-
 @each_job
 def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
     budget, file = lowest_budget(make) + 2 * ROWS * HIDDEN * 4 * 4, tmp_path / "plan.json"

@@ -390,24 +390,6 @@ def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngin
     check_replays(graphs)
 
 
-def test_captures_behind_the_context_are_plain(engine: OffloadEngine, graphs: Graphs) -> None:
-    with engine.graphs.capture_layers(owner=graphs.owner) as layers:
-        late = graphs.owner.CUDAGraph()
-        graphs.capture()
-    late.capture_begin()
-    assert not has_hooks()
-    late.capture_end()
-    late.replay()
-    late.reset()
-    assert not layers.are_dropped
-    check_replays(graphs)
-    first = graphs.chunks["0"]._forwards[0]
-    first.reset()
-    first.capture_begin()  # again, by other code
-    first.capture_end()
-    first.replay()
-
-
 def test_a_capture_without_an_end_leaves_no_hooks_and_no_other_follows_it(
     engine: OffloadEngine, graphs: Graphs
 ) -> None:

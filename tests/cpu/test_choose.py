@@ -190,19 +190,6 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
     assert not fitting.best.recomputed_bytes
 
 
-@pytest.mark.parametrize("must_fit", [True, False])
-def test_what_others_recompute_too_stays_as_it_is(must_fit: bool) -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model, costs = flat_model(job), Costs(options=options(job, "mlp_act", 0.5))
-    pinned = costs.options[0].replaces | costs.options[3].replaces
-    for budget in (1 << 50, *budgets("one rank")[1:3]):
-        for recomputed in (frozenset(), pinned):
-            best = choose(job, model, budget, costs, recomputed=recomputed).best
-            assert best.decision.choices.recomputed == recomputed and best.held_bytes <= budget
-    if not must_fit:
-        assert choose(job, model, 1, costs, must_fit=False, recomputed=pinned).best.recomputed_bytes
-
-
 def test_recomputation_takes_bytes_and_adds_time() -> None:
     job = job_of(ONE_RANK.ranks[0])
     slots = slots_of(0, job.shapes[0].groups)

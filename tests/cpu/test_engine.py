@@ -322,18 +322,6 @@ def test_kept_groups_and_a_dry_run_move_nothing(engine: OffloadEngine) -> None:
     assert engine.stats.num_kept_groups == len(keep)
 
 
-@having({"host_limit_bytes": 4 * NUMEL})
-def test_at_the_host_limit_a_group_stays_resident_and_is_counted(engine: OffloadEngine) -> None:
-    x = leaf()
-    plain = torch.autograd.grad(x.sin().exp().cos().sum(), x)[0]
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        in_group(chunk, torch.cos, in_group(chunk, torch.exp, in_group(chunk, torch.sin, x))).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, plain)
-    assert engine.stats.num_host_limit_groups >= 1
-    assert engine.stats.peak_host_bytes <= 4 * NUMEL
-
-
 # -- graphs that do not end in one backward ---------------------------------------------------------------------------
 
 
@@ -401,24 +389,6 @@ def test_horizon_bounds_copy_ins_ahead(engine: OffloadEngine) -> None:
         del y
     assert engine.stats.peak_resident_bytes <= 3 * 4 * NUMEL  # one in use, one ahead, one on its way
     assert engine.stats.prefetch_misses <= 1  # the first: nothing came before it
-
-
-def resident_after(engine: OffloadEngine, num_groups: int, keep: frozenset[int] = frozenset()) -> int:
-    """Storages on the device after the forward of a chain of equal groups, on a device that completes copies late."""
-    with engine.iteration():
-        chunk = engine.start_chunk(keep_groups=keep)
-        y = leaf() * 1
-        for _ in range(num_groups):
-            y = in_group(chunk, torch.sin, y)
-        resident = engine._store.counters.resident_bytes // (4 * NUMEL)
-        y.sum().backward()
-        del y
-    return resident
-
-
-def test_copies_of_two_groups_wait_for_their_release_and_none_behind_a_kept_group(engine: OffloadEngine) -> None:
-    assert resident_after(engine, 8) == 2
-    assert resident_after(engine, 8, keep=frozenset({7})) == 1  # itself
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
