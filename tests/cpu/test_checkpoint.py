@@ -33,7 +33,6 @@ from tests.checkpointed import (
     WatchedStack,
     all_equal,
     first_recomputation,  # noqa: F401 (a fixture)
-    watch_inputs,
 )
 
 Checkpoint = Callable[..., Any]
@@ -105,16 +104,6 @@ def test_inside_manage_activations(device: AdversarialDevice) -> None:
     with pytest.raises(OffloadError, match="does not know which engine to use"):
         checkpoint(torch.sin, torch.ones(3, requires_grad=True))
     activations.close()
-
-
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_the_storages_really_go(offload: CheckpointOffload, is_reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = Stack(call=lambda block, x: offload.checkpoint(block, x, use_reentrant=is_reentrant))
-    with watch_inputs(model.blocks) as alive:  # type: ignore[arg-type]
-        loss = model(torch.randn(2, LENGTH, HIDDEN))
-    assert alive[:DEPTH] == [[i] for i in range(DEPTH)]
-    loss.backward()
 
 
 @pytest.mark.parametrize(("kind", "horizon"), [("adversarial", 1), ("cpu", 2), ("adversarial", 3)])

@@ -91,42 +91,6 @@ def check_nothing_left(engine: OffloadEngine) -> None:
 # -- which tensors move -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_between", [0, 2], ids=["at once", "after its release"])
-def test_a_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine, num_between: int) -> None:
-    x = leaf()
-    plain = torch.autograd.grad((x * 1).sin().sum() + (x * 1).cos().sum(), x)[0]
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        y = x * 1
-        first = in_group(chunk, torch.sin, y)
-        for _ in range(num_between):  # by then the first group is released, yet `y` still has its storage
-            in_group(chunk, torch.sin, leaf(8))
-        second = in_group(chunk, torch.cos, y)
-        (first + second).sum().backward()
-        del y, first, second
-    assert engine.stats.copied_out_bytes == 4 * NUMEL + num_between * 4 * 8
-    assert x.grad is not None and torch.equal(x.grad, plain)
-
-
-@having({"max_inflight_bytes": 0})  # each copy is over before what comes next
-@pytest.mark.parametrize("as_view", [False, True])
-def test_a_part_that_is_written_when_another_one_has_left_is_another_save(engine: OffloadEngine, as_view: bool) -> None:
-    """The parts have a version counter each, and all of them agree."""
-
-    def sin(part: torch.Tensor) -> torch.Tensor:
-        return part.expand(4, -1).sin()[0] if as_view else part.sin()  # the view is as large as the storage
-
-    def run(in_group: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([in_group(sin, part.exp_()) for part in (x * 1).unsafe_chunk(4)])
-
-    x = leaf()
-    plain = torch.autograd.grad(run(lambda function, tensor: function(tensor), x).sum(), x)[0]
-    with engine.iteration():
-        output = run(lambda function, tensor: in_group(engine.start_chunk(), function, tensor), x)
-        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
-        del output
-
-
 def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
     engine = OffloadEngine(OffloadConfig(directory="none", min_tensor_bytes=0))  # the adversarial device pins addresses
     with engine.iteration():
@@ -376,19 +340,6 @@ def test_in_place_use_of_a_saved_tensor_that_stays_is_an_error_too(hooks: str, r
 def test_an_unpack_without_prefetch_is_ordered_and_counted(engine: OffloadEngine) -> None:
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
     assert engine.stats.prefetch_misses > 0
-
-
-@having({"horizon_bytes": 4 * NUMEL, "max_inflight_bytes": 0})
-def test_horizon_bounds_copy_ins_ahead(engine: OffloadEngine) -> None:
-    with engine.iteration():
-        chunk, y = engine.start_chunk(), leaf()
-        for _ in range(8):
-            y = in_group(chunk, torch.sin, y)
-        assert engine.stats.peak_resident_bytes <= 2 * 4 * NUMEL
-        y.sum().backward()
-        del y
-    assert engine.stats.peak_resident_bytes <= 3 * 4 * NUMEL  # one in use, one ahead, one on its way
-    assert engine.stats.prefetch_misses <= 1  # the first: nothing came before it
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
