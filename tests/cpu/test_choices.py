@@ -63,11 +63,16 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     [rank] = ONE_RANK.ranks
     slots = slots_of(0, rank.shapes[0].groups)
     mlp = frozenset(slots[3:5])  # mlp_fc1 has 128, mlp_act 448 MiB
-    options = [RecomputeOption("mlp", mlp, 500 * MIB, 1.0)]
-    plan = plan_step(rank.actions, with_recomputation(rank.shapes, options), choices=Choices(recomputed=mlp))
+    shapes = with_recomputation(rank.shapes, [RecomputeOption("mlp", mlp, 500 * MIB, 3.0)])
+    before, after = (each[0].groups[3:5] for each in (rank.shapes, shapes))
+    assert [group.nbytes // MIB for group in after] == [76, 0]
+    assert [a.backward_ms - b.backward_ms for a, b in zip(after, before, strict=True)] == [0, 3]
+    plan = plan_step(rank.actions, shapes, choices=Choices(recomputed=mlp))
     without = plan_step(rank.actions, rank.shapes)
     moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
     assert slots[3] in moved and moved == could - {slots[4]}
+    with pytest.raises(ValueError, match="it must replace a group"):
+        RecomputeOption("mlp", frozenset(), 1, 1.0)
 
 
 def test_plans_are_remembered_by_choices_too() -> None:

@@ -108,18 +108,6 @@ def test_a_budget_below_the_floor_says_by_how_much() -> None:
     assert chosen.best is chosen.floor and chosen.floor == floor
 
 
-def test_waits_are_as_long_as_those_of_the_measured_step() -> None:
-    """Half of the simulated waits were measured: each prediction has half of its own, and compute is as it was."""
-    (job, model), budget = one_rank(), budgets("one rank")[2]
-    simulated = choose(job, model, budget, COSTS)
-    waits = simulated.floor.stalled_ms
-    assert waits > 0 and simulated.best.stalled_ms < waits
-    measured = choose(job, model, budget, Costs(floor_ms=simulated.floor.step_ms - waits / 2))
-    assert measured.floor.step_ms == pytest.approx(simulated.floor.step_ms - waits / 2)
-    compute = measured.best.step_ms - measured.best.stalled_ms / 2
-    assert compute == pytest.approx(simulated.floor.step_ms - waits)
-
-
 def test_compute_is_slower_the_less_it_waits() -> None:
     (job, model), budget = one_rank(), budgets("one rank")[2]
     plain = choose(job, model, budget, COSTS)
@@ -188,17 +176,6 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
     assert dear.best == plain.best
     fitting = choose(job, model, 1 << 50, Costs(options=options(job, "mlp_act", 0.5)))
     assert not fitting.best.recomputed_bytes
-
-
-def test_recomputation_takes_bytes_and_adds_time() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    slots = slots_of(0, job.shapes[0].groups)
-    both = RecomputeOption("mlp", frozenset(slots[3:5]), 500 * MIB, 3.0)  # mlp_fc1 has 128, mlp_act 448 MiB
-    [before], [after] = job.shapes, with_recomputation(job.shapes, [both])
-    assert [g.nbytes // MIB for g in after.groups[3:5]] == [76, 0]
-    assert [a.backward_ms - b.backward_ms for a, b in zip(after.groups[3:5], before.groups[3:5], strict=True)] == [0, 3]
-    with pytest.raises(ValueError, match="it must replace a group"):
-        RecomputeOption("mlp", frozenset(), 1, 1.0)
 
 
 def layer_options(job: Job, milliseconds: float = 1.0, *, comes_back: bool = True) -> tuple[RecomputeOption, ...]:
