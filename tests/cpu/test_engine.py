@@ -342,6 +342,19 @@ def test_an_unpack_without_prefetch_is_ordered_and_counted(engine: OffloadEngine
     assert engine.stats.prefetch_misses > 0
 
 
+@having({"horizon_bytes": 4 * NUMEL, "max_inflight_bytes": 0})
+def test_horizon_bounds_copy_ins_ahead(engine: OffloadEngine) -> None:
+    with engine.iteration():
+        chunk, y = engine.start_chunk(), leaf()
+        for _ in range(8):
+            y = in_group(chunk, torch.sin, y)
+        assert engine.stats.peak_resident_bytes <= 2 * 4 * NUMEL
+        y.sum().backward()
+        del y
+    assert engine.stats.peak_resident_bytes <= 3 * 4 * NUMEL  # one in use, one ahead, one on its way
+    assert engine.stats.prefetch_misses <= 1  # the first: nothing came before it
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
