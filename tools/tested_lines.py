@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 
 NOT_FOR_MUTANTS = (
-    "any_model_example budget_curve checkpointed_example compile cuda_calls ended_processes environment examples "
-    "host_cost imports lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
+    "budget_curve compile cuda_calls ended_processes environment examples frontend_examples host_cost imports "
+    "lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
     "transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""

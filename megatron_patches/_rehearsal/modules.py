@@ -23,7 +23,7 @@ class RehearsedNorm(torch.nn.Module):
         _mark_split(config, self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Norm.apply(x, self.weight, self.bias)
+        return Norm.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
 
 
 class _LinearBase(torch.nn.Module):
