@@ -31,6 +31,7 @@ ONCE = {
 # modules, nodes, schedules, recomputation, dispatchers, settings, and what it holds. CI runs them with the oldest
 # version as well, and tools/nightly.sh all others.
 COMPAT = {
+    "test_bad_input": ("test_a_setting", "test_fused", "test_refused"),
     "test_captured_layers": ("",),
     "test_check": ("",),
     "test_experts": ("",),
@@ -60,7 +61,6 @@ COMPAT = {
     "test_recompute_modes": ("test_selective[", "test_discarded", "test_full[Pipeline(size=1", "test_two"),
     "test_recompute_switches": ("test_every_recomputation", "test_what_is_not_safe", "test_everything_is_put_back"),
     "test_recomputed_inputs": ("test_it_leaves", "test_queries"),
-    "test_refused_configs": ("",),
     "test_rehearsal": ("test_groups_are_those_of_a_real_step",),
     "test_take_over": ("",),
     "test_unshared": ("test_modules_in_which_hooks_pack",),

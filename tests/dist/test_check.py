@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.pipeline_parallel import schedules
+from packaging.version import Version
 
-pytest.importorskip("megatron.core")
-
-from megatron.core.pipeline_parallel import schedules  # noqa: E402
-from packaging.version import Version  # noqa: E402
-
-from megatron_patches._arguments import Settings  # noqa: E402
-from megatron_patches._check import State, accept, check_rows, read_known, table_of  # noqa: E402
-from megatron_patches._handle import patch_rows  # noqa: E402
-from megatron_patches._rows.registry import Patch  # noqa: E402
-from megatron_patches._runtime import ModelRuntime  # noqa: E402
-from megatron_patches._versions import installed_version  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
+from megatron_patches._arguments import Settings
+from megatron_patches._check import State, accept, check_rows, read_known, table_of
+from megatron_patches._handle import patch_rows
+from megatron_patches._rows.registry import Patch
+from megatron_patches._runtime import ModelRuntime
+from megatron_patches._versions import installed_version
+from offload_engine import OffloadConfig
 
 SCHEDULE = "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining"
 

@@ -12,18 +12,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import layers
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.tensor_parallel import layers  # noqa: E402
-
-from megatron_patches import Handle, apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, run_with, run_without  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
-from tests.dist.training import train  # noqa: E402
+from megatron_patches import Handle, apply
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.parity import EXPERTS, Case, run_with, run_without
+from tests.dist.tiny import ALL, make_chunks, make_config, run, step
+from tests.dist.training import train
 
 FUSED = {"gradient_accumulation_fusion": True}
 NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
@@ -43,11 +39,8 @@ def _check(cases: list[Case], num_microbatches: int) -> None:
             assert kernel.call_count > 0
 
 
+@on_ranks()
 def test_every_weight_says_that_its_gradient_was_added() -> None:
-    run_ranks(_check_flags)
-
-
-def _check_flags() -> None:
     with kernels() as kernel, _applied() as handle:
         (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
         run([chunk], 3)
@@ -58,12 +51,9 @@ def _check_flags() -> None:
         assert all(weight.grad_added_to_main_grad and weight.main_grad.any() for weight in weights)
 
 
+@on_ranks(world_size=2)
 def test_gradients_reduced_during_the_backward() -> None:
     """Give every parameter a gradient, which data parallelism wants although it is not read."""
-    run_ranks(_check_reduced, world_size=2)
-
-
-def _check_reduced() -> None:
     with kernels():
         expected = _train()
         with _applied():
@@ -72,11 +62,11 @@ def _check_reduced() -> None:
 
 def _train() -> list[dict[str, str]]:
     config = make_config("dense", torch.bfloat16, **FUSED)
-    return train(config, make_chunks(config), lambda chunks: fingerprint(chunks, run(chunks, 2)))
+    return train(config, make_chunks(config), lambda chunks: step(chunks, 2))
 
 
 def _applied() -> Handle:
-    return apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=NAMES[:6])
+    return apply(ALL, modules=NAMES[:6])
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -11,19 +10,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: E402
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
-
-from offload_engine import IterationStats  # noqa: E402
-from tests.dist.launch import run_ranks  # noqa: E402
-from tests.dist.models import HYBRID  # noqa: E402
-from tests.dist.names import is_refused  # noqa: E402
-from tests.dist.parity import Case, run_with, run_without  # noqa: E402
-from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE  # noqa: E402
+from offload_engine import IterationStats
+from tests.dist.launch import run_ranks
+from tests.dist.models import HYBRID
+from tests.dist.names import is_refused
+from tests.dist.parity import Case, run_with, run_without
+from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron.core.ssm.gated_delta_product"), reason="before 0.20 there is no such mixer"
@@ -136,7 +132,6 @@ def test_what_the_first_projection_writes_cannot_move_where_it_is_recomputed() -
 
 
 def _check(names: list[str], recomputed: list[str]) -> IterationStats:
-    gc.disable()
     recompute = {"recompute_granularity": "selective", "recompute_modules": recomputed} if recomputed else {}
     case = Case("moe", names, settings={**SETTINGS, **recompute}, change=with_mixers)
     (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]))

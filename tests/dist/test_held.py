@@ -3,24 +3,20 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-
-from megatron_patches import Handle, apply  # noqa: E402
-from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from offload_engine import FixedBounds, IterationStats, OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without  # noqa: E402
-from tests.dist.tiny import NUM_LAYERS, forward_step, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import Handle, apply
+from megatron_patches._rows.runtime import unwrap
+from offload_engine import FixedBounds, IterationStats, OffloadConfig
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.models import LATENT
+from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without
+from tests.dist.tiny import NUM_LAYERS, forward_step, make_chunks, make_config, run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -35,13 +31,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
     ],
     ids=["dense", "moe", "recomputed"],
 )
+@on_ranks()
 def test_stage_inputs(shape: Pipeline, case: Case) -> None:
     """The schedule keeps them in `input_tensors` until the backward of their chunk."""
-    run_ranks(_check_stage_inputs, case, pipeline=shape)
-
-
-def _check_stage_inputs(case: Case) -> None:
-    gc.disable()
     num_microbatches = 6
     inputs: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -79,7 +71,6 @@ def test_embeddings_that_are_read_again_stay() -> None:
 
 
 def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: int = 2) -> None:
-    gc.disable()
     storages: list[torch.UntypedStorage] = []
     sizes: list[int] = []
 
@@ -112,12 +103,8 @@ def _as_known(hook: Any) -> Any:
     return hook
 
 
+@on_ranks()
 def test_held_storage_is_readable_after_an_exception() -> None:
-    run_ranks(_check_exception)
-
-
-def _check_exception() -> None:
-    gc.disable()
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
@@ -163,12 +150,8 @@ def test_detached_inputs_of_recomputation_are_emptied() -> None:
 
 
 @pytest.mark.skipif(SAVES_COPIES, reason="before 0.20 the graph keeps copies, which are emptied in place")
+@on_ranks()
 def test_inputs_of_recomputation_are_gone() -> None:
-    run_ranks(_check_gone)
-
-
-def _check_gone() -> None:
-    gc.disable()
     inputs: list[StorageWeakRef] = []
     left: list[int] = []
 
@@ -190,13 +173,9 @@ def _check_gone() -> None:
     ]  # the first layer's, which the model keeps and which is emptied, and the last layer's, which stays
 
 
+@on_ranks()
 def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
     """Its holders are counted: of what no one knows of, one too many would be taken for a copy of megatron-core's."""
-    run_ranks(_check_kept)
-
-
-def _check_kept() -> None:
-    gc.disable()
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(module: Any, args: Any) -> None:
@@ -217,7 +196,6 @@ def assert_kept(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _check_recomputed_from(case: Case) -> int:
-    gc.disable()
     run_with(case, [2], run_without(case, [2]))
     with _applied() as handle:
         chunks = make_chunks(_config(case))

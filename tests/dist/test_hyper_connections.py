@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
-from tests.dist.launch import run_ranks  # noqa: E402
-from tests.dist.names import is_refused  # noqa: E402
-from tests.dist.parity import Case, check_all  # noqa: E402
+from tests.dist.launch import run_ranks
+from tests.dist.names import is_refused
+from tests.dist.parity import Case, check_all
 
 pytestmark = pytest.mark.skipif(
     not find_spec("megatron.core.transformer.hyper_connection"), reason="before 0.20 there are no such layers"

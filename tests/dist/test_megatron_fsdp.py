@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("einops", reason="Megatron-FSDP arranges its ranks with it")
 
-import torch  # noqa: E402
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import IterationStats, OffloadConfig  # noqa: E402
-from offload_engine._devices.cpu import CpuDevice  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.megatron_fsdp import (  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._versions import installed_version, is_in_range
+from offload_engine import IterationStats
+from offload_engine._devices.cpu import CpuDevice
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.megatron_fsdp import (
     SHARDED,
     STRATEGIES,
     Job,
@@ -29,7 +28,7 @@ from tests.dist.megatron_fsdp import (  # noqa: E402
     noting_moved_weights,
     step,
 )
-from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
+from tests.dist.tiny import ALL, make_chunks, make_config, run, step
 
 DENSE = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 MOE = ["layer_input", "core_attn", "router", "dispatched_tokens", "router_fc1", "moe_act", "router_fc2"]
@@ -112,7 +111,7 @@ def _check_as_without(job: Job, names: Sequence[str]) -> None:
 
 
 def _plain(job: Job, names: Sequence[str]) -> IterationStats:
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names) as handle:
+    with apply(ALL, modules=names) as handle:
         run(make_chunks(make_config(job.kind, torch.bfloat16, **job.settings), wrap=True), job.microbatches[-1])
         assert handle.stats is not None
         return handle.stats
@@ -133,7 +132,7 @@ def test_a_saved_alias_of_a_weight_never_moves(strategy: str, option: str) -> No
 
 def _check_aliases(job: Job) -> None:
     chunks = make_job(job)
-    config = OffloadConfig(min_tensor_bytes=1, directory="none")
+    config = ALL
     with apply(config, modules=["qkv_linear", "mlp_fc1"]) as handle, noting_moved_weights(CpuDevice, chunks) as moved:
         for num_microbatches in (2, 3):
             step(chunks, num_microbatches)

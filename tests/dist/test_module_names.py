@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
-from megatron_patches._model.modules import MODULES  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import HYBRID, LATENT  # noqa: E402
-from tests.dist.names import leaves  # noqa: E402
-from tests.dist.parity import Case, check_all, run_with, run_without  # noqa: E402
+from megatron_patches._model.modules import MODULES
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.models import HYBRID, LATENT
+from tests.dist.names import leaves
+from tests.dist.parity import Case, check_all, run_with, run_without
 
 DEEP = Pipeline(2, 2, expert=2)
 SHAPES = [Pipeline(), DEEP]

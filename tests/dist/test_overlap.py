@@ -3,29 +3,24 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.pipeline_parallel.utils import ScheduleNode  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.modules import MODULES  # noqa: E402
-from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_in_turns, run_with, run_without  # noqa: E402
-from tests.dist.streams import adversarial_device  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._model.modules import MODULES
+from megatron_patches._rows.runtime import unwrap
+from megatron_patches._versions import installed_version, is_in_range
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.models import LATENT
+from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_in_turns, run_with, run_without
+from tests.dist.streams import adversarial_device
+from tests.dist.tiny import ALL, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 2], 4: [2, 6]}  # by number of stages in all
@@ -93,12 +88,10 @@ def _check_backward_nodes() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_ranks()
 def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
     """Inputs of nodes: of attention, of dense MLPs, and of the residual connection around experts."""
-    run_ranks(_check_emptied, [2, 4], pipeline=shape)
-
-
-def _check_emptied(microbatches: list[int]) -> None:
+    microbatches = [2, 4]
     references = References()
     for kind, name in (("moe", "layer_input"), ("mixed", "attn_norm"), ("moe", "mlp_norm"), ("mixed", "mlp_norm")):
         case = _case(kind, [name])
@@ -116,7 +109,6 @@ def test_inputs_of_recomputed_attention_are_emptied() -> None:
 
 
 def _check_recomputed_from(case: Case) -> None:
-    gc.disable()
     expected = run_without(case, [2])
     with adversarial_device(1) as device:
         (stats,) = run_with(case, [2], expected)
@@ -157,7 +149,6 @@ def test_multi_token_prediction() -> None:
 
 
 def _check_none_is_viewed(case: Case, microbatches: list[int]) -> None:
-    gc.disable()
     steps = run_with(case, microbatches, run_without(case, microbatches))
     assert [stats.num_viewed_storages for stats in steps] == [0] * len(microbatches)
 
@@ -171,16 +162,14 @@ def test_only_expert_of_a_rank_saves_the_received_tokens() -> None:
     run_ranks(check_all, [_case("moe", ["router_fc1"], num_moe_experts=2)], [3, 1], pipeline=SHAPES[0])
 
 
+@on_ranks(SHAPES[0])
 def test_the_step_after_one_that_raised() -> None:
     """Without a pipeline: in one, what was sent to the stage that raised is still under way."""
-    run_ranks(_check_exception, 3, pipeline=SHAPES[0])
-
-
-def _check_exception(num_microbatches: int) -> None:
-    """In a forward node, between the nodes of another microbatch's backward."""
+    # In a forward node, between the nodes of another microbatch's backward.
+    num_microbatches = 3
     case = _case("moe", ["layer_input", "core_attn", "mlp_norm", "router_fc1", "moe_act"])
     (expected,) = run_without(case, [num_microbatches])
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=case.names) as handle:
+    with apply(ALL, modules=case.names) as handle:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
         layer = unwrap(chunks[-1]).decoder.layers[-1]
         for module in (layer.self_attention.linear_proj, layer.mlp.router):
@@ -188,7 +177,7 @@ def _check_exception(num_microbatches: int) -> None:
                 run(chunks, num_microbatches)
             torch.distributed.barrier()
             assert handle.engine is not None and handle.engine.pool.num_leases == 0
-            assert fingerprint(chunks, run(chunks, num_microbatches)) == expected
+            assert step(chunks, num_microbatches) == expected
 
 
 @contextmanager
@@ -208,12 +197,9 @@ def _raising_in_second_call(module: torch.nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_ranks()
 def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
-    run_ranks(_check_order, _microbatches(shape)[:2], pipeline=shape)
-
-
-def _check_order(microbatches: list[int]) -> None:
-    gc.disable()
+    microbatches = _microbatches(shape)[:2]
     names = [
         "layer_input",
         "qkv_linear",

@@ -10,17 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import Case, check_all  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
-from tests.dist.training import train  # noqa: E402
+from megatron_patches import apply
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.parity import Case, check_all
+from tests.dist.tiny import ALL, fingerprint, make_chunks, make_config, run
+from tests.dist.training import train
 
 NAMES = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 
@@ -83,7 +79,7 @@ def _check_steps(kind: str, pipeline: Pipeline) -> None:
     settings = {"expert_model_parallel_size": pipeline.expert}
     expected = _train(kind, 2 * pipeline.size, settings)
     names = ["layer_input", "core_attn", "attn_proj", *(["router_fc1", "moe_act"] if kind == "moe" else ["mlp_fc1"])]
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+    with apply(ALL) as handle:
         asked = {"offload_activation": True, "offload_modules": names}
         got = _train(kind, 2 * pipeline.size, {**settings, **asked})
         assert handle.stats is not None

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import Case, check_all, check_in_turns, run_without  # noqa: E402
-from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.parity import Case, check_all, check_in_turns, run_without
+from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, step
 
 SHAPES = [Pipeline(), Pipeline(2), Pipeline(2, 2)]
 MICROBATCHES = {1: [3, 1, 2], 2: [2, 5, 1], 4: [2, 6]}  # by number of stages in all
@@ -86,22 +81,18 @@ def test_expert_parallel() -> None:
     run_ranks(check_all, cases, [1, 3], pipeline=Pipeline(expert=2))
 
 
+@on_ranks(Pipeline(2))
 def test_two_models_take_turns() -> None:
     """As in reinforcement learning: each has an engine of its own, and goes with its model."""
-    run_ranks(_check_two_models, pipeline=Pipeline(2))
-
-
-def _check_two_models() -> None:
-    gc.disable()
     cases = [Case("dense", ["core_attn"]), Case("moe", ["router_fc1", "mlp_norm"])]
     expected = [run_without(case, [4])[0] for case in cases]
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+    with apply(ALL) as handle:
         settings = [{"offload_activation": True, "offload_modules": list(case.names)} for case in cases]
         models = [make_chunks(make_config(case.kind, **more)) for case, more in zip(cases, settings, strict=True)]
         engines = set()
         for _ in range(2):
             for chunks, wanted in zip(models, expected, strict=True):
-                assert fingerprint(chunks, run(chunks, 4)) == wanted
+                assert step(chunks, 4) == wanted
                 engines.add(id(handle.engine))
         assert len(engines) == 2
         models.clear()

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from offload_engine.planning.plan import format_plan  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import Case, run_without  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from offload_engine.planning.plan import format_plan
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.parity import Case, run_without
+from tests.dist.tiny import ALL, make_chunks, make_config, step
 
 NAMES = ["qkv_linear", "core_attn", "attn_proj"]
 MICROBATCHES = [2, 2, 4, 2]
@@ -48,11 +44,11 @@ def _check(kind: str, names: list[str], more: dict[str, Any], resident_bytes: in
     dtype = torch.bfloat16 if more else torch.float32  # the overlap takes no other
     expected = run_without(Case(kind, names, dtype, more), MICROBATCHES)
     offload = {"offload_activation": True, "offload_modules": names, "offload_planned": True, "offload_trace": trace}
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+    with apply(ALL) as handle:
         chunks = make_chunks(make_config(kind, dtype, **more, **offload, offload_resident_bytes=resident_bytes))
         plans = []
         for n, wanted in zip(MICROBATCHES, expected, strict=True):
-            got = fingerprint(chunks, run(chunks, n))
+            got = step(chunks, n)
             wrong = [key for key in wanted if got[key] != wanted[key]]
             assert not wrong, f"differs at {n} microbatches: {wrong[:5]}"
             assert handle.engine is not None and handle.stats is not None and handle.stats.num_storages_left == 0

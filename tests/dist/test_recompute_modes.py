@@ -3,29 +3,24 @@
 
 from __future__ import annotations
 
-import gc
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.modules import MODULES, _can_have  # noqa: E402
-from megatron_patches._model.sites import BLOCKS  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import HYBRID, LATENT  # noqa: E402
-from tests.dist.names import is_refused, leaves  # noqa: E402
-from tests.dist.parity import Case, check_all, run_with, run_without  # noqa: E402
-from tests.dist.streams import adversarial_device  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._model.modules import MODULES, _can_have
+from megatron_patches._model.sites import BLOCKS
+from megatron_patches._versions import installed_version, is_in_range
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.models import HYBRID, LATENT
+from tests.dist.names import is_refused, leaves
+from tests.dist.parity import Case, check_all, run_with, run_without
+from tests.dist.streams import adversarial_device
+from tests.dist.tiny import ALL, fingerprint, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(), Pipeline(2, 2, expert=2)]
 SHARED = {"moe_shared_expert_intermediate_size": 32}
@@ -61,13 +56,9 @@ def test_all_selective_modes_at_once(shape: Pipeline) -> None:
     _run(shape, [Case("moe", _left_to_move("moe", settings), settings=settings)])
 
 
+@on_ranks()
 def test_discarded_tensors_are_never_copied() -> None:
     """The bits do not tell: what was copied of it is not what its backward reads."""
-    run_ranks(_check_discarded)
-
-
-def _check_discarded() -> None:
-    gc.disable()
     discarded = {"core_attn": ["mla_up_proj"], "experts": ["layernorm"]}
     for name, modules in discarded.items():
         kind, model = SELECTIVE[modules[0]]
@@ -80,12 +71,9 @@ def _check_discarded() -> None:
         assert stats.copied_out_bytes > 0
 
 
+@on_ranks()
 def test_the_input_of_a_projection_with_the_norm_inside() -> None:
     """As TransformerEngine's: recomputed norms are those in front of the experts, and this one discards nothing."""
-    run_ranks(_check_norm_inside)
-
-
-def _check_norm_inside() -> None:
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 
     def make() -> list[torch.nn.Module]:
@@ -95,9 +83,9 @@ def _check_norm_inside() -> None:
         return chunks
 
     expected = fingerprint(chunks := make(), run(chunks, 2))
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=["qkv_linear"]) as handle:
+    with apply(ALL, modules=["qkv_linear"]) as handle:
         chunks = make()
-        assert fingerprint(chunks, run(chunks, 2)) == expected
+        assert step(chunks, 2) == expected
         assert handle.stats is not None and handle.stats.copied_out_bytes > 0
 
 

@@ -6,24 +6,20 @@ Among the cases are those of megatron-core's own test of its offload, as recipes
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import ChunkOffloadHandler, IterationStats, OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import SAVES_COPIES, Case, run_with, run_without  # noqa: E402
-from tests.dist.streams import adversarial_device  # noqa: E402
-from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE, fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from offload_engine import ChunkOffloadHandler, IterationStats, OffloadConfig
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.models import LATENT
+from tests.dist.parity import SAVES_COPIES, Case, run_with, run_without
+from tests.dist.streams import adversarial_device
+from tests.dist.tiny import ALL, HIDDEN, MICRO_BATCH, SEQUENCE, make_chunks, make_config, run, step
 
 TOKENS = SEQUENCE * MICRO_BATCH
 INPUT = TOKENS * HIDDEN * 4  # bytes of a hidden activation
@@ -57,7 +53,6 @@ def test_it_leaves(name: str, module: str, kind: str, model: dict[str, Any], num
 
 
 def _check(name: str, module: str, kind: str, model: dict[str, Any]) -> tuple[list[str], IterationStats]:
-    gc.disable()
     case = Case(kind, [name], settings={**model, **_recomputing(module)})
     expected = run_without(case, [2])
     with adversarial_device(1) as device:
@@ -75,7 +70,6 @@ def test_queries_keys_and_values_leave() -> None:
 
 
 def _check_core_attention() -> IterationStats:
-    gc.disable()
     case = Case("mixed", ["core_attn"], settings=_recomputing("core_attn"))
     (stats,) = run_with(case, [2], run_without(case, [2]))
     return stats
@@ -89,7 +83,6 @@ def test_projections_beside_a_recomputed_one() -> None:
 
 
 def _check_projections() -> IterationStats:
-    gc.disable()
     case = Case("dense", ["qkv_linear"], settings={**LATENT, **_recomputing("mla_up_proj")})
     (stats,) = run_with(case, [2], run_without(case, [2]))
     return stats
@@ -142,17 +135,16 @@ def _check_upstream_stats(stats: IterationStats, names: list[str]) -> None:
 
 
 def _check_upstream(has_experts: bool, has_latents: bool, names: list[str], overlap: dict[str, Any]) -> IterationStats:
-    gc.disable()
     modules = ["layernorm", "moe_act"] if has_experts else ["layernorm"]
     settings = {**_recomputing(*modules), **(LATENT if has_latents else {}), **(GROUPED if has_experts else {})}
     kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
     recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
     change = None if has_latents else _with_the_norm_inside
     chunks = make_chunks(make_config(kind, dtype, **{**settings, **overlap}), change=change)
-    expected = [fingerprint(chunks, run(chunks, n)) for n in (2, 3)]
+    expected = [step(chunks, n) for n in (2, 3)]
     with apply(OffloadConfig(directory="none"), replace_fine_grained=True, has_report=False) as handle:
         chunks = make_chunks(make_config(kind, dtype, **{**settings, **overlap, **recipe}), change=change)
-        assert [fingerprint(chunks, run(chunks, n)) for n in (2, 3)] == expected
+        assert [step(chunks, n) for n in (2, 3)] == expected
         assert handle.stats is not None
         return handle.stats
 
@@ -170,7 +162,6 @@ def test_the_input_is_needed_when_the_recomputation_begins() -> None:
 
 
 def _check_order() -> list[str]:
-    gc.disable()
     order: list[str] = []
     begin = ChunkOffloadHandler.on_group_commit_backward
 
@@ -181,7 +172,7 @@ def _check_order() -> list[str]:
     names = ["attn_norm", "core_attn", "attn_proj"]
     with (
         mock.patch.object(ChunkOffloadHandler, "on_group_commit_backward", note),
-        apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names),
+        apply(ALL, modules=names),
     ):
         run(make_chunks(make_config("mixed", **_recomputing("layernorm"))), 1)
     return order

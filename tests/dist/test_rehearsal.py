@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks
 
 NUM_MICROBATCHES = 4
 NAMES = {

@@ -9,19 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
+from megatron_patches import apply
+from megatron_patches._model.graphs import may_be_recorded
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.logged import messages
+from tests.dist.tiny import ALL, fingerprint, make_chunks, make_config, run
 
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.graphs import may_be_recorded  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.logged import messages  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
-
-ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 NUM_STEPS = 4
 
 

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._rows.runtime import unwrap
+from megatron_patches._versions import installed_version, is_in_range
+from offload_engine import OffloadConfig
+from tests.dist.launch import Pipeline, run_ranks
+from tests.dist.tiny import NUM_LAYERS, make_chunks, make_config, run, step
 
 NAMES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 RECIPE: dict[str, Any] = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
@@ -102,16 +99,15 @@ def _check_nothing() -> str:
 
 def _check_recipe(recipe: dict[str, Any]) -> tuple[list[int], str]:
     """Return the bytes that two steps have copied out, and what this rank's log says."""
-    gc.disable()
     kept = {name: value for name, value in recipe.items() if "recompute" in name}
     chunks = make_chunks(make_config("moe", **kept))
-    expected = [fingerprint(chunks, run(chunks, n)) for n in (4, 4)]
+    expected = [step(chunks, n) for n in (4, 4)]
     said, moved = _listen(), []
     with apply(OffloadConfig(directory="none", min_tensor_bytes=1)) as handle:
         chunks = make_chunks(make_config("moe", **recipe, offload_engine=True))
         assert not unwrap(chunks[0]).config.fine_grained_activation_offloading
         for wanted in expected:
-            assert fingerprint(chunks, run(chunks, 4)) == wanted
+            assert step(chunks, 4) == wanted
             assert handle.stats is not None and handle.stats.num_storages_left == 0
             moved.append(handle.stats.copied_out_bytes)
     return moved, "\n".join(said.messages)
