@@ -35,7 +35,6 @@ REFUSED: list[tuple[str, list[str], dict[str, Any], list[str]]] = [
     ("moe", ["mlp_fc1"], {}, ["'mlp_fc1' needs layers with a dense MLP", "router_fc1", "mlp: MoELayer"]),
     ("moe", ["shared_fc1"], {}, ["'shared_fc1' needs layers with shared experts"]),
     ("dense", ["qkv_linear"], FULL, ["'qkv_linear'", "recompute_granularity='full'", "layer_input"]),
-    ("dense", ["layer_input"], {**FULL, "distribute_saved_activations": True}, ["distribute_saved_activations=True"]),
     ("dense", ["mlp_act"], MLP, ["'mlp_act'", "recompute_modules has 'mlp'"]),
     ("moe", ["router_fc1"], MOE, ["'router_fc1'", "recompute_modules has 'moe'"]),
     ("dense", ["qkv_linear"], {**SELECTIVE, "recompute_modules": ["layernorm"]}, ["'qkv_linear'", "discarded by"]),
@@ -80,6 +79,9 @@ def test_a_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
         with apply(ALL, modules=[name]) as handle:
             message = _refusal(handle, make_chunks(make_config(), change=fuse))
         assert f"'{name}'" in message and "use_transformer_engine_op_fuser=True" in message
+    with apply(ALL, modules=["layer_input"]) as handle:
+        message = _refusal(handle, make_chunks(make_config(**FULL, distribute_saved_activations=True)))
+    assert "distribute_saved_activations=True" in message
 
 
 @on_ranks(Pipeline(2))

@@ -11,31 +11,26 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron_patches import Handle, apply
-from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.parity import EXPERTS, Case, run_with, run_without
-from tests.dist.tiny import ALL, make_chunks, make_config, run, step
+from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of, step
 from tests.dist.training import train
 
+DEEP = Pipeline(2, 2, expert=2)
 FUSED = {"gradient_accumulation_fusion": True}
 NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
 
 
-@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2, 2, expert=2)], ids=str)
-def test_parity(shape: Pipeline) -> None:
-    settings = {**FUSED, "expert_model_parallel_size": shape.expert}
-    cases = [Case("mixed", names, torch.bfloat16, settings, wrap=True) for names in (NAMES, ["self_attn", "experts"])]
-    run_ranks(_check, cases, 2 * shape.size, pipeline=shape)
-
-
-def _check(cases: list[Case], num_microbatches: int) -> None:
-    for case in cases:
+@on_ranks(DEEP)
+def test_parity() -> None:
+    for names in (NAMES, ["self_attn", "experts"]):
+        case = Case("mixed", names, torch.bfloat16, {**FUSED, "expert_model_parallel_size": 2}, wrap=True)
         with kernels() as kernel:
-            run_with(case, [num_microbatches], run_without(case, [num_microbatches]))
+            run_with(case, [4], run_without(case, [4]))
             assert kernel.call_count > 0
 
 
@@ -44,7 +39,7 @@ def test_every_weight_says_that_its_gradient_was_added() -> None:
     with kernels() as kernel, _applied() as handle:
         (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
         run([chunk], 3)
-        assert handle.stats is not None and handle.stats.copied_out_bytes > 0
+        assert stats_of(handle).copied_out_bytes > 0
         linears = (layers.ColumnParallelLinear, layers.RowParallelLinear)
         weights = [module.weight for module in chunk.modules() if isinstance(module, linears)]
         assert kernel.call_count == 3 * len(weights) > 0

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +19,6 @@ from tests.dist.launch import on_ranks, run_ranks
 from tests.dist.tiny import ALL
 
 RANKS, WIDTH, SAMPLES = 2, 32, 8  # SAMPLES in each microbatch
-MICROBATCHES = [4, 6]
-CONFIG = ALL
 BLOCK_BYTES = SAMPLES * WIDTH * 4 * 6  # about what one block saves
 
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
@@ -41,28 +40,32 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @on_ranks(world_size=RANKS)
-def test_bitwise_equal(name: str) -> None:
-    """With two numbers of microbatches; evaluation comes between and after the steps."""
-    for num_microbatches in MICROBATCHES:
+def test_each_schedule(name: str) -> None:
+    """Its order is the one that runs, the numbers are the same, less is resident, and the backward does not wait.
+
+    With two numbers of microbatches; evaluation comes between and after the steps.
+    """
+    schedule, ran = _make(name, 4), list[Action]()
+    for stage in stages_of(schedule):
+        _record(stage, ran)
+    expected_order = read_actions(schedule)
+    validate_actions(expected_order)
+    _call(schedule, schedule.step, 0)
+    assert ran == expected_order
+
+    for num_microbatches in (4, 6):
         expected = _train(_make(name, num_microbatches))
-        schedule = _make(name, num_microbatches)
-        with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
+        with _offloaded(name, num_microbatches) as (schedule, offload):
             offload.record()
             got = _train(schedule)
         assert "Links and waits" in offload.report()
-        assert offload.stats.copied_out_bytes > 0
-        assert offload.stats.num_storages_left == 0
-        assert len(expected.grads) == len(list(_parameters(schedule)))
-        assert all(map(torch.equal, expected.losses, got.losses)) and len(expected.losses) == len(got.losses)
-        assert all(map(torch.equal, expected.grads, got.grads)) and len(expected.grads) == len(got.grads)
+        assert offload.stats.copied_out_bytes > 0 and offload.stats.num_storages_left == 0
+        assert len(expected.grads) == sum(len(list(stage.submod.parameters())) for stage in stages_of(schedule))
+        _check_equal(expected, got)
 
-
-@on_ranks(world_size=RANKS)
-def test_less_is_resident_and_the_backward_does_not_wait(name: str) -> None:
     peaks = []
-    for config in (CONFIG.replace(dry_run=True), CONFIG):
-        schedule = _make(name, 6)
-        with offload_schedule(schedule, config, group_bytes=BLOCK_BYTES) as offload:
+    for is_dry in (True, False):
+        with _offloaded(name, 6, dry_run=is_dry) as (schedule, offload):
             _call(schedule, schedule.step, 0)
         peaks.append(offload.stats.peak_resident_bytes)
     assert peaks[1] <= 0.8 * peaks[0], peaks  # least where few chunks wait, or what they saved for the weights' part
@@ -70,16 +73,11 @@ def test_less_is_resident_and_the_backward_does_not_wait(name: str) -> None:
     assert offload.stats.prefetch_misses <= 2 * offload.stats.num_kept_groups
 
 
-@on_ranks(world_size=RANKS)
-def test_the_order_is_the_one_that_runs(name: str) -> None:
-    schedule = _make(name, 4)
-    ran: list[Action] = []
-    for stage in stages_of(schedule):
-        _record(stage, ran)
-    expected = read_actions(schedule)
-    validate_actions(expected)
-    _call(schedule, schedule.step, 0)
-    assert ran == expected
+@contextmanager
+def _offloaded(name: str, num_microbatches: int, **changes: Any) -> Iterator[tuple[Any, Any]]:
+    schedule = _make(name, num_microbatches)
+    with offload_schedule(schedule, ALL.replace(**changes), group_bytes=BLOCK_BYTES) as offload:
+        yield schedule, offload
 
 
 @on_ranks(world_size=1)
@@ -103,9 +101,8 @@ def test_inputs_of_stages_stay() -> None:
 @on_ranks(world_size=1)
 def test_a_step_that_raises_leaves_nothing_behind() -> None:
     expected = _train(_make("ScheduleGPipe", 4))
-    schedule = _make("ScheduleGPipe", 4)
-    module = stages_of(schedule)[0].submod
-    with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
+    with _offloaded("ScheduleGPipe", 4) as (schedule, offload):
+        module = stages_of(schedule)[0].submod
         _call(schedule, schedule.step, 0)
         calls = iter(range(100))
 
@@ -126,8 +123,7 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
         assert len(graphs) == 2 and not offload._session.engine.has_saved
         module.zero_grad()
         got = _train(schedule)
-    assert all(map(torch.equal, expected.losses, got.losses))
-    assert all(map(torch.equal, expected.grads, got.grads))
+    _check_equal(expected, got)
 
 
 @on_ranks(world_size=RANKS)
@@ -135,9 +131,9 @@ def test_remove_gives_everything_back() -> None:
     schedule = _make("Schedule1F1B", 4)
     (stage,) = stages_of(schedule)
     before = [vars(schedule).keys() - {"step"}, vars(stage).keys() - {"forward_one_chunk"}]
-    offload = offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES)
+    offload = offload_schedule(schedule, ALL, group_bytes=BLOCK_BYTES)
     with pytest.raises(ValueError, match="offloaded already"):
-        offload_schedule(schedule, CONFIG)
+        offload_schedule(schedule, ALL)
     _call(schedule, schedule.step, 0)
     assert all(map(torch.equal, copy.deepcopy(stage.submod).parameters(), stage.submod.parameters()))
     copied = offload.stats.copied_out_bytes
@@ -148,9 +144,9 @@ def test_remove_gives_everything_back() -> None:
     assert [vars(schedule).keys(), vars(stage).keys()] == before
     assert not stage.submod._forward_pre_hooks
     with pytest.raises(TypeError, match="expected a schedule"):
-        offload_schedule(stage, CONFIG)
+        offload_schedule(stage, ALL)
     with pytest.raises(TypeError, match="in which order"):
-        offload_schedule(schedules._ScheduleForwardOnly(stage, 4), CONFIG)
+        offload_schedule(schedules._ScheduleForwardOnly(stage, 4), ALL)
 
 
 class Block(nn.Module):
@@ -210,6 +206,11 @@ class Trained(NamedTuple):
     grads: list[torch.Tensor]
 
 
+def _check_equal(expected: Trained, got: Trained) -> None:
+    for one, other in zip(expected, got, strict=True):
+        assert len(one) == len(other) and all(map(torch.equal, one, other))
+
+
 def _train(schedule: Any, num_steps: int = 2) -> Trained:
     losses = []
     for step in range(num_steps):  # gradients add up over the steps
@@ -220,8 +221,7 @@ def _train(schedule: Any, num_steps: int = 2) -> Trained:
 
 
 def _managed_bytes() -> int:
-    schedule = _make("ScheduleGPipe", 4)
-    with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
+    with _offloaded("ScheduleGPipe", 4) as (schedule, offload):
         _call(schedule, schedule.step, 0)
     return offload.stats.managed_bytes
 
@@ -243,7 +243,3 @@ def _record(stage: Any, ran: list[Action]) -> None:
         return tensor
 
     stage.forward_one_chunk = run
-
-
-def _parameters(schedule: Any) -> list[torch.Tensor]:
-    return [p for stage in stages_of(schedule) for p in stage.submod.parameters()]

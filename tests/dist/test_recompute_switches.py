@@ -28,6 +28,7 @@ from tests.dist.tiny import (
     make_chunks,
     make_config,
     run,
+    stats_of,
     step,
 )
 
@@ -59,36 +60,55 @@ OFFERED = {
 }
 
 
-RUNS = [(model, Pipeline()) for model in MODELS]
-RUNS += [("dense", Pipeline(2)), ("experts", Pipeline(2))]
-RUNS += [(model, Pipeline(2, 2, expert=2)) for model in ("grouped", "latent")]
-
-
-@pytest.mark.parametrize(("model", "shape"), RUNS, ids=str)
+@pytest.mark.parametrize("model", MODELS)
 @on_ranks(timeout_s=240.0)
-def test_steps_are_the_same_whatever_is_recomputed(model: str, shape: Pipeline) -> None:
-    """Each recomputation is on alone beside offload and without a pipeline: stages change nothing about one of them."""
-    is_pipeline = shape.size > 1
-    num_microbatches = 4 if is_pipeline else 2
+def test_steps_are_the_same_whatever_is_recomputed(model: str) -> None:
+    """Each recomputation is on alone beside offload, which saves fewer bytes."""
     kind, settings, names = MODELS[model]
     chunks = make_chunks(_config(kind, settings))
-    reference = _step(chunks, num_microbatches)
-    for offloaded in [names] if is_pipeline else ([], names):
-        with apply(ALL, modules=offloaded, has_report=False):
-            chunks = make_chunks(_config(kind, settings))
-            switches = Switches(chunks)
-            found = {name for _, _, name in switches.by_key}
-            assert found <= OFFERED[model], found - OFFERED[model]
-            for on in [set(), *_choices(switches, bool(offloaded) and not is_pipeline), set()]:
-                switches.set(on)
-                assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
-                got = _step(chunks, num_microbatches)
-                wrong = [key for key in reference if got[key] != reference[key]]
-                assert not wrong, (offloaded, on, wrong[:5])
-            switches.set(switches.by_key)
-            run(chunks, num_microbatches, forward_only=True)
-            switches.restore()
-            assert _step(chunks, num_microbatches) == reference
+    reference = _step(chunks, 2)
+    switches = Switches(chunks)
+    assert {name for _, _, name in switches.by_key} == OFFERED[model]
+    everything = _saved_bytes(chunks)
+    for key in switches.by_key:
+        switches.set({key})
+        assert _saved_bytes(chunks) < everything, key
+    switches.restore()
+    assert _saved_bytes(chunks) == everything
+    for offloaded in ([], names):
+        _check_choices(model, 2, offloaded, reference, has_each=bool(offloaded))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [("experts", Pipeline(2)), ("grouped", Pipeline(2, 2, expert=2))], ids=["experts", "grouped"]
+)
+@on_ranks(timeout_s=240.0)
+def test_steps_of_a_pipeline_are_the_same(model: str, shape: Pipeline) -> None:
+    """Stages change nothing about one recomputation alone."""
+    kind, settings, names = MODELS[model]
+    reference = _step(make_chunks(_config(kind, settings)), 4)
+    _check_choices(model, 4, names, reference, has_each=False)
+
+
+def _check_choices(
+    model: str, num_microbatches: int, offloaded: list[str], reference: dict[str, str], *, has_each: bool
+) -> None:
+    kind, settings, _ = MODELS[model]
+    with apply(ALL, modules=offloaded, has_report=False):
+        chunks = make_chunks(_config(kind, settings))
+        switches = Switches(chunks)
+        found = {name for _, _, name in switches.by_key}
+        assert found <= OFFERED[model], found - OFFERED[model]
+        for on in [set(), *_choices(switches, has_each), set()]:
+            switches.set(on)
+            assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
+            got = _step(chunks, num_microbatches)
+            wrong = [key for key in reference if got[key] != reference[key]]
+            assert not wrong, (offloaded, on, wrong[:5])
+        switches.set(switches.by_key)
+        run(chunks, num_microbatches, forward_only=True)
+        switches.restore()
+        assert _step(chunks, num_microbatches) == reference
 
 
 def _choices(switches: Switches, has_each: bool) -> Iterator[set[tuple[int, int, str]]]:
@@ -114,21 +134,6 @@ def _config(kind: str, settings: dict[str, Any]) -> Any:
 def _step(chunks: list[torch.nn.Module], num_microbatches: int) -> dict[str, str]:
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)  # of the dropout
     return step(chunks, num_microbatches)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@on_ranks()
-def test_every_recomputation_is_offered_and_saves_fewer_bytes(model: str) -> None:
-    kind, settings, _ = MODELS[model]
-    chunks = make_chunks(_config(kind, settings))
-    switches = Switches(chunks)
-    assert {name for _, _, name in switches.by_key} == OFFERED[model]
-    everything = _saved_bytes(chunks)
-    for key in switches.by_key:
-        switches.set({key})
-        assert _saved_bytes(chunks) < everything, key
-    switches.restore()
-    assert _saved_bytes(chunks) == everything
 
 
 def _saved_bytes(chunks: list[torch.nn.Module]) -> int:
@@ -166,9 +171,8 @@ def test_of_what_is_recomputed_only_the_input_has_a_group() -> None:
             switches.set({(0, layer, "mlp") for layer in layers})
             meter.reset_peak()
             run(chunks, 2)
-            assert handle.stats is not None
-            assert handle.stats.num_groups == 2 * (sites * (4 - len(layers)) // 4 + len(layers))
-            found.append((handle.stats.managed_bytes, meter.peak_bytes))
+            assert stats_of(handle).num_groups == 2 * (sites * (4 - len(layers)) // 4 + len(layers))
+            found.append((stats_of(handle).managed_bytes, meter.peak_bytes))
     assert found[0][0] > found[1][0] > found[2][0] == 2 * 4 * INPUT and found[3][0] == found[0][0]
 
 
