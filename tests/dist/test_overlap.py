@@ -114,7 +114,7 @@ def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
         _case("moe", ["layer_input", "mlp_norm", "router"], **_selective("core_attn")),
         _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], ep_overlap_early_attn_memory_release=True),
     ]
-    run_ranks(check_all, cases, _microbatches(shape)[:2], pipeline=shape)
+    run_ranks(check_all, cases if shape.size == 1 else cases[1::2], _microbatches(shape)[-1:], pipeline=shape)
 
 
 def test_latent_attention_and_grouped_experts() -> None:

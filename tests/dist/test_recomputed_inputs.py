@@ -111,7 +111,7 @@ OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size
 )
 @on_ranks()
 def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], shape: Pipeline) -> None:
-    references: dict[tuple[bool, bool], list[dict[str, str]]] = {}
+    references: dict[tuple[bool, bool], dict[str, str]] = {}
     for has_experts, has_latents, names in cases:
         kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
         settings = {**overlap, **_recomputing(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
@@ -121,10 +121,10 @@ def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], sha
         model = has_experts, has_latents
         if model not in references:
             chunks = make_chunks(make_config(kind, dtype, **settings), change=change)
-            references[model] = [step(chunks, n) for n in (2, 3)]
+            references[model] = step(chunks, 2)
         with apply(OffloadConfig(directory="none"), replace_fine_grained=True, has_report=False) as handle:
             chunks = make_chunks(make_config(kind, dtype, **settings, **recipe), change=change)
-            assert [step(chunks, n) for n in (2, 3)] == references[model], names
+            assert step(chunks, 2) == references[model], names
             stats = stats_of(handle)
         assert 0 < stats.copied_out_bytes == stats.copied_in_bytes, names
         assert stats.num_viewed_storages == 0, names
