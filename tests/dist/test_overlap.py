@@ -18,7 +18,7 @@ from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.models import LATENT
 from tests.dist.names import leaves
-from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_in_turns, run_with, run_without
+from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_cases, run_with, run_without
 from tests.dist.saved_storages import innermost_hooks
 from tests.dist.streams import adversarial_device
 from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, step
@@ -39,10 +39,9 @@ SETTINGS: dict[str, Any] = {
 def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
     """In the pipeline, where stages change nothing about a name, those alone whose layers some chunks lack."""
     names = [*ATTENTION, "mlp_norm", *DENSE, *SHARED, "router", "dispatched_tokens", "experts", *EXPERTS]
-    cases = [_case("mixed", [name]) for name in (names if shape.size == 1 else ["mlp_fc1", "moe_act"])]
-    cases.append(_case("mixed", leaves(names)))
-    cases.append(_case("moe", [name for name in names if name not in DENSE]))
-    run_ranks(check_in_turns, cases, _microbatches(shape), pipeline=shape)
+    alone = names if shape.size == 1 else ["mlp_fc1", "moe_act"]
+    together = [_case("mixed", leaves(names)), _case("moe", [name for name in names if name not in DENSE])]
+    _check([_case("mixed", [name]) for name in alone], together, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -50,10 +49,17 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
     """What was copied in is read once more after autograd has dropped it."""
     delayed = {"delay_wgrad_compute": True}
     alone = ["qkv_linear", "attn_proj", *DENSE, "dispatched_tokens", *EXPERTS] if shape.size == 1 else []
-    cases = [_case("mixed", [name], **delayed) for name in alone]
-    cases.append(_case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed))
-    cases.append(_case("mixed", ["qkv_linear", "router", "dispatched_tokens", "experts"], **delayed))
-    run_ranks(check_in_turns, cases, _microbatches(shape)[:3], pipeline=shape)
+    together = [
+        _case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed),
+        _case("mixed", ["qkv_linear", "router", "dispatched_tokens", "experts"], **delayed),
+    ]
+    _check([_case("mixed", [name], **delayed) for name in alone], together, shape)
+
+
+def _check(alone: list[Case], together: list[Case], shape: Pipeline) -> None:
+    """Names alone see one number of microbatches: that these change is no matter of a single name."""
+    numbers = [*([_microbatches(shape)[-1:]] * len(alone)), *[_microbatches(shape)] * len(together)]
+    run_ranks(check_cases, [*alone, *together], numbers, pipeline=shape)
 
 
 @on_ranks(SHAPES[0])
