@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tests.dist.trainer import EXAMPLES, Run, train
 
-NUM_NODES = 2
-# Of one process each, so that a rank of the node is not that of all; the pipeline goes from node to node.
+NUM_NODES, PER_NODE = 2, 2
+# Pipelines and gradients go from node to node, tokens to experts of the same node.
 FLAGS = (
     *("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"),
-    *("--num-experts", "4", "--use-distributed-optimizer", "--bf16"),
+    *("--expert-model-parallel-size", "2", "--num-experts", "4", "--use-distributed-optimizer", "--bf16"),
     *("--hidden-size", "64", "--seq-length", "64", "--train-iters", "3"),
 )
 OFFLOAD = ("--offload-activation", "--offload-modules", "core_attn", "moe_act", "--offload-min-tensor-bytes", "1")
@@ -55,7 +55,7 @@ def _start_agent(directory: Path, node: int, *flags: str) -> subprocess.Popen[st
     # The agents meet at a file, so that no port has to be free; the ranks take one of the first agent's choice.
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(directory / "rendezvous"), "--rdzv-id", "two-nodes"]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nnodes", str(NUM_NODES)]
-    command += ["--nproc-per-node", "1", *meeting, "--rdzv-conf", "store_type=file"]
+    command += ["--nproc-per-node", str(PER_NODE), *meeting, "--rdzv-conf", "store_type=file"]
     command += ["--local-addr", f"127.0.0.{node + 1}", str(directory / "rank.py"), *flags]
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NODE": f"node{node}"}
@@ -64,16 +64,17 @@ def _start_agent(directory: Path, node: int, *flags: str) -> subprocess.Popen[st
 
 
 def test_two_nodes_train_as_one_to_the_last_bit(tmp_path: Path) -> None:
-    one_node = train(tmp_path, *FLAGS, num_ranks=NUM_NODES, has_data=False)
+    one_node = train(tmp_path, *FLAGS, num_ranks=NUM_NODES * PER_NODE, has_data=False)
     assert one_node.status == 0, one_node.output
     two_nodes = train_on_nodes(tmp_path, *FLAGS, *OFFLOAD)
     assert two_nodes.curve == one_node.curve
-    assert "│ 1 " in two_nodes.output and "had no record" not in two_nodes.output, "tables of both nodes"
-    assert "100%" in two_nodes.output, "the progress bar"
+    assert "│ 2-3 " in two_nodes.output and "had no record" not in two_nodes.output, "tables of both nodes"
     for step in two_nodes.steps:
         assert all(rank["offload"]["copied_in_bytes"] > 0 for rank in step["ranks"])
 
-    places = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in range(NUM_NODES)]
-    assert [tuple(place[:3]) for place in places] == [(str(rank), "0", str(rank)) for rank in range(NUM_NODES)]
+    places = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in range(NUM_NODES * PER_NODE)]
+    assert [(place[0], place[1], place[2]) for place in places] == [
+        (str(rank), str(rank % PER_NODE), str(rank // PER_NODE)) for rank in range(NUM_NODES * PER_NODE)
+    ]
     assert len({tuple(place[2:5]) for place in places}) == NUM_NODES, "each node has its own name"
-    assert {place[5] for place in places} == {1}, "what a node's processes share, not what all do"
+    assert {place[5] for place in places} == {PER_NODE}, "what a node's processes share, not what all do"
