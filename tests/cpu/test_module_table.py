@@ -20,6 +20,7 @@ from megatron_patches._model.modules import MODULES, canonical_names, drop_parts
 from megatron_patches._model.sites import (  # noqa: E402
     count_layers,
     find_sites,
+    merge_surveys,
     survey,
 )
 from megatron_patches._model.unshared import unshared_modules  # noqa: E402
