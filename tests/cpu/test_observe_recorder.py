@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from offload_engine._observe.modules import ModuleHooks
-from offload_engine._observe.reasons import ADVICE, Reason
+from offload_engine._observe.reasons import ADVICE, Reason, reason_to_stay
 from offload_engine._observe.record import Awaited, CounterRecord, StageRecord, from_json, to_json
 from offload_engine._observe.recorder import Recorder
 from offload_engine._saved.storage import Residency
@@ -298,7 +298,9 @@ def candidates() -> dict[str, tuple[torch.Tensor, Reason | None]]:
     }
 
 
-def test_each_reason_has_advice() -> None:
+def test_reasons_without_an_engine() -> None:
+    weight = torch.nn.Parameter(torch.zeros(512))
+    assert reason_to_stay(weight, weight.device, 1024, frozenset(), {}) is Reason.WEIGHT
     assert set(ADVICE) == set(Reason)
 
 
