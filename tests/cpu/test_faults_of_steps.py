@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,54 +19,33 @@ from tests.interrupts.jobs import JOBS
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 
 
-class NoMemory:
-    """Has one allocation of a device fail, as CUDA's allocator does.
-
-    Args:
-        device: whose allocations these are.
-        number: of the one that fails; 1 is the first.
-    """
-
-    def __init__(self, device: AdversarialDevice, number: int) -> None:
-        self.num_left = number
-        self._device = device
-        self._allocate = device.allocate
-        device.allocate = self._fail_or_allocate  # type: ignore[method-assign]
-
-    def _fail_or_allocate(self, *args: Any, **options: Any) -> torch.Tensor:
-        self.num_left -= 1
-        if self.num_left == 0:
-            raise torch.OutOfMemoryError("no memory, says the test")
-        return self._allocate(*args, **options)
-
-    def end(self) -> None:
-        self._device.allocate = self._allocate  # type: ignore[method-assign]
-
-
 @pytest.mark.skipif(IS_COMPILED, reason="the store has bound the method that this replaces")
 @pytest.mark.parametrize("name", JOBS)
-def test_after_no_memory_for_any_of_the_engines_buffers_the_next_step_is_equal(name: str) -> None:
+def test_after_no_memory_for_any_of_the_engines_buffers_the_next_step_is_equal(
+    name: str, device: AdversarialDevice
+) -> None:
+    def fail_or_allocate(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            raise torch.OutOfMemoryError("no memory, says the test")
+        return allocate(*args, **options)
+
     expected = JOBS[name](None).step()
-    device = AdversarialDevice()
     job = JOBS[name](device)
     job.step()
-    num_failed = 0
+    allocate, num_failed = device.allocate, 0
     for number in range(1, 200):
-        fault = NoMemory(device, number)
-        try:
+        num_left = number
+        with mock.patch.object(device, "allocate", fail_or_allocate), suppress(torch.OutOfMemoryError):
             job.step()
-        except torch.OutOfMemoryError:
-            num_failed += 1
-        finally:
-            fault.end()
-        if fault.num_left > 0:
+            assert num_left > 0, "the step went on without its buffer"
             break
-        assert num_failed == number, "the step went on without its buffer"
+        num_failed += 1
         job.recover()
         assert all(map(torch.equal, job.step(), expected))
         assert job.engine is not None and not job.engine.has_saved and job.engine.pool.num_leases == 0
     assert num_failed > 0, "nothing is copied in"
-    assert not device.hazards
     job.close()
 
 

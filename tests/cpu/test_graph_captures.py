@@ -17,6 +17,7 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     Planned,
+    group_start,
     manage_activations,
 )
 from offload_engine._devices.base import HostRegion
@@ -262,3 +263,22 @@ def test_a_capture_waits_for_copies_of_before(name: str, training: Training, dev
         assert not stream.queue
         training.step()
     captured.release()
+
+
+def test_without_a_word_nothing_begins_in_a_capture(training: Training, device: GraphDevice) -> None:
+    """By a sentence, and before a tensor is packed."""
+    engine = training.engine
+    with device.graph(), pytest.raises(OffloadError, match="an iteration begins inside the capture of a CUDA graph"):
+        engine.begin_iteration()
+    assert not engine.is_in_iteration
+    engine.begin_iteration()
+    chunk, x = engine.start_chunk(), torch.ones(4, requires_grad=True)
+    for begin, what in (
+        (engine.start_chunk, "a forward begins"),
+        (lambda: chunk.open_group("mlp"), "group 'mlp' begins"),
+        (lambda: group_start(x, chunk, name="mlp"), "group 'mlp' begins"),
+    ):
+        with device.graph(), pytest.raises(OffloadError, match=what):
+            begin()
+    assert not list(chunk.groups) and engine.snapshot().num_live == 0
+    engine.end_iteration()
