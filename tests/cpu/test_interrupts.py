@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from offload_engine import (
     IS_COMPILED,
@@ -224,26 +223,6 @@ def test_a_device_that_was_interrupted_while_it_closed_is_closed_again(monkeypat
 
 
 @needs_source
-@pytest.mark.parametrize("number", [1, 4])
-def test_an_interrupt_in_a_destructor_ends_the_backward_of_a_front_end(number: int, ignored: list[Any]) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(6)))
-    handle = enable_activation_offloading(model, "none", layers=list(model), config=CONFIG)
-    x = torch.randn(64, 64)
-    model(x).sum().backward()
-    interrupt_destructor(number)
-    loss = model(x).sum()
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    del loss
-    assert ignored == [KeyboardInterrupt]
-    num_groups = handle.stats.num_groups
-    for _ in range(2):
-        model(x).sum().backward()
-        assert handle.stats.num_groups == num_groups and handle.engine.pool.num_leases == 0
-    handle.remove()
-
-
-@needs_source
 def test_an_interrupt_while_a_storage_is_retired_ends_the_step(engine: OffloadEngine, ignored: list[Any]) -> None:
     retired = engine._store.retired
     retire = retired._retire
@@ -334,40 +313,6 @@ def test_hooks_that_an_interrupt_leaves_are_taken_off(name: str, number: int, mo
     assert torch_private.innermost_hooks(True) is None
     assert job.engine is not None and job.engine.stats.copied_out_bytes > 0
     job.close()
-
-
-@pytest.mark.usefixtures("no_hooks")
-def test_a_reset_takes_no_hooks_off_that_are_not_the_engines(engine: OffloadEngine) -> None:
-    """Inside its own, and around them, also where their `with` ends behind the reset."""
-    others = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    engine.begin_iteration()
-    with engine.start_chunk().saved_tensors_hooks(), others:
-        top = torch_private.innermost_hooks(True)
-        engine.reset_iteration()
-        assert torch_private.innermost_hooks(True) == top
-    assert torch_private.innermost_hooks(True) is None
-    engine.begin_iteration()
-    chunk = engine.start_chunk()
-    with others:
-        top = torch_private.innermost_hooks(True)
-        with chunk.saved_tensors_hooks():
-            engine.reset_iteration()
-            assert torch_private.innermost_hooks(True) == top
-        assert torch_private.innermost_hooks(True) == top
-    assert torch_private.innermost_hooks(True) is None
-
-
-@pytest.mark.usefixtures("no_hooks")
-def test_hooks_of_a_managed_forward_that_an_interrupt_leaves_are_taken_off_by_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    activations = manage_activations(engine=OffloadEngine(CONFIG))
-    InterruptedHooks(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt), activations:
-        pass
-    assert torch_private.innermost_hooks(True) is not None
-    activations.close()
-    assert torch_private.innermost_hooks(True) is None
 
 
 @needs_source

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,22 +79,6 @@ def test_the_record_agrees_with_the_counters(make_device: Callable[[], Any], tmp
     assert "fc" in engine.report() and train(engine, model) == plain
     engine.close()
     assert read_records(tmp_path / "step1.json.gz") == [record]
-
-
-class SlowToTell(CpuDevice):
-    """Makes a record take some time."""
-
-    def milliseconds_between(self, first: Any, last: Any) -> float:
-        time.sleep(0.005)
-        return super().milliseconds_between(first, last)
-
-
-def test_a_closed_engine_has_its_file(tmp_path: Path) -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=SlowToTell("none"))
-    engine.record(tmp_path / "step.json")
-    train(engine, stack())
-    engine.close()
-    assert read_records(tmp_path / "step.json") == [engine.last_record]
 
 
 def test_a_step_that_raises_leaves_the_record_before(tmp_path: Path) -> None:
