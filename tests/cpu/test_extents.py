@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 import pytest
@@ -25,10 +26,6 @@ class FakeEvent:
         return isinstance(other, FakeEvent)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def is_complete(event: FakeEvent) -> bool:
-    return event.done
 
 
 @dataclass
@@ -85,7 +82,7 @@ DONE = st.tuples(st.just("done"), st.integers(0, 50))
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
 @given(st.lists(st.one_of(TAKE, PUT, TAKE, PUT, DONE), min_size=20, max_size=80))
 def test_like_the_naive_model(ops):
-    extents, naive = FreeExtents(is_complete, UnawaitedCopies()), NaiveExtents()
+    extents, naive = FreeExtents(operator.attrgetter("done"), UnawaitedCopies()), NaiveExtents()
     live: list[tuple[int, int, int]] = []
     events: list[FakeEvent] = []
     for slab in range(SLABS):
@@ -118,7 +115,7 @@ def test_bytes_read_by_unawaited_copies_are_taken_last():
     near, far = FakeEvent(), FakeEvent()
     ahead = UnawaitedCopies()
     ahead.add(far)
-    extents = FreeExtents(is_complete, ahead)
+    extents = FreeExtents(operator.attrgetter("done"), ahead)
     extents.put(0, 0, 8, [far])
     extents.put(1, 0, 12, [near])
     extents.put(1, 12, 12, [far])  # one extent with the one before
@@ -130,38 +127,16 @@ def test_bytes_read_by_unawaited_copies_are_taken_last():
     assert extents.take(6).slab == 2, "a completed copy needs no wait"
 
 
-def test_events_stay_with_their_bytes():
-    """After a merge, a range waits for those who used these bytes, not for those who used their neighbours."""
-    extents = FreeExtents(is_complete, UnawaitedCopies())
-    first, second, third = FakeEvent(), FakeEvent(), FakeEvent()
-    extents.put(0, 0, 8, [first])
-    extents.put(0, 16, 8, [third])
-    extents.put(0, 8, 8, [second])
-    assert len(extents) == 1
-    assert ids(extents.take(4).events) == ids([first])
-    assert ids(extents.take(8).events) == ids([first, second]), "a split guard holds on both sides"
-    assert ids(extents.take(12).events) == ids([second, third])
-
-
-def test_completed_events_are_dropped():
-    extents, event = FreeExtents(is_complete, UnawaitedCopies()), FakeEvent()
+def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped():
+    extents, event = FreeExtents(operator.attrgetter("done"), UnawaitedCopies()), FakeEvent()
     extents.put(0, 0, 8, [event])
     (extent,) = extents
     assert ids(extents.pending_events(extent)) == ids([event])
     event.done = True
-    assert extents.pending_events(extent) == ()
-    assert extent.guards == []
-    assert extents.take(8).events == ()
-
-
-def test_remove():
-    extents = FreeExtents(is_complete, UnawaitedCopies())
-    extents.put(0, 0, 8)
-    extents.put(1, 0, 8)
-    extents.remove(next(iter(extents)))
-    assert [extent.slab for extent in extents] == [1]
+    assert extents.pending_events(extent) == () and extent.guards == []
+    extents.remove(extent)
     extents.put(0, 8, 8)
-    assert len(extents) == 2, "removed bytes have no neighbour"
+    assert [extent.nbytes for extent in extents] == [8]
 
 
 @pytest.mark.parametrize("nbytes", [4, 8, 12, 24])
