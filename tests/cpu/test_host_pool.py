@@ -7,6 +7,7 @@ import gc
 import random
 import threading
 from dataclasses import dataclass, field
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -72,13 +73,12 @@ def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: in
     return HostPool(fake, limit_bytes, slab_bytes), fake  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("left_bytes", [0, 64])
-def test_host_bytes_taken_by_others_are_not_available(left_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_bytes_taken_by_others_are_not_available() -> None:
     """Between two looks at what is free, another process pins most of it: then the host tier is full."""
-    pool, device = make_pool()
-    looks = iter([1024])
-    monkeypatch.setattr(FakeDevice, "free_host_bytes", lambda _: next(looks, left_bytes))
-    assert pool.lend(128) is None and not device.slabs
+    for left_bytes in (0, 64):
+        pool, device = make_pool()
+        device.free_host_bytes = mock.Mock(side_effect=[1024, *[left_bytes] * 9])  # type: ignore[method-assign]
+        assert pool.lend(128) is None and not device.slabs
 
 
 def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
@@ -370,12 +370,9 @@ def test_returns_by_the_garbage_collector_in_the_middle_of_a_call():
 def test_returns_from_other_threads():
     pool, _ = make_pool()
     leases = [pool.lend(8) for _ in range(400)]
-
-    def give_back_all(part: list[HostLease]) -> None:
-        for lease in part:
-            pool.give_back(lease)
-
-    threads = [threading.Thread(target=give_back_all, args=(leases[i::4],)) for i in range(4)]
+    threads = [
+        threading.Thread(target=lambda part: [*map(pool.give_back, part)], args=(leases[i::4],)) for i in range(4)
+    ]
     for thread in threads:
         thread.start()
     for _ in range(200):

@@ -113,16 +113,6 @@ def two_forwards(region: Region, order: tuple[int, int], regions: int = 2) -> Re
     return results(model, *losses)
 
 
-def two_forwards_one_backward(region: Region) -> Results:
-    model = make_model()
-    with region():
-        first = loss_of(model)
-    with region():
-        second = loss_of(model, 1)
-    (first * second).backward()
-    return results(model, first, second)
-
-
 def two_models_in_turn(region: Region) -> Results:
     """Two models under one region, their layers in turn: groups of both graphs are unpacked in turn too."""
     one, other = make_model(), make_model()
@@ -226,7 +216,6 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
     "two forwards, first backward first": partial(two_forwards, order=(0, 1)),
     "two forwards, last backward first": partial(two_forwards, order=(1, 0)),
     "two forwards in one region": partial(two_forwards, order=(1, 0), regions=1),
-    "two forwards, one backward": two_forwards_one_backward,
     "two models in turn": two_models_in_turn,
     "retain_graph": retained,
     "create_graph": double_backward,
