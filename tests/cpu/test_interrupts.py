@@ -224,9 +224,12 @@ def test_a_device_that_was_interrupted_while_it_closed_is_closed_again(monkeypat
 
 @needs_source
 def test_an_interrupt_while_a_storage_is_retired_ends_the_step(engine: OffloadEngine, ignored: list[Any]) -> None:
+    def interrupted_once(saved: Any) -> None:
+        retired._retire = retire
+        raise KeyboardInterrupt
+
     retired = engine._store.retired
-    retire = retired._retire
-    retired._retire = lambda saved: (setattr(retired, "_retire", retire), interrupted())
+    retire, retired._retire = retired._retire, interrupted_once
     with pytest.raises(KeyboardInterrupt):
         step(engine)
     assert not ignored and not engine.has_saved and engine.pool.num_leases == 0
@@ -318,11 +321,14 @@ def test_hooks_that_an_interrupt_leaves_are_taken_off(name: str, number: int, mo
 @needs_source
 @pytest.mark.parametrize("name", ["enable_activation_offloading", "enable_ckpt"])
 def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted_start(session: Session) -> None:
+        start_forward(session)
+        raise KeyboardInterrupt
+
     job = JOBS[name](DEVICES["cpu"]())
-    expected = job.step()
-    start_forward = Session.start_forward
+    expected, start_forward = job.step(), Session.start_forward
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Session, "start_forward", lambda session: (start_forward(session), interrupted()))
+        patch.setattr(Session, "start_forward", interrupted_start)
         job.step()
     job.recover()
     assert all(map(torch.equal, job.step(), expected))
@@ -344,7 +350,7 @@ def test_behind_an_interrupt_in_a_layer_other_models_are_right(enable_ckpt: bool
     model, other = Model(), Model()
     expected, expected_of_other = gradients(model), gradients(other)
     handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=CONFIG)
-    hook = model.blocks[2].linear.register_forward_hook(interrupted)
+    hook = model.get_submodule("blocks.2.linear").register_forward_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
         gradients(model)
     hook.remove()

@@ -104,7 +104,8 @@ def nested_checkpoints(region: Region, use_reentrant: bool) -> Results:
 
 
 def two_forwards(region: Region, order: tuple[int, int], regions: int = 2) -> Results:
-    model, losses = make_model(), []
+    model = make_model()
+    losses: list[torch.Tensor] = []
     for _ in range(regions):
         with region():
             losses += [loss_of(model, len(losses) + i) for i in range(2 // regions)]
