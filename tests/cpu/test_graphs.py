@@ -11,12 +11,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._model.graphs import (  # noqa: E402
-    _is_captured,
-    captured_names,
-    check_cuda_graphs,
-    num_graphs_beside_copies,
-)
+from megatron_patches._model.graphs import _is_captured, captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
 from megatron_patches._model.modules import MODULES, ModuleRow, Span  # noqa: E402
 
 # As megatron-core keeps what it captures; for inference since 0.19.

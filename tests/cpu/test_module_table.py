@@ -17,22 +17,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 from megatron_patches.__main__ import module_table  # noqa: E402
 from megatron_patches._hooks.attach import last_of_each_name  # noqa: E402
 from megatron_patches._model.modules import MODULES, canonical_names, drop_parts, known_names  # noqa: E402
-from megatron_patches._model.sites import (  # noqa: E402
-    count_layers,
-    find_sites,
-    merge_surveys,
-    survey,
-)
+from megatron_patches._model.sites import count_layers, find_sites, merge_surveys, survey  # noqa: E402
 from megatron_patches._model.unshared import unshared_modules  # noqa: E402
 from megatron_patches._model.validate import _missing_message  # noqa: E402
 from offload_engine import ChunkKey  # noqa: E402
-from offload_engine.schedule import (  # noqa: E402
-    Action,
-    backward_at_once,
-    interleaved,
-    no_pipelining,
-    one_forward_one_backward,
-)
+from offload_engine.schedule import Action, backward_at_once, interleaved, no_pipelining, one_forward_one_backward  # noqa: E402
 
 NAMES = (
     "core_attn core_attention qkv_linear attn_linear router_fc1 router_fc2 shared_fc1 shared_fc2 self_attn "
