@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import random
 import threading
 from dataclasses import dataclass, field
@@ -14,14 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine._devices.base import CopyError
+from offload_engine._host.extents import FreeExtents
 from offload_engine._host.leases import lend
 from offload_engine._host.pool import MIB, HostLease, HostPool
+from offload_engine._host.unawaited import UnawaitedCopies
 
 ALIGNMENT = 4
 
 
-@dataclass(eq=False)
+@dataclass
 class FakeEvent:
+    """Equal to others, to catch bookkeeping that relies on equality."""
+
     fails: bool = False
     done: bool = False
 
@@ -433,3 +438,70 @@ def test_slabs_are_not_replaced_again_and_again():
             pool.give_back(lease)
     assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332, 152]
     assert len(device.slabs) == 10
+
+
+# -- free extents, of which the slabs consist --------------------------------------------------------------------------
+
+
+def ids(events: object) -> set[int]:
+    return {id(event) for event in events}  # type: ignore[attr-defined]
+
+
+def test_the_smallest_that_fits_and_of_equals_the_one_returned_first():
+    extents = FreeExtents(operator.attrgetter("done"), UnawaitedCopies())
+    for slab, start, nbytes in ((0, 0, 16), (3, 0, 8), (1, 0, 4), (2, 0, 8), (2, 8, 8), (4, 16, 8), (4, 8, 4)):
+        extents.put(slab, start, nbytes)  # two of slab 2 become one, and those of slab 4 do not touch
+    taken = [extents.take(nbytes) for nbytes in (5, 5, 5, 3, 9, 4, 4, 9)]
+    places = [(3, 0), (4, 16), (0, 0), (3, 5), (0, 5), (1, 0), (4, 8), (2, 0)]
+    assert [(each.slab, each.start) for each in taken] == places
+
+
+def test_bytes_read_by_unawaited_copies_are_taken_last():
+    near, far = FakeEvent(), FakeEvent()
+    ahead = UnawaitedCopies()
+    ahead.add(far)
+    extents = FreeExtents(operator.attrgetter("done"), ahead)
+    extents.put(0, 0, 8, [far])
+    extents.put(1, 0, 12, [near])
+    extents.put(1, 12, 12, [far])  # one extent with the one before
+    assert (extents.take(8).slab, extents.take(4).slab) == (1, 1), "their front waits for none"
+    assert extents.take(8).slab == 0, "the smallest that fits, where all are ahead"
+    extents.put(2, 0, 6, [far])
+    extents.put(3, 0, 20)
+    far.done = True
+    assert extents.take(6).slab == 2, "a completed copy needs no wait"
+
+
+def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped():
+    extents, event = FreeExtents(operator.attrgetter("done"), UnawaitedCopies()), FakeEvent()
+    extents.put(0, 0, 8, [event])
+    (extent,) = extents
+    assert ids(extents.pending_events(extent)) == ids([event])
+    event.done = True
+    assert extents.pending_events(extent) == () and extent.guards == []
+    extents.remove(extent)
+    extents.put(0, 8, 8)
+    assert [extent.nbytes for extent in extents] == [8]
+
+
+@pytest.mark.parametrize("nbytes", [4, 8, 12, 24])
+def test_a_device_that_raises_takes_nothing(nbytes: int) -> None:
+    """The front of a range as it was returned, a range, the front of an extent with its guards split, and a whole."""
+    events = [FakeEvent(), FakeEvent(), FakeEvent()]
+    is_raising = True
+
+    def answer(event: FakeEvent) -> bool:
+        if is_raising:
+            raise RuntimeError("no device")
+        return event.done
+
+    extents = FreeExtents(answer, UnawaitedCopies())
+    for number, event in enumerate(events):
+        extents.put(0, 8 * number, 8, [event])
+    with pytest.raises(RuntimeError, match="no device"):
+        extents.take(nbytes)
+    is_raising = False
+    taken = [extents.take(4) for _ in range(6)]
+    assert [(each.slab, each.start) for each in taken] == [(0, 4 * number) for number in range(6)]
+    assert [ids(each.events) for each in taken] == [ids([events[number // 2]]) for number in range(6)]
+    assert len(extents) == 0
