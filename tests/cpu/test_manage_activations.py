@@ -114,17 +114,6 @@ def two_forwards(region: Region, order: tuple[int, int], regions: int = 2) -> Re
     return results(model, *losses)
 
 
-def two_models_in_turn(region: Region) -> Results:
-    """Two models under one region, their layers in turn: groups of both graphs are unpacked in turn too."""
-    one, other = make_model(), make_model()
-    with region():
-        x, y = batch(), batch(1)
-        for a, b in zip(one, other, strict=True):
-            x, y = a(x), b(y)
-    (x.sum() + y.sum()).backward()
-    return [*results(one), *results(other)]
-
-
 def retained(region: Region) -> Results:
     """First the gradients of the last layer alone, as an adaptive loss weight needs them, and then all, twice."""
     model = make_model()
@@ -217,7 +206,6 @@ SCENARIOS: dict[str, Callable[[Region], Results]] = {
     "two forwards, first backward first": partial(two_forwards, order=(0, 1)),
     "two forwards, last backward first": partial(two_forwards, order=(1, 0)),
     "two forwards in one region": partial(two_forwards, order=(1, 0), regions=1),
-    "two models in turn": two_models_in_turn,
     "retain_graph": retained,
     "create_graph": double_backward,
     "backward inside forward": backward_inside_forward,
@@ -327,24 +315,22 @@ def test_without_close_nothing_is_left(no_tensor_left: Callable[[], AbstractCont
         del model, loss
 
 
-def test_entered_twice(activations: ManagedActivations) -> None:
-    with activations, pytest.raises(OffloadError, match="entered already: leave it first"), activations:
-        raise AssertionError("not reached")
-    with activations:  # the outer one has been left all the same
-        loss = loss_of(make_model())
-    loss.backward()
-
-
-def test_innermost_of_two_engines_packs_the_tensors(activations: ManagedActivations) -> None:
+def test_one_inside_another(activations: ManagedActivations) -> None:
+    """The innermost of two engines packs the tensors; one cannot be inside itself."""
     inner = manage_activations(engine=OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice()))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with activations:
         y = (x * 1).exp()
         with inner:
             y = (y * 1).exp()
+        with pytest.raises(OffloadError, match="entered already: leave it first"), activations:
+            raise AssertionError("not reached")
     assert activations.stats.managed_bytes == inner.stats.managed_bytes == TENSOR_BYTES
     y.sum().backward()
     inner.close()
+    with activations:  # it has been left all the same
+        loss = loss_of(make_model())
+    loss.backward()
 
 
 def test_two_models_in_two_threads() -> None:
