@@ -264,6 +264,17 @@ def test_tensor_shared_by_two_layers_is_additional(enable: Enable) -> None:
     assert handle.stats.prefetch_misses == 0 and handle.stats.peak_resident_bytes == 3 * data().nbytes
 
 
+def test_the_last_layer_leaves_where_another_forward_comes_first(enable: Enable) -> None:
+    handle = enable(model := Net(3), config=ALL.replace(policy=GroupWindow(2)))
+    first = model(data(0))
+    layer_bytes = handle.stats.kept_bytes
+    assert handle.stats.copied_out_bytes == 2 * layer_bytes
+    second = model(data(1))
+    assert handle.stats.copied_out_bytes == 5 * layer_bytes
+    (first + second).backward()
+    assert handle.stats.copied_out_bytes == 5 * layer_bytes and handle.stats.prefetch_misses == 0
+
+
 def where(handle: LayerOffload) -> dict[int, set[str]]:
     """Index of a group -> where its storages are; -1: what no layer saved."""
     places: dict[int, set[str]] = {}
