@@ -53,7 +53,7 @@ class Selection(NamedTuple):
 
 
 class _Running(NamedTuple):
-    index: int
+    number: int
     folder: tempfile.TemporaryDirectory[str]
     started: float
     limit_s: float
@@ -86,7 +86,7 @@ class ForkedTests:
                     for process in list(running):
                         if (outcome := _outcome(process, running[process])) is not None:
                             bar.update()
-                            yield running.pop(process).index, outcome
+                            yield running.pop(process).number, outcome
                     time.sleep(_POLL_S)
             except KeyboardInterrupt:
                 bar.write("stopped: what has not ended counts for nothing")

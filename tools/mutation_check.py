@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
 from mutations import Mutation, find_decisions, mutation, name_of  # noqa: E402
-from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
+from tested_lines import LinesOfTests, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
@@ -52,7 +52,8 @@ SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
 RECORD = ROOT / "out/tested-lines.json.gz"
-_Item = tuple[int, Mutation | tuple[str, ...]]  # a mutation and its number; or tests of an unchanged copy, numbered < 0
+_Numbered = tuple[int, Mutation]
+_Item = _Numbered | tuple[int, tuple[str, ...]]  # or tests of an unchanged copy, numbered below 0
 _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in files of results
 
 _WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
@@ -115,7 +116,7 @@ def find_waits(root: Path) -> list[Mutation]:
 class Check:
     """Runs tests for mutations."""
 
-    def __init__(self, root: Path, lines: TestedLines) -> None:
+    def __init__(self, root: Path, lines: LinesOfTests) -> None:
         self._root = root
         self._lines = lines
         self._num_caught: defaultdict[Path, Counter[str]] = defaultdict(Counter)  # by each test, in each file
@@ -129,11 +130,12 @@ class Check:
                 self._num_caught[item[1].path][outcome.detail] += 1
             yield item, outcome
 
-    def leave_out_failing(self, chosen: Sequence[_Item], jobs: int) -> set[str]:
+    def leave_out_failing(self, chosen: Sequence[_Numbered], jobs: int) -> set[str]:
         """Run all tests that `chosen` will run on unchanged copies; leave out those that fail, and return them."""
         tests = sorted({test for _, one in chosen for test in self._tests_of(one)})
         controls = [(-number, tuple(tests[number - 1 :: jobs])) for number in range(1, jobs + 1)]
-        for (_, part), outcome in self.run([control for control in controls if control[1]], jobs):
+        for (number, _), outcome in self.run([control for control in controls if control[1]], jobs):
+            part = controls[-number - 1][1]
             self._failing.update(outcome.failed or (part if outcome.verdict != "survived" else ()))
         return self._failing
 
@@ -156,18 +158,19 @@ class Check:
         return sorted((test for test in tests if test not in self._failing), key=lambda test: -num_caught[test])
 
 
-def check_all(check: Check, chosen: Sequence[_Item], options: argparse.Namespace) -> dict[int, Outcome]:
+def check_all(check: Check, chosen: Sequence[_Numbered], options: argparse.Namespace) -> dict[int, Outcome]:
     """Run the tests for each of `chosen`; return the outcomes by number."""
     outcomes: dict[int, Outcome] = {}
-    for (index, changed), outcome in check.run(chosen, options.jobs, options.seconds):
-        outcomes[index] = outcome
+    mutations = dict(chosen)
+    for (index, _), outcome in check.run(chosen, options.jobs, options.seconds):
+        outcomes[index], changed = outcome, mutations[index]
         if options.results is not None:
             with options.results.open("a") as file:
                 file.write(json.dumps({**_key(changed), "code": changed.code, **outcome._asdict()}) + "\n")
     return outcomes
 
 
-def _read(results: Path | None, chosen: Sequence[_Item]) -> dict[int, Outcome]:
+def _read(results: Path | None, chosen: Sequence[_Numbered]) -> dict[int, Outcome]:
     """Return what a file of results knows of `chosen`, the last word on each."""
     if results is None or not results.exists():
         return {}
@@ -187,7 +190,7 @@ def _file_of(test: str) -> str:
     return test.split("::")[0]
 
 
-def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[_Item]:
+def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[_Numbered]:
     """Return the waits, then decisions as the seed shuffles them, with their numbers in the source's order."""
     numbered = list(enumerate(mutations))
     if options.only:
