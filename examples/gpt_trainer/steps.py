@@ -128,7 +128,7 @@ class Steps:
 
     def _forward_step(
         self, batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Callable[..., Any]]:
         """Run one microbatch of one chunk; called by the schedule."""
         batch = next(batches)
         arguments = (batch["tokens"], batch["position_ids"], None)  # the causal mask is made by the attention itself
