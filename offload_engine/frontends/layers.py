@@ -69,7 +69,8 @@ class LayerOffload(RecordsSteps):
     def forward(self) -> AbstractContextManager[None]:
         """Return a context manager for code that calls the layers one by one, outside the forward of their module.
 
-        Not needed for the forward of the module that contains the layers.
+        Not needed for the forward of the module that contains the layers. Inside another one of the same thread it has
+        no effect: the outermost one is the forward.
         """
         return self._groups.forward()
 
