@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextvars import Token
 from functools import cached_property
 from types import TracebackType
 
@@ -22,7 +21,7 @@ from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
-from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force, checkpoint_of_all_inputs
+from offload_engine.frontends.checkpoint import checkpoint_of_all_inputs, put_in_force, take_out_of_force
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,6 @@ class ManagedActivations(RecordsSteps):
     def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
         self._start = start
         self._hooks: OwnHooks | None = None
-        self._token: Token[Checkpoint | None]
 
     @cached_property
     def _groups(self) -> AutomaticGroups:
@@ -118,7 +116,7 @@ class ManagedActivations(RecordsSteps):
             )
         hooks = self._groups.hooks()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
-        self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
+        put_in_force(self, checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
         self._hooks = hooks  # last of all: until then an interrupt leaves this not entered
         return self
 
@@ -128,7 +126,7 @@ class ManagedActivations(RecordsSteps):
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
         hooks.__exit__(exc_type, exc, traceback)
-        checkpoint_in_force.reset(self._token)
+        take_out_of_force(self)
         if exc is not None:
             self._groups.abandon_forward()
             return
