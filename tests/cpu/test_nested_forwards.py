@@ -79,7 +79,7 @@ def test_an_error_that_the_outer_one_catches_does_not_end_it(model: Net, handle:
 def test_one_inside_the_bracket_of_a_trainer(model: Net, caplog: pytest.LogCaptureFixture) -> None:
     offload = TrainingOffload(CONFIG, False, None)
     offload.attach(model)
-    handle = offload._handle
+    handle = offload.handle
     assert handle is not None
     with offload.forward():  # as Lightning's callback around a training step
         with handle.forward():
