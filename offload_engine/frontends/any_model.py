@@ -57,13 +57,14 @@ def manage_activations(
 
     Raises:
         ValueError: if `group_bytes` is below 1, or both `config` and `engine` are given.
+        TypeError: if `model` is something else, as a configuration.
     """
     if config is not None and engine is not None:
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
     check_group_bytes(group_bytes)
     if isinstance(model, nn.Module):
         _warn_if_compiled(model)
-    parts = (model,) if isinstance(model, nn.Module) else () if model is None else tuple(model)
+    parts = _parts_of(model)
 
     def start() -> AutomaticGroups:
         settings = config if config is not None else OffloadConfig()
@@ -106,7 +107,7 @@ class ManagedActivations(RecordsSteps):
         """Enter the hooks.
 
         Raises:
-            OffloadError: if it is entered already, or inside compiled code.
+            OffloadError: if it is entered already or closed, or inside compiled code.
         """
         refuse_when_compiled("with manage_activations()")
         if self._hooks is not None:
@@ -114,6 +115,7 @@ class ManagedActivations(RecordsSteps):
                 "this manage_activations() is entered already: leave it first, or drop the inner `with`, because the "
                 "outer one covers it. A second model needs a manage_activations() of its own."
             )
+        self._groups.session.check_open("manage_activations()")
         hooks = self._groups.hooks()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
         put_in_force(self, checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
@@ -138,6 +140,19 @@ class ManagedActivations(RecordsSteps):
         if self._hooks is None:
             self._groups.take_off_left()
         self._groups.session.close()
+
+
+def _parts_of(model: nn.Module | Iterable[torch.Tensor] | None) -> tuple[nn.Module | torch.Tensor, ...]:
+    if model is None:
+        return ()
+    if isinstance(model, nn.Module):
+        return (model,)
+    if isinstance(model, Iterable):
+        return tuple(model)
+    raise TypeError(
+        f"manage_activations() takes a model, an iterable of its parameters and buffers, or nothing in front, got "
+        f"{type(model).__name__}. An OffloadConfig comes second: manage_activations(model, config)"
+    )
 
 
 def _warn_if_compiled(model: nn.Module) -> None:

@@ -151,13 +151,14 @@ class CheckpointOffload(RecordsSteps):
 
         Raises:
             CopyError: if a copy has failed.
-            OffloadError: in code that torch.compile compiles.
+            OffloadError: in code that torch.compile compiles, or after `close`.
         """
         if self._is_inside or not torch.is_grad_enabled():
             return original(function, *args, **options)
         refuse_when_compiled("a checkpoint that offloads its inputs")
         if is_in_backward():
             return original(function, *args, **options)
+        self._session.check_open("CheckpointOffload()")
         function, args, options = _keywords_as_inputs(function, args, options)
         self._take_off_left()
         chunk = self._session.chunk or self._session.start_forward()

@@ -72,6 +72,7 @@ class LayerOffload(RecordsSteps):
         Not needed for the forward of the module that contains the layers. Inside another one of the same thread it has
         no effect: the outermost one is the forward.
         """
+        self._session.check_open("enable_activation_offloading()")
         return self._groups.forward()
 
     def remove(self) -> None:
@@ -118,9 +119,13 @@ def enable_activation_offloading(
         meter: counts resident bytes as well.
 
     Raises:
-        ValueError: if a strategy is given and unknown or does not fit the model, or the layers are not found.
+        ValueError: if a strategy is given and unknown or does not fit the model, or the layers are not found or are
+            lists, which are never called.
+        TypeError: if the strategy is a configuration.
         OffloadError: if the model is offloaded already.
     """
+    if isinstance(strategy, OffloadConfig):
+        raise TypeError("enable_activation_offloading() got an OffloadConfig as strategy: pass it as config=...")
     if strategy is not None:
         check_strategy(model, strategy)
     found = find_layers(model, layers)

@@ -71,7 +71,7 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[La
             of the model's, without embeddings.
 
     Raises:
-        ValueError: if no layers are found, or a given module is not inside `model` or given twice.
+        ValueError: if no layers are found, or a given module is not inside `model`, given twice, or never called.
     """
     if layers is not None:
         return _given_layers(model, layers)
@@ -127,6 +127,11 @@ def _given_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[Layer]:
                 f"{type(model).__name__}, or is given twice"
             )
         found.append(Layer(names.pop(module), module))
+        if isinstance(module, NEVER_CALLED):
+            raise ValueError(
+                f"layers[{position}] is {found[-1].name}, a {type(module).__name__}, which is never called: pass the "
+                "modules in it, as layers=list(model.layers) does"
+            )
     if not found:
         raise ValueError("layers=[] names no layer: omit it to let the layers be found")
     return found

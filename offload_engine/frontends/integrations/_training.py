@@ -23,8 +23,12 @@ def config_of(config: OffloadConfig | None, settings: dict[str, Any]) -> Offload
 
     Raises:
         ValueError: if it was given both, or a value is outside its range.
-        TypeError: if a setting is unknown.
+        TypeError: if a setting is unknown, or the configuration is something else.
     """
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise TypeError(
+            f"config must be an OffloadConfig, got {config!r}; a policy goes into OffloadConfig(policy=...)"
+        )
     if not settings:
         return config
     if config is not None:
