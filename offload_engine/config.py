@@ -171,6 +171,11 @@ class OffloadConfig:
             ValueError: if bounds belong to several policies, a value is outside its range, or a text is no size.
             TypeError: if a value has the wrong type, or a setting is unknown.
         """
+        if "policy" in settings:
+            raise TypeError(
+                f"policy={settings['policy']!r} is no setting of a command line, where the bounds of a policy are "
+                "settings of their own: a policy goes into OffloadConfig(policy=...)"
+            )
         settings = {name: _in_bytes(name, value) for name, value in settings.items()}
         bounds = {name: settings.pop(name) for name in BOUNDS if name in settings}
         return cls(**settings, policy=policy_for(**bounds))

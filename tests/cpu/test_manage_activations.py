@@ -390,5 +390,5 @@ def test_arguments(activations: ManagedActivations) -> None:
 def test_after_close(activations: ManagedActivations) -> None:
     activations.close()
     activations.close()
-    with pytest.raises(OffloadError, match="make a new engine"), activations:
+    with pytest.raises(OffloadError, match="call manage_activations"), activations:
         loss_of(make_model())

@@ -16,7 +16,7 @@ from offload_engine._compat import torch_private
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
 from offload_engine.engine_view import explain
-from offload_engine.errors import CopyError
+from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends._common.weights import may_move
 from offload_engine.schedule import ChunkKey
 from offload_engine.stats import IterationStats
@@ -55,6 +55,7 @@ class Session:
         self.chunk: ChunkOffloadHandler | None = None
         self._weights = weights
         self._owns_iterations = owns_iterations
+        self._is_closed = False
         self._is_checked = False  # `warn_if_idle` has run
         self._noted_tasks: set[int] = set()  # running backwards that will call `_end_backward`
 
@@ -140,8 +141,21 @@ class Session:
 
     def close(self) -> None:
         """Abandon the running forward and close the engine. Idempotent."""
+        self._is_closed = True
         self.abandon_forward()
         self.engine.close()
+
+    def check_open(self, made_by: str) -> None:
+        """Check that `close` has not been called.
+
+        Args:
+            made_by: the call that made what has this session, and makes another.
+
+        Raises:
+            OffloadError: if it has.
+        """
+        if self._is_closed:
+            raise OffloadError(f"this offload is over, by its close() or remove(): call {made_by} again for a new one")
 
     def _begin_if_over(self) -> None:
         engine = self.engine
