@@ -115,6 +115,7 @@ LAYERS = {
         ("frontends._common.device", "frontends._common.recording", "frontends._common.session"),
         ("frontends._common.groups",),
         ("frontends._layers", "frontends._layers.find_layers", "frontends._layers.exclusions"),
+        ("frontends._layers.caches",),
         ("frontends._layers.group_hooks",),
         ("frontends._layers.layer_groups",),
         ("frontends._layers.layer_checkpoint",),
