@@ -212,12 +212,12 @@ class CheckpointOffload(RecordsSteps):
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
         if is_in_backward():
+            self._session.note_backward(saved.chunk if isinstance(saved, SavedInGroup) else None)
             self._turn_around()
         return saved.unpack()
 
     def _turn_around(self) -> None:
         """End the forward, because a backward runs: `end_forward` may not have been called."""
-        self._session.note_backward()
         if self._session.chunk is not None:
             self._session.chunk.recall_groups()
             self.end_forward()

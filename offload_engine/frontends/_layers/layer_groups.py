@@ -308,7 +308,7 @@ class LayerGroups:
             return saved.unpack()
         if is_in_backward():
             self._last_chunk = None
-            self.session.note_backward()
+            self.session.note_backward(saved.forward.chunk)
         group = saved.group
         if group is None and saved.packed.storage.group in saved.forward.input_groups:
             group = saved.packed.storage.group
