@@ -48,7 +48,8 @@ LAYERS = {
         rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
         frontends._common.recording frontends._common.session frontends._common.groups frontends._layers
-        frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches frontends._layers.group_hooks
+        frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches
+        frontends._layers.group_hooks
         frontends._layers.layer_groups frontends._layers.layer_checkpoint frontends._layers.recomputable
         frontends._layers.recompute_choice frontends frontends.checkpoint frontends.any_model frontends.layers
         frontends.wrapper frontends.integrations frontends.integrations._reporters
