@@ -31,7 +31,10 @@ class Bracket:
 
     def leave_with(self, output: Any) -> Any:
         self.seen.append(output)
-        return output if output is None else f"marked {output}"
+        return f"marked {output}"
+
+    def leave(self) -> None:
+        self.seen.append("leave")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
@@ -66,7 +69,7 @@ def test_it_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     with apply_patches(recompute_rows(SimpleNamespace(checkpoint_bracket=lambda _: bracket))):
         with pytest.raises(ValueError, match="in the layer"):
             owner.checkpoint()
-    assert bracket.seen == ["enter", None]
+    assert bracket.seen == ["enter", "leave"]
 
 
 def test_without_transformer_engine_its_function_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:
