@@ -30,7 +30,7 @@ class Handle:
 
     def __init__(self, runtime: ModelRuntime, applied: Applied) -> None:
         self._runtime = runtime
-        self._applied: Applied | None = applied
+        self._applied: Applied = applied
 
     @property
     def engine(self) -> OffloadEngine | None:
@@ -69,13 +69,12 @@ class Handle:
         """Remove every hook and patch and close the engines. Idempotent.
 
         Raises:
-            PatchError: if patches applied later are still in force on top of these.
+            PatchError: if patches applied later are still in force on top of these; nothing is removed then.
             OffloadError: if megatron-core still has the graph of a captured step; nothing is removed then.
         """
+        self._applied.check_uncovered()
         self._runtime.close()
-        if self._applied is not None:
-            self._applied.remove()
-            self._applied = None
+        self._applied.remove()
 
     def __enter__(self) -> Handle:
         return self

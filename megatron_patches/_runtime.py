@@ -92,6 +92,7 @@ class ModelRuntime:
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
         self._known_as_off: weakref.WeakKeyDictionary[torch.nn.Module, SecondStep] = weakref.WeakKeyDictionary()
         self._num_models = 0
+        self._is_closed = False
         self.mistake: Exception | None = None  # of the user: the last error that refused settings or a model
         self._training_log = TrainingLog(lambda: self.latest_engine)
         self.host_claims: HostClaims = HostClaims()
@@ -109,13 +110,14 @@ class ModelRuntime:
         return attachment.engine if attachment is not None else None
 
     def close(self) -> None:
-        """Remove every hook and close the engines. Idempotent.
+        """Remove every hook and close the engines; steps that follow run as without it. Idempotent.
 
         Raises:
             OffloadError: if megatron-core still has the graph of a captured step; nothing is closed then.
         """
         for attached in list(self._attachments.values()):
             release_captured(attached.attachment.engine)
+        self._is_closed = True
         self._training_log.remove()
         for attached in list(self._attachments.values()):
             attached.close()
@@ -174,6 +176,8 @@ class ModelRuntime:
             ValueError, NotImplementedError: if the model does not support the settings, before its first step; or if
                 the host tier had no room for any group, when the context of the first step ends.
         """
+        if self._is_closed:
+            return None
         self._training_log.attach(step.pipeline)
         settings = resolve(step.config, self._defaults)
         if settings is None:
