@@ -102,7 +102,8 @@ def apply(
     `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
     these fields if it is defined after this call; for models with any other configuration pass `modules`. The fields
     may change between two steps, on all ranks of a pipeline alike, and only if all of them offload: a rank that does
-    not would skip the collective checks of the others, which would then wait for ever.
+    not would skip the collective checks of the others, which would then wait for ever. Where they switch offload off,
+    hooks, engine and what a budget recomputes go before the next step.
 
     Args:
         config: settings of the engines where the model's configuration sets none.

@@ -249,12 +249,12 @@ class ModelRuntime:
             return None
         self._training_log.attach(step.pipeline)
         settings = resolve(step.config, self._defaults)
-        if settings is None:
-            return self._without_offload.step(step)
         attached = self._attachments.get(step.chunks[0])
         if attached is not None and attached.settings != settings:  # the configuration has changed
             self._detach(step)
             attached = None
+        if settings is None:
+            return self._without_offload.step(step)
         with self._noting_mistakes((ValueError, NotImplementedError, OSError)):
             attached = attached or self._attach(step, settings)
         self._latest = weakref.ref(attached.attachment)
