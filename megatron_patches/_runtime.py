@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class _Attached:
         return self.settings.modules
 
     def close(self) -> None:
-        release_captured(self.attachment.engine)
+        """Close it; first release what is captured."""
         try:
             self.second_step.close(self.attachment.engine)
             self.plan_files.close(self.attachment.engine)
@@ -188,9 +188,8 @@ class ModelRuntime:
             release_captured(attached.attachment.engine)
         self._is_closed = True
         self._training_log.remove()
-        for attached in list(self._attachments.values()):
-            attached.close()
-        self._attachments.clear()
+        while self._attachments:
+            self._attachments.popitem()[1].close()
         self._running = None
 
     # -- called by the rows -------------------------------------------------------------------------------------------
@@ -328,19 +327,27 @@ class ModelRuntime:
                 engine.close()
             raise (problem or error) from None
         assert engine is not None and files is not None
-        recomputation = _join(engine, step, settings, peers)
-        for weight in gathered_weights(step.wrapped):
-            engine.exclude(weight, for_good=True)
-        files.begin(engine, saved)
-        attachment = _put_hooks(engine, step, settings)
-        closer = weakref.finalize(step.chunks[0], attachment.close)
-        attached = _Attached(attachment, asked, closer, self._second_steps.make(step, settings), files, recomputation)
+        with ExitStack() as on_error:
+            on_error.callback(engine.close)
+            recomputation = _join(engine, step, settings, peers)
+            if recomputation is not None:
+                on_error.callback(recomputation.restore)
+            for weight in gathered_weights(step.wrapped):
+                engine.exclude(weight, for_good=True)
+            files.begin(engine, saved)
+            attachment = _put_hooks(engine, step, settings)
+            on_error.callback(attachment.close)
+            second_step = self._second_steps.make(step, settings)
+            closer = weakref.finalize(step.chunks[0], attachment.close)
+            on_error.pop_all()
+        attached = _Attached(attachment, asked, closer, second_step, files, recomputation)
         self._attachments[step.chunks[0]] = attached
         return attached
 
     def _detach(self, step: Step) -> None:
-        self._attachments.pop(step.chunks[0]).close()
+        release_captured(self._attachments[step.chunks[0]].attachment.engine)  # with a graph it stays attached
         self._latest = None
+        self._attachments.pop(step.chunks[0]).close()
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         check_cuda_graphs(step.config, settings.modules, settings.gpu_budget is not None)
