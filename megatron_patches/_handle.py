@@ -30,7 +30,7 @@ class Handle:
 
     def __init__(self, runtime: ModelRuntime, applied: Applied) -> None:
         self._runtime = runtime
-        self._applied: Applied | None = applied
+        self._applied: Applied = applied
 
     @property
     def engine(self) -> OffloadEngine | None:
@@ -69,13 +69,12 @@ class Handle:
         """Remove every hook and patch and close the engines. Idempotent.
 
         Raises:
-            PatchError: if patches applied later are still in force on top of these.
+            PatchError: if patches applied later are still in force on top of these; nothing is removed then.
             OffloadError: if megatron-core still has the graph of a captured step; nothing is removed then.
         """
+        self._applied.check_uncovered()
         self._runtime.close()
-        if self._applied is not None:
-            self._applied.remove()
-            self._applied = None
+        self._applied.remove()
 
     def __enter__(self) -> Handle:
         return self
@@ -103,7 +102,8 @@ def apply(
     `TransformerConfig(offload_activation=True, offload_modules=[...])`. A dataclass derived from TransformerConfig has
     these fields if it is defined after this call; for models with any other configuration pass `modules`. The fields
     may change between two steps, on all ranks of a pipeline alike, and only if all of them offload: a rank that does
-    not would skip the collective checks of the others, which would then wait for ever.
+    not would skip the collective checks of the others, which would then wait for ever. Where they switch offload off,
+    hooks, engine and what a budget recomputes go before the next step.
 
     Args:
         config: settings of the engines where the model's configuration sets none; its budget and what it says of

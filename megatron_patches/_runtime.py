@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ from offload_engine.rank_reports import RankReports
 logger = logging.getLogger(__name__)
 
 
-class _Attached(NamedTuple):
+@dataclass(eq=False)
+class _Attached:
     """The attachment of one model."""
 
     attachment: Attachment
@@ -59,6 +61,8 @@ class _Attached(NamedTuple):
     second_step: SecondStep
     plan_files: PlanFiles
     recomputation: RecomputeOptions | None
+    is_checked: bool = False
+    """The host tier had room in the first step that has not raised."""
 
     @property
     def modules(self) -> Sequence[str]:
@@ -66,7 +70,7 @@ class _Attached(NamedTuple):
         return self.settings.modules
 
     def close(self) -> None:
-        release_captured(self.attachment.engine)
+        """Close it; first release what is captured."""
         try:
             self.second_step.close(self.attachment.engine)
             self.plan_files.close(self.attachment.engine)
@@ -75,6 +79,71 @@ class _Attached(NamedTuple):
                 self.recomputation.restore()
             self.attachment.close()
             self.closer.detach()
+
+
+class _SecondSteps:
+    """Makes one `SecondStep` for each model that is about to train. All ranks train their models in the same order."""
+
+    def __init__(self, defaults: Settings) -> None:
+        self._defaults = defaults
+        self._num_models = 0
+
+    def make(self, step: Step, settings: Settings | None) -> SecondStep:
+        """Make it; without settings the model offloads nothing on this rank."""
+        self._num_models += 1
+        reports = RankReports(f"model{self._num_models}") if has_report(step.config, self._defaults) else None
+        trace = None if settings is None else settings.trace
+        return SecondStep(reports, trace, may_be_recorded(step.wrapped, step.config))
+
+
+@dataclass
+class _Off:
+    """A model without offload on this rank."""
+
+    second_step: SecondStep
+    is_checked: bool
+    """No rank of its pipeline is left whose check after the first step waits for this one."""
+
+
+class _WithoutOffload:
+    """Takes part, from a rank that offloads nothing of a model, in what the ranks that do offload do together."""
+
+    def __init__(self, second_steps: _SecondSteps, is_taken_over: bool) -> None:
+        self._second_steps = second_steps
+        self._is_taken_over = is_taken_over
+        # By the first chunk of the model.
+        self._known: weakref.WeakKeyDictionary[torch.nn.Module, _Off] = weakref.WeakKeyDictionary()
+
+    def step(self, step: Step) -> AbstractContextManager[object] | None:
+        """Return a context manager for one training step; None once nothing is left to do.
+
+        The first step has the collective checks of the others; in the second this rank may have to log what they have
+        recorded.
+        """
+        off = self._known.get(step.chunks[0]) or self._meet(step)
+        return None if off.is_checked and off.second_step.is_over else self._running_step(off, step)
+
+    def _meet(self, step: Step) -> _Off:
+        if self._is_taken_over:
+            logger.warning(
+                "offload_engine found nothing to take over: the configuration of this model asks for none of "
+                "megatron-core's own offload, or was made before the patches were applied"
+            )
+        is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
+        self._known[step.chunks[0]] = off = _Off(self._second_steps.make(step, None), is_checked=not is_on)
+        return off
+
+    @contextmanager
+    def _running_step(self, off: _Off, step: Step) -> Iterator[None]:
+        yield
+        if not off.is_checked:
+            try:
+                check_host_room(None, None, step.pipeline)
+            except ValueError:
+                del self._known[step.chunks[0]]  # the other ranks, too, repeat their first step
+                raise
+            off.is_checked = True
+        off.second_step.after_step(None)
 
 
 class ModelRuntime:
@@ -88,10 +157,11 @@ class ModelRuntime:
     def __init__(self, defaults: Settings, meter: ResidencyMeter | None) -> None:
         self._defaults: Settings = defaults
         self._meter: ResidencyMeter | None = meter
-        # Models with offload and without, by their first chunk, weakly: an attachment is freed with its model.
+        # By the first chunk of the model, weakly: an attachment is freed with its model.
         self._attachments: weakref.WeakKeyDictionary[torch.nn.Module, _Attached] = weakref.WeakKeyDictionary()
-        self._known_as_off: weakref.WeakKeyDictionary[torch.nn.Module, SecondStep] = weakref.WeakKeyDictionary()
-        self._num_models = 0
+        self._second_steps = _SecondSteps(defaults)
+        self._without_offload = _WithoutOffload(self._second_steps, defaults.is_taken_over)
+        self._is_closed = False
         self.mistake: Exception | None = None  # of the user: the last error that refused settings or a model
         self._training_log = TrainingLog(lambda: self.latest_engine)
         self.host_claims: HostClaims = HostClaims()
@@ -109,17 +179,17 @@ class ModelRuntime:
         return attachment.engine if attachment is not None else None
 
     def close(self) -> None:
-        """Remove every hook and close the engines. Idempotent.
+        """Remove every hook and close the engines; steps that follow run as without it. Idempotent.
 
         Raises:
             OffloadError: if megatron-core still has the graph of a captured step; nothing is closed then.
         """
         for attached in list(self._attachments.values()):
             release_captured(attached.attachment.engine)
+        self._is_closed = True
         self._training_log.remove()
-        for attached in list(self._attachments.values()):
-            attached.close()
-        self._attachments.clear()
+        while self._attachments:
+            self._attachments.popitem()[1].close()
         self._running = None
 
     # -- called by the rows -------------------------------------------------------------------------------------------
@@ -174,24 +244,25 @@ class ModelRuntime:
             ValueError, NotImplementedError: if the model does not support the settings, before its first step; or if
                 the host tier had no room for any group, when the context of the first step ends.
         """
+        if self._is_closed:
+            return None
         self._training_log.attach(step.pipeline)
         settings = resolve(step.config, self._defaults)
-        if settings is None:
-            return self._step_without(step)
         attached = self._attachments.get(step.chunks[0])
         if attached is not None and attached.settings != settings:  # the configuration has changed
             self._detach(step)
             attached = None
-        is_first = attached is None
+        if settings is None:
+            return self._without_offload.step(step)
         with self._noting_mistakes((ValueError, NotImplementedError, OSError)):
             attached = attached or self._attach(step, settings)
         self._latest = weakref.ref(attached.attachment)
-        return self._running_step(attached, step, settings if is_first else None)
+        return self._running_step(attached, step)
 
     # -- private ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _running_step(self, attached: _Attached, step: Step, to_check: Settings | None) -> Iterator[None]:
+    def _running_step(self, attached: _Attached, step: Step) -> Iterator[None]:
         attachment, actions = attached.attachment, step.order(step.config)
         is_combined = overlaps_expert_comm(step.config)
         attachment.begin_iteration(actions, is_combined=is_combined)
@@ -210,9 +281,9 @@ class ModelRuntime:
         finally:
             self._running = outer
             attachment.note_weights(step.chunks)
-        if to_check is not None:
+        if not attached.is_checked:
             with self._noting_mistakes((ValueError,)):
-                self._check_first_step(attachment, step, to_check)
+                self._check_first_step(attached, step)
         attachment.warn_of_unused_names()
         attached.second_step.after_step(attachment.engine)
         attached.plan_files.after_step(attachment.engine)
@@ -225,51 +296,14 @@ class ModelRuntime:
             self.mistake = error
             raise
 
-    def _step_without(self, step: Step) -> AbstractContextManager[object] | None:
-        """Take part, in the first step, in the collective checks of ranks of the pipeline that do offload.
-
-        They wait for this rank. In the second one it may have to log what they have recorded.
-        """
-        if (known := self._known_as_off.get(step.chunks[0])) is not None:
-            return None if known.is_over else self._followed_by(known)
-        if self._defaults.is_taken_over:
-            logger.warning(
-                "offload_engine found nothing to take over: the configuration of this model asks for none of "
-                "megatron-core's own offload, or was made before the patches were applied"
-            )
-        is_on = is_on_elsewhere(step.chunks, step.config, step.pipeline)
-        self._known_as_off[step.chunks[0]] = second_step = self._make_second_step(step, None)
-        return self._checked_with_others(step, second_step) if is_on else self._followed_by(second_step)
-
-    @contextmanager
-    def _followed_by(self, second_step: SecondStep) -> Iterator[None]:
-        yield
-        second_step.after_step(None)
-
-    @contextmanager
-    def _checked_with_others(self, step: Step, second_step: SecondStep) -> Iterator[None]:
-        yield
-        try:
-            check_host_room(None, None, step.pipeline)
-        except ValueError:
-            del self._known_as_off[step.chunks[0]]  # the other ranks, too, repeat their first step
-            raise
-        second_step.after_step(None)
-
-    def _make_second_step(self, step: Step, settings: Settings | None) -> SecondStep:
-        """Make it for a model that is about to train. All ranks train their models in the same order."""
-        self._num_models += 1
-        reports = RankReports(f"model{self._num_models}") if has_report(step.config, self._defaults) else None
-        trace = None if settings is None else settings.trace
-        return SecondStep(reports, trace, may_be_recorded(step.wrapped, step.config))
-
-    def _check_first_step(self, attachment: Attachment, step: Step, settings: Settings) -> None:
-        stats = attachment.engine.stats
+    def _check_first_step(self, attached: _Attached, step: Step) -> None:
+        stats, settings = attached.attachment.engine.stats, attached.settings
         try:
             has_moved = check_host_room(stats, settings.engine.host_limit_bytes, step.pipeline)
         except ValueError:
             self._detach(step)
             raise
+        attached.is_checked = True
         if not has_moved and (reason := why_nothing_moved(stats, settings.engine)):
             logger.warning("offload_activation moved nothing in the first step: %s", reason)
 
@@ -293,19 +327,27 @@ class ModelRuntime:
                 engine.close()
             raise (problem or error) from None
         assert engine is not None and files is not None
-        recomputation = _join(engine, step, settings, peers)
-        for weight in gathered_weights(step.wrapped):
-            engine.exclude(weight, for_good=True)
-        files.begin(engine, saved)
-        attachment = _put_hooks(engine, step, settings)
-        closer = weakref.finalize(step.chunks[0], attachment.close)
-        attached = _Attached(attachment, asked, closer, self._make_second_step(step, settings), files, recomputation)
+        with ExitStack() as on_error:
+            on_error.callback(engine.close)
+            recomputation = _join(engine, step, settings, peers)
+            if recomputation is not None:
+                on_error.callback(recomputation.restore)
+            for weight in gathered_weights(step.wrapped):
+                engine.exclude(weight, for_good=True)
+            files.begin(engine, saved)
+            attachment = _put_hooks(engine, step, settings)
+            on_error.callback(attachment.close)
+            second_step = self._second_steps.make(step, settings)
+            closer = weakref.finalize(step.chunks[0], attachment.close)
+            on_error.pop_all()
+        attached = _Attached(attachment, asked, closer, second_step, files, recomputation)
         self._attachments[step.chunks[0]] = attached
         return attached
 
     def _detach(self, step: Step) -> None:
-        self._attachments.pop(step.chunks[0]).close()
+        release_captured(self._attachments[step.chunks[0]].attachment.engine)  # with a graph it stays attached
         self._latest = None
+        self._attachments.pop(step.chunks[0]).close()
 
     def _make_engine(self, step: Step, settings: Settings) -> OffloadEngine:
         check_cuda_graphs(step.config, settings.modules, settings.gpu_budget is not None)

@@ -80,17 +80,16 @@ class Attachment:
         self._at_once: ChunksAtOnce = ChunksAtOnce()
         self._min_bytes: Mapping[str, int] = min_bytes or {}
         self.note_weights(chunks)
-        for stage, chunk in enumerate(chunks):
-            sites = [s for s in find_sites(chunk, names) if num_layers is None or s.layer < num_layers]
-            is_in_checkpoints = not sites  # every layer is recomputed and saves only its input
-            last_groups = last_checkpoint(count_layers(chunk), layers_per_checkpoint) if is_in_checkpoints else ()
-            self._last_groups.append(frozenset(last_groups))
-            self._attach_chunk(chunk, stage)
-            self._attach_sites(chunk, sites)
-            self._attach_moe_layers(chunk)
-            self._attach_pauses(chunk, names)
-            self._hooks.handles += self.held.attach(chunk)  # last: these hooks run after the hooks that commit groups
-            self._unused_names.update(site.name for site in sites)
+        try:
+            for stage, chunk in enumerate(chunks):
+                sites = [s for s in find_sites(chunk, names) if num_layers is None or s.layer < num_layers]
+                is_in_checkpoints = not sites  # every layer is recomputed and saves only its input
+                last_groups = last_checkpoint(count_layers(chunk), layers_per_checkpoint) if is_in_checkpoints else ()
+                self._last_groups.append(frozenset(last_groups))
+                self._attach_hooks(chunk, stage, sites, names)
+        except BaseException:
+            self._hooks.remove()  # nobody has an attachment to close
+            raise
         self.checkpoint_bracket: GroupBracket | None = (
             None if layers_per_checkpoint is None else self.bracket(Site("layer_input", "", None))
         )
@@ -191,6 +190,14 @@ class Attachment:
         bracket = GroupBracket(self.engine, site.name, self.num_groups, keeps, traits)
         self._brackets.append(bracket)
         return bracket
+
+    def _attach_hooks(self, chunk: torch.nn.Module, stage: int, sites: Sequence[Site], names: Sequence[str]) -> None:
+        self._attach_chunk(chunk, stage)
+        self._attach_sites(chunk, sites)
+        self._attach_moe_layers(chunk)
+        self._attach_pauses(chunk, names)
+        self._hooks.handles += self.held.attach(chunk)  # last: these hooks run after the hooks that commit groups
+        self._unused_names.update(site.name for site in sites)
 
     def _attach_chunk(self, chunk: torch.nn.Module, stage: int) -> None:
         head = getattr(chunk, "output_layer", None)  # computes the logits; on the last stage only

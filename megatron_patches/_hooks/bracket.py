@@ -123,16 +123,10 @@ class GroupBracket:
         return args, kwargs
 
     def leave_with(self, output: Any) -> Any:
-        """Commit the group after a call; return the output with the mark of the group's end.
-
-        Args:
-            output: None if the call raised; the group is abandoned then.
-        """
-        if output is None:
-            return self.leave()
+        """Commit the group after a call; return the output, with the mark of the group's end if it needs one."""
         chunk = self._exit_hooks()
         if chunk is None:
-            return None
+            return output
         marked, output = _replace_first(output, self._commit(chunk))
         if not marked:
             chunk.close_group()

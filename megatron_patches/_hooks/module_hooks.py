@@ -30,7 +30,7 @@ class ModuleHooks:
             bracket.enter()
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> Any:
-            return bracket.leave_with(output)
+            return bracket.leave() if output is None else bracket.leave_with(output)  # None: the forward raised
 
         self.handles.append(module.register_forward_pre_hook(enter))
         self.handles.append(module.register_forward_hook(leave, always_call=True))

@@ -92,11 +92,11 @@ def _wrap_full_checkpoint(original: Callable[..., Any] | None, *, runtime: Runti
         bracket = runtime.checkpoint_bracket(args[0] if args else None)  # the function that is run again
         if bracket is None or not bracket.enter():
             return original(*args, **kwargs)
-        output = None
         try:
             output = original(*args, **kwargs)
-        finally:
-            output = bracket.leave_with(output)
-        return output
+        except BaseException:
+            bracket.leave()
+            raise
+        return bracket.leave_with(output)
 
     return checkpoint

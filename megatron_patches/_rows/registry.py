@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,22 @@ class Applied:
         """Restore every target, in reverse order. Idempotent.
 
         Raises:
-            PatchError: if a row applied later to one of the targets is still in force; that row stays in force.
+            PatchError: see `check_uncovered`; all rows stay in force.
         """
+        self.check_uncovered()
         while self._installed:
             self._installed[-1].restore()
             self._installed.pop()
+
+    def check_uncovered(self) -> None:
+        """Check that no other patch lies on top of these.
+
+        Raises:
+            PatchError: if a row applied later to one of the targets is still in force.
+        """
+        own = {_key(row) for row in self.rows}
+        for installed in self._installed:
+            installed.check_uncovered(own)
 
     def _add(self, installed: _Installed) -> None:
         self._installed.append(installed)
@@ -124,19 +135,24 @@ class _Installed:
         self._before = before
         self._is_own = is_own  # False: the owner inherited the attribute or had none
 
-    def restore(self) -> None:
-        book = _book(self._owner)
-        in_force = book.get(self._name, ())
-        if not in_force or in_force[-1] != _key(self.row):
-            later = in_force[-1][1] if in_force else "something unknown"
+    @property
+    def _in_force(self) -> tuple[tuple[str, str], ...]:
+        return _book(self._owner).get(self._name, ())
+
+    def check_uncovered(self, own: Collection[tuple[str, str]]) -> None:
+        in_force, key = self._in_force, _key(self.row)
+        above = in_force[in_force.index(key) :] if key in in_force else [(key[0], "something unknown")]
+        if later := [other for other in above if other not in own]:
             raise PatchError(
-                f"cannot remove {self.row}: the patch for '{later}' was applied after it. Remove that one first."
+                f"cannot remove {self.row}: the patch for '{later[-1][1]}' was applied after it. Remove that one first."
             )
+
+    def restore(self) -> None:
         if self._is_own:
             setattr(self._owner, self._name, self._before)
         else:
             delattr(self._owner, self._name)
-        _write_book(self._owner, self._name, in_force[:-1])
+        _write_book(self._owner, self._name, self._in_force[:-1])
 
 
 def _install(row: Patch, version: str) -> _Installed:
