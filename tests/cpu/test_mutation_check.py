@@ -74,7 +74,7 @@ def check_with(changed: Any, *tests: str) -> Any:
 
 
 RULE_5 = "test_copy_order.py::test_rule_5_every_stream_that_reads_waits[seed=None]"
-OTHER = "test_copy_order.py::test_rule_3_copy_out_without_a_wait[seed=None]"
+OTHER = "test_copy_order.py::test_rule_3_unused_copy_in[seed=None]"
 
 
 def no_rule_5() -> Any:
