@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Final
+from threading import Event
+from typing import Final
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -20,24 +20,15 @@ class OptimizerWatch:
     """
 
     def __init__(self) -> None:
-        self._has_stepped = False
-        note = weakref.WeakMethod(self._note)
-        handle = register_optimizer_step_post_hook(lambda *_: _call(note))  # the hooks of torch live for ever
+        has_stepped = self._has_stepped = Event()
+        # The hooks of torch live for ever, so this one must not hold its owner.
+        handle = register_optimizer_step_post_hook(lambda *_: has_stepped.set())
         self._remove = weakref.finalize(self, handle.remove)
 
     def has_state(self, num_steps: int) -> bool:
         """Return whether an optimizer has stepped, or none is to be expected after so many iterations."""
-        return self._has_stepped or num_steps >= _MAX_WAIT_STEPS
+        return self._has_stepped.is_set() or num_steps >= _MAX_WAIT_STEPS
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
         self._remove()
-
-    def _note(self) -> None:
-        self._has_stepped = True
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    bound: Any = method()
-    if bound is not None:
-        bound()

@@ -279,7 +279,7 @@ class BudgetRank(EngineRank):
         controller = self.engine.budget
         assert controller is not None
         self.controller = controller
-        self.controller._optimizers._has_stepped = True
+        self.controller._optimizers._has_stepped.set()
 
     def begin_step(self) -> None:
         clocks = self.device.clocks
