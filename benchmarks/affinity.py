@@ -9,7 +9,6 @@ Each rank measures as it was started, then on all CPUs that are not near its GPU
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.link import measure_link, measure_pinning, measure_reads
+from benchmarks.flags import add_flags, new_parser
+from benchmarks.gpu.machine import measure_link, measure_pinning, measure_reads
 from benchmarks.gpu.model import Ranks
-from benchmarks.tables import Rows
+from benchmarks.tables import Column, show, table
 from offload_engine._devices.affinity import bind_to_gpu
 
 _COPY_BYTES = 64 << 20
@@ -30,21 +30,21 @@ _TIMES = ("launch_us", "cpu_idle_ms", "engine_idle_ms", "engine_busy_ms")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="print the table for a document")
+    parser = new_parser("affinity", __doc__)
+    add_flags(parser, ("--markdown", bool, False, "print the table for a document"))
     args = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("needs a GPU")
     ranks = _start()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for place in _places(torch.device("cuda", torch.cuda.current_device()), ranks.rank):
         figures = ranks.gather(_measure(ranks))
-        worst = [min(found[name] for found in figures) for name in _RATES]
-        worst += [max(found[name] for found in figures) for name in _TIMES]
-        rows.append([place, *(f"{figure:.3f}" if figure < 1 else f"{figure:.1f}" for figure in worst)])
+        worst = {name: min(found[name] for found in figures) for name in _RATES}
+        rows.append({"CPUs": place, **worst, **{name: max(found[name] for found in figures) for name in _TIMES}})
     if ranks.rank == 0:
         title = f"{torch.cuda.get_device_name()}, {ranks.world_size} ranks, the worst of each"
-        Rows(title, ["CPUs", *_RATES, *_TIMES], rows).print(args.markdown)
+        columns: dict[str, Column] = {"CPUs": "CPUs", **{name: (name, ".3g") for name in (*_RATES, *_TIMES)}}
+        show(table(title, columns, rows, args.markdown))
     dist.destroy_process_group()
     return 0
 
@@ -66,13 +66,9 @@ def _places(device: torch.device, rank: int) -> Iterator[str]:
     print(f"rank {rank}: {binding.text}", flush=True)
     for place, cpus in (("far", allowed - binding.cpus), ("near", binding.cpus)):
         if binding.cpus and cpus:
-            _move_to(cpus)
+            for thread in os.listdir("/proc/self/task"):
+                os.sched_setaffinity(int(thread), cpus)
             yield place
-
-
-def _move_to(cpus: frozenset[int]) -> None:
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cpus)
 
 
 def _measure(ranks: Ranks) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _work(connection: Connection, work: Callable[..., Any], arguments: tuple[Any
     connection.send(None)
     connection.recv()
     try:
-        found = work(*arguments), None
+        found: tuple[Any, str | None] = work(*arguments), None
     except Exception as error:
         found = None, describe(error)
     connection.send_bytes(pickle.dumps(found))  # by value: torch would hand over memory of a process that is gone

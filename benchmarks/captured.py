@@ -5,40 +5,46 @@ python benchmarks/run.py captured [--graphs layers|step] [--modules NAME ...] [-
 
 `layers`: TransformerEngine captures attention and router of each layer, and experts run eagerly between them (64 small
 experts a layer). `step`: one graph of the whole step of dense layers. Contenders take turns, each in a process of its
-own: `eager` and `eager-ours` without graphs, `none`, `ours` and `incumbent` with them. Needs a GPU.
+own: `none`, `ours` and `incumbent`. Needs a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import io
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.apart import run_apart
+from benchmarks.flags import add_flags, new_parser
 from benchmarks.gpu.settings import SETUPS, Shape
+from benchmarks.records import Records
+from benchmarks.tables import Column, show, table
 
-CONTENDERS = ("eager", "eager-ours", "none", "ours", "incumbent")
+CONTENDERS = ("none", "ours", "incumbent")
 SECONDS, HOST_BYTES = 240.0, 100 << 30  # of one process
 WARMUP = 4  # eager steps before the capture; megatron-core's default is 3
-_SHAPES = {
-    "layers": replace(SETUPS["fine-2"].shape, pp=1, vpp=0, ep=1),
-    "step": SETUPS["a"].shape,
-}
-_MODULES = {
-    "layers": ("core_attn", "attn_proj", "expert_fc1", "moe_act"),
-    "step": ("qkv_linear",),
-}
+_SHAPES = {"layers": replace(SETUPS["fine-2"].shape, pp=1, vpp=0, ep=1), "step": SETUPS["a"].shape}
+_MODULES = {"layers": ("core_attn", "attn_proj", "expert_fc1", "moe_act"), "step": ("qkv_linear",)}
 _SCOPES = ["attn", "moe_router"]
+_COLUMNS: dict[str, Column] = {
+    "contender": "contender",
+    "failure": "failure",
+    "step ms": lambda record: f"{statistics.median(record.get('step_ms', [0])):.1f}",
+    "host ms": lambda record: f"{statistics.median(record.get('host_ms', [0])):.1f}",
+    "reserved MiB": ("reserved_bytes", "MiB"),
+    "allocated MiB": ("allocated_bytes", "MiB"),
+    "on host MiB": ("moved_bytes", "MiB"),
+    "around a replay us": ("around_replay_us", ".1f"),
+    "loss": ("loss", ".6f"),
+}
 
 
 class Job(NamedTuple):
@@ -52,9 +58,19 @@ class Job(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    parser = new_parser("captured", __doc__)
+    parser.add_argument("--graphs", choices=sorted(_SHAPES), default="layers", help="what is captured")
+    parser.add_argument("--modules", nargs="+", metavar="NAME", help="to offload")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
+    add_flags(
+        parser,
+        ("--rounds", int, 2, "turns of each contender"),
+        ("--iters", int, 8, "timed steps of a turn"),
+        *((f"--{name}", int, None, "in place of the setup's") for name in ("layers", "nmb", "seq")),
+        ("--json", Path, None, "append a record of each turn to this file"),
+    )
+    options = parser.parse_args(arguments)
     import torch
-    from rich.console import Console
     from tqdm import tqdm
 
     if not torch.cuda.is_available():
@@ -62,60 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     shape = replace(_SHAPES[options.graphs], **{k: v for k in ("layers", "nmb", "seq") if (v := getattr(options, k))})
     modules = tuple(options.modules or _MODULES[options.graphs])
-    records: list[dict[str, Any]] = []
-    turns = [name for _ in range(options.rounds) for name in options.contenders]
-    for name in tqdm(turns, desc=f"captured {options.graphs}", unit="process"):
+    records = Records(options.json)
+    for name in tqdm(list(options.contenders) * options.rounds, desc=f"captured {options.graphs}", unit="process"):
         job = Job(name, options.graphs, shape, modules, options.iters)
         ended = run_apart(_measure, job, seconds=SECONDS, host_bytes=HOST_BYTES)
-        records.append({"contender": name, "graphs": options.graphs, "failure": ended.failure, **(ended.value or {})})
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(records[-1]) + "\n")
-    Console(width=150).print(_table(records, torch.cuda.get_device_name(), shape, modules))
+        about = {"contender": name, "graphs": options.graphs, "failure": ended.failure}
+        records.write([{**about, **(ended.value or {})}])
+    sizes = f"{shape.layers} layers, {shape.seq} tokens, {shape.nmb} microbatches"
+    show(table(f"{torch.cuda.get_device_name()}, {sizes}, offload of {' '.join(modules)}", _COLUMNS, records))
     return int(any(record["failure"] for record in records))
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="captured", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--graphs", choices=sorted(_SHAPES), default="layers", help="what is captured")
-    parser.add_argument("--modules", nargs="+", metavar="NAME", help="to offload")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each contender")
-    parser.add_argument("--iters", type=int, default=8, help="timed steps of a turn")
-    for name, what in (("layers", "layers"), ("nmb", "microbatches"), ("seq", "tokens of a sequence")):
-        parser.add_argument(f"--{name}", type=int, help=f"{what}, in place of the setup's")
-    parser.add_argument("--json", type=Path, help="append a record of each turn to this file")
-    return parser.parse_args(arguments)
-
-
-def _table(records: list[dict[str, Any]], device: str, shape: Shape, modules: Sequence[str]) -> Any:
-    from rich.table import Table
-
-    title = (
-        f"{device}, {shape.layers} layers, {shape.seq} tokens, {shape.nmb} microbatches, offload of {' '.join(modules)}"
-    )
-    table = Table(
-        *("contender", "step ms", "host ms", "reserved MiB", "allocated MiB", "on host MiB"),
-        *("around a replay us", "loss"),
-        title=title,
-    )
-    for record in records:
-        if record["failure"]:
-            table.add_row(record["contender"], record["failure"])
-            continue
-        sizes = [record[name] for name in ("reserved_bytes", "allocated_bytes", "moved_bytes")]
-        mib = ["not counted" if nbytes is None else f"{nbytes / 2**20:,.0f}" for nbytes in sizes]
-        times = [f"{statistics.median(record[name]):.1f}" for name in ("step_ms", "host_ms")]
-        table.add_row(record["contender"], *times, *mib, f"{record['around_replay_us']:.1f}", f"{record['loss']:.6f}")
-    return table
 
 
 def _measure(job: Job) -> dict[str, Any]:
     os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
     import torch
 
+    from benchmarks.gpu.measure import timed_steps
     from benchmarks.gpu.model import start_ranks
 
     ranks = start_ranks(job.shape, deterministic=False, share_gpus=False)
@@ -131,22 +109,14 @@ def _measure(job: Job) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         training.step()
-        steps, loss = [], 0.0
-        for _ in range(job.num_steps):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            losses = training.step()
-            issued = time.perf_counter()
-            torch.cuda.synchronize()
-            steps.append((time.perf_counter() - begin, issued - begin))
-            loss = sum(value.item() for value in losses)
+        step_ms, host_ms, losses = timed_steps(job.num_steps, training.step, torch.cuda.synchronize)
         found = {
-            "step_ms": [1e3 * step for step, _ in steps],
-            "host_ms": [1e3 * issued for _, issued in steps],
+            "step_ms": step_ms,
+            "host_ms": host_ms,
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
             "moved_bytes": moved(),
-            "loss": loss,
+            "loss": sum(value.item() for value in losses),
             "around_replay_us": _around_replay_us(training),
         }
         training.close()
@@ -169,16 +139,17 @@ def _around_replay_us(training: _Training) -> float:
 
         return run
 
-    calls = {name: timed(getattr(CapturedLayers, name)) for name in ("before", "after")}
+    calls: dict[str, Any] = {name: timed(getattr(CapturedLayers, name)) for name in ("before", "after")}
     with mock.patch.multiple(CapturedLayers, **calls):
         training.step()
     return 2e6 * sum(seconds) / len(seconds) if seconds else 0.0
 
 
 @contextlib.contextmanager
-def _offload(job: Job) -> Any:
-    if not job.contender.endswith("ours"):
-        yield lambda: None if job.contender == "incumbent" else 0  # its own copies are counted nowhere here
+def _offload(job: Job) -> Iterator[Callable[[], int | None]]:
+    """Put ours on, where it is the contender; yield what tells the bytes on the host, where they are counted."""
+    if job.contender != "ours":
+        yield lambda: None if job.contender == "incumbent" else 0
         return
     from megatron_patches import apply
     from offload_engine import OffloadConfig
@@ -198,29 +169,30 @@ class _Training:
     """The model, its graphs, and a step of it."""
 
     def __init__(self, job: Job) -> None:
+        import torch
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
         from benchmarks.gpu.model import Training, build_chunks, make_config
 
-        self._is_captured = not job.contender.startswith("eager")
         self._job = job
-        settings: dict[str, Any] = {}
-        if self._is_captured:
-            settings["cuda_graph_warmup_steps"] = WARMUP
-            if job.graphs == "layers":
-                settings |= {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": _SCOPES}
-            else:
-                settings["cuda_graph_impl"] = "full_iteration"
+        self._has_layers = job.graphs == "layers"
+        settings: dict[str, Any] = {"cuda_graph_warmup_steps": WARMUP}
+        if self._has_layers:
+            settings |= {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": _SCOPES}
+        else:
+            settings["cuda_graph_impl"] = "full_iteration"
         if job.contender == "incumbent":
             settings |= {"fine_grained_activation_offloading": True, "offload_modules": list(job.modules)}
-            settings |= {"delay_offload_until_cuda_graph": self._is_captured and job.graphs == "layers"}
-        _seed(job.graphs if self._is_captured else "")
-        config = make_config(job.shape, False, **settings)
-        self._config = config
-        self._chunks = _with_gradients(build_chunks(job.shape, config), config, job.graphs)
+            settings["delay_offload_until_cuda_graph"] = self._has_layers
+        # Every contender has the same weights, with generators that its graphs can register.
+        torch.manual_seed(1)
+        trackers = {"te_rng_tracker": self._has_layers, "use_cudagraphable_rng": not self._has_layers}
+        model_parallel_cuda_manual_seed(1, **trackers, force_reset_rng=True)
+        self._config = make_config(job.shape, False, **settings)
+        self._chunks = _with_gradients(build_chunks(job.shape, self._config), self._config, job.graphs)
         self._training = Training(job.shape, self._chunks, keeps_gradients=True)
         self._graphs: Any = None
-        self._schedule: Callable[..., Any] | None = None
-        if self._is_captured and job.graphs == "step":
-            self._schedule = _captured_schedule()
+        self._schedule: Any = None if self._has_layers else _captured_schedule()
 
     def step(self) -> list[Any]:
         """Run a step; return the losses."""
@@ -228,15 +200,16 @@ class _Training:
 
         from megatron.core import pipeline_parallel
 
-        self._zero_gradients()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         if self._schedule is None:
-            return list(self._training.step())
+            return self._training.step()
         with mock.patch.object(pipeline_parallel, "get_forward_backward_func", lambda: self._schedule):
-            return list(self._training.step())
+            return self._training.step()
 
     def capture(self) -> None:
         """Capture the layers. A whole step is captured by the step that comes next."""
-        if not self._is_captured or self._job.graphs == "step":
+        if not self._has_layers:
             return
         from megatron.core import num_microbatches_calculator
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -251,21 +224,7 @@ class _Training:
         if self._graphs is not None:
             self._graphs.delete_cuda_graphs()
         if self._schedule is not None:
-            self._schedule.reset_cuda_graph("training")  # type: ignore[attr-defined]
-
-    def _zero_gradients(self) -> None:
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()  # type: ignore[operator]
-
-
-def _seed(graphs: str) -> None:
-    """Give every contender the same weights, with generators that its graphs can register."""
-    import torch
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    torch.manual_seed(1)
-    trackers = {"te_rng_tracker": graphs == "layers", "use_cudagraphable_rng": graphs == "step"}
-    model_parallel_cuda_manual_seed(1, **trackers, force_reset_rng=True)
+            self._schedule.reset_cuda_graph("training")
 
 
 def _with_gradients(chunks: list[Any], config: Any, graphs: str) -> list[Any]:

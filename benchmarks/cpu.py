@@ -22,21 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.flags import add_flags, new_parser
 from benchmarks.group_cost import forward_groups
+from benchmarks.records import Records
+from benchmarks.tables import MIB, Column, Record, show, shown, table
 from offload_engine import (
     IS_COMPILED,
     Action,
-    ChunkKey,
     ChunkOffloadHandler,
     IterationStats,
     OffloadConfig,
@@ -47,10 +48,9 @@ from offload_engine import (
     group_start,
 )
 from offload_engine._devices.regions import new_buffer
+from offload_engine.schedule import one_forward_one_backward
 
 ROOT = Path(__file__).parents[1]
-MIB = 1 << 20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,7 @@ class InstantDevice:
     host_alignment = 64
     memory = graphs = None
 
-    class Slab:
-        def __init__(self, nbytes: int) -> None:
-            self.nbytes = nbytes
-
-        def close(self) -> None: ...
-
+    # Each with its own arguments: to pack any takes longer than a call.
     def new_stream(self, name: str) -> str:
         return name
 
@@ -94,22 +89,7 @@ class InstantDevice:
 
     def wait_stream(self, stream: str, leader: str) -> None: ...
 
-    def is_copy_thread(self) -> bool:
-        return False
-
-    def is_complete(self, event: str) -> bool:
-        return True
-
     def synchronize(self, event: str) -> None: ...
-
-    def mark_time(self, stream: str) -> float:
-        return 0.0
-
-    def milliseconds_between(self, first: float, last: float) -> float:
-        return 0.0
-
-    def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
-        return new_buffer(nbytes, spec, self.torch_device)
 
     def copy_out(self, stream: str, copies: Sequence[tuple[torch.Tensor, Any]]) -> str:
         return stream
@@ -117,11 +97,26 @@ class InstantDevice:
     def copy_in(self, stream: str, copies: Sequence[tuple[Any, torch.Tensor]]) -> str:
         return stream
 
+    def mark_time(self, stream: str) -> float:
+        return 0.0
+
+    def milliseconds_between(self, first: float, last: float) -> float:
+        return 0.0
+
+    def is_copy_thread(self) -> bool:
+        return False
+
+    def is_complete(self, event: str) -> bool:
+        return True
+
+    def allocate(self, nbytes: int, stream: str, spec: Any = None) -> torch.Tensor:
+        return new_buffer(nbytes, spec, self.torch_device)
+
     def free_host_bytes(self) -> int:
         return 1 << 40
 
-    def new_slab(self, nbytes: int) -> InstantDevice.Slab:
-        return self.Slab(nbytes)
+    def new_slab(self, nbytes: int) -> Any:
+        return SimpleNamespace(nbytes=nbytes, close=lambda: None)
 
     def close(self) -> None: ...
 
@@ -129,37 +124,23 @@ class InstantDevice:
 def bench_cost(repeats: int = 60, num_groups: int = 64) -> list[Figure]:
     """Measure the cost of one group, forward and backward: the best of many repeats, as noise only adds."""
     gc.disable()
-    with OffloadEngineFor(InstantDevice()) as engine:
-        calls = min(_time_handler_calls(engine, num_groups) for _ in _progress(range(repeats), "cost, handler calls"))
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device=InstantDevice())  # type: ignore[arg-type]
+    try:
+        repeated = _progress(range(repeats), "cost, handler calls")
+        calls = min(_time_handler_calls(engine, num_groups) for _ in repeated)
         marked = unmarked = float("inf")
         for _ in _progress(range(repeats), "cost, through autograd"):
             marked = min(marked, _time_autograd(engine, num_groups, is_marked=True))
             unmarked = min(unmarked, _time_autograd(engine, num_groups, is_marked=False))
+    finally:
+        engine.close()
     gc.enable()
+    what = "handler calls of a group: start, pack 3, commit, prefetch, unpack 3"
+    through = "the same through autograd: hooks and the mark at its end included"
     return [
-        Figure(
-            "cost",
-            "handler calls of a group: start, pack 3, commit, prefetch, unpack 3",
-            calls,
-            "us",
-            "< 60",
-            calls < 60,
-        ),
-        Figure("cost", "the same through autograd: hooks and the mark at its end included", marked - unmarked, "us"),
+        Figure("cost", what, calls, "us", "< 60", calls < 60),
+        Figure("cost", through, marked - unmarked, "us"),
     ]
-
-
-class OffloadEngineFor:
-    """An engine on `device` that moves every tensor; closed at the end."""
-
-    def __init__(self, device: Any) -> None:
-        self._engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), device=device)
-
-    def __enter__(self) -> OffloadEngine:
-        return self._engine
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._engine.close()
 
 
 def _time_handler_calls(engine: OffloadEngine, num_groups: int) -> float:
@@ -215,8 +196,7 @@ def _check_all_moved(stats: IterationStats, num_groups: int) -> None:
 # ---- memory and rss: one rank of a pipeline, in plain PyTorch ----
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A stack of MLP blocks on rank 0 of a 1F1B pipeline."""
 
     layers: int
@@ -225,42 +205,30 @@ class Shape:
     num_stages: int
     num_microbatches: int
 
-    def order(self) -> list[Action]:
-        """List forwards and backwards of rank 0: as many forwards ahead as there are stages."""
-        chunks = [ChunkKey(0, m) for m in range(self.num_microbatches)]
-        ahead = min(self.num_stages, self.num_microbatches)
-        actions = [Action("F", chunk) for chunk in chunks[:ahead]]
-        for m, chunk in enumerate(chunks):
-            actions.append(Action("B", chunk))
-            if m + ahead < len(chunks):
-                actions.append(Action("F", chunks[m + ahead]))
-        return actions
-
 
 MEMORY_SHAPE = Shape(layers=16, tokens=512, hidden=256, num_stages=8, num_microbatches=12)
 RSS_SHAPE = Shape(layers=8, tokens=1024, hidden=512, num_stages=8, num_microbatches=9)
 
 
 class Block(torch.nn.Module):
-    """Residual MLP whose three parts save one tensor each; `run` brackets one call of a part."""
+    """Residual MLP whose parts save one tensor each; each part is a group of the chunk, if there is one."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.parts = torch.nn.ModuleDict(
-            {
-                "norm": torch.nn.LayerNorm(hidden),
-                "fc1": torch.nn.Linear(hidden, 2 * hidden),
-                "act": torch.nn.GELU(),
-                "fc2": torch.nn.Linear(2 * hidden, hidden),
-            }
-        )
+        fc1, fc2 = torch.nn.Linear(hidden, 2 * hidden), torch.nn.Linear(2 * hidden, hidden)
+        parts = {"norm": torch.nn.LayerNorm(hidden), "fc1": fc1, "act": torch.nn.GELU(), "fc2": fc2}
+        self.parts = torch.nn.ModuleDict(parts)
 
-    def forward(
-        self, x: torch.Tensor, run: Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, chunk: ChunkOffloadHandler | None) -> torch.Tensor:
         out = x
         for name, part in self.parts.items():
-            out = run(part, out, name)
+            if chunk is None:
+                out = part(out)
+                continue
+            out = group_start(out, chunk, name)
+            with chunk.saved_tensors_hooks():
+                out = part(out)
+            out = group_commit(out, chunk)
         return x + out
 
 
@@ -271,15 +239,16 @@ def train_rank(
     torch.manual_seed(0)
     model = torch.nn.ModuleList(Block(shape.hidden) for _ in range(shape.layers))
     inputs = [torch.randn(shape.tokens, shape.hidden) for _ in range(shape.num_microbatches)]
+    order = one_forward_one_backward(shape.num_stages, 0, shape.num_microbatches)
     meter, losses, stats = ResidencyMeter(), [], IterationStats()
     engine = OffloadEngine(config, meter=meter) if config else None
-    for _ in _progress(range(num_steps), _label(config)):
+    for _ in _progress(range(num_steps), "train"):
         meter.reset_peak()
         if engine is None:
-            losses.append(_run_step(model, inputs, shape, None, meter))
+            losses.append(_run_step(model, inputs, order, None, meter))
             continue
-        with engine.iteration(shape.order(), weights=model.parameters()):
-            losses.append(_run_step(model, inputs, shape, engine, meter))
+        with engine.iteration(order, weights=model.parameters()):
+            losses.append(_run_step(model, inputs, order, engine, meter))
         stats = engine.stats
     if engine:
         engine.close()
@@ -288,43 +257,25 @@ def train_rank(
 
 def _run_step(
     model: torch.nn.ModuleList,
-    inputs: list[torch.Tensor],
-    shape: Shape,
+    inputs: Sequence[torch.Tensor],
+    order: Sequence[Action],
     engine: OffloadEngine | None,
     meter: ResidencyMeter,
 ) -> float:
-    outputs: dict[ChunkKey, torch.Tensor] = {}
+    outputs: dict[Any, torch.Tensor] = {}
     total = 0.0
-    for kind, chunk in shape.order():
+    for kind, key in order:
         if kind == "B":
-            outputs.pop(chunk).backward()
+            outputs.pop(key).backward()
             continue
-        run = _bracket(engine.start_chunk(chunk)) if engine else _call
+        chunk = engine.start_chunk(key) if engine else None
         with SavedTensorTracker(meter, model.parameters()):
-            out = inputs[chunk.microbatch]
+            out = inputs[key.microbatch]
             for block in model:
-                out = block(out, run)
-            outputs[chunk] = out.square().mean()
-        total += outputs[chunk].item()
+                out = block(out, chunk)
+            outputs[key] = out.square().mean()
+        total += outputs[key].item()
     return total
-
-
-def _call(part: torch.nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
-    return part(x)
-
-
-def _bracket(chunk: ChunkOffloadHandler) -> Callable[[torch.nn.Module, torch.Tensor, str], torch.Tensor]:
-    def run(part: torch.nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
-        x = group_start(x, chunk, name)
-        with chunk.saved_tensors_hooks():
-            out = part(x)
-        return group_commit(out, chunk)
-
-    return run
-
-
-def _label(config: OffloadConfig | None) -> str:
-    return "no offload" if config is None else "dry run" if config.dry_run else "offload"
 
 
 def bench_memory() -> list[Figure]:
@@ -332,17 +283,9 @@ def bench_memory() -> list[Figure]:
     shape, config = MEMORY_SHAPE, OffloadConfig(min_tensor_bytes=0)
     dry, dry_peak, dry_losses = train_rank(shape, config.replace(dry_run=True))
     wet, wet_peak, wet_losses = train_rank(shape, config)
-    return [
-        *_fall("memory", dry_peak, wet_peak, dry.peak_resident_bytes, 0),
-        Figure(
-            "memory",
-            "losses equal to the last bit",
-            _yes(dry_losses == wet_losses),
-            "",
-            "yes",
-            dry_losses == wet_losses,
-        ),
-    ]
+    is_equal = dry_losses == wet_losses
+    equal = Figure("memory", "losses equal to the last bit", shown(is_equal), "", "yes", is_equal)
+    return [*_fall("memory", dry_peak, wet_peak, dry.peak_resident_bytes, 0), equal]
 
 
 def _fall(benchmark: str, before: int, after: int, managed: int, kept: int) -> list[Figure]:
@@ -382,26 +325,20 @@ def _rss_child(mode: str) -> None:
 
 # ---- megatron and parity: the trainer in examples/ ----
 
-OFFLOAD = ("--offload-activation", "--offload-modules", "core_attn", "router_fc1", "qkv_linear")
-TINY = ("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64")
-DEEP = ("--num-layers", "48", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "256")
-MOE = ("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "2")
-RECOMPUTED_NORMS = ("--recompute-granularity", "selective", "--recompute-modules", "layernorm")
+OFFLOAD = "--offload-activation --offload-modules core_attn router_fc1 qkv_linear".split()
+TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64".split()
+DEEP = "--num-layers 48 --hidden-size 64 --num-attention-heads 4 --seq-length 256".split()
+MOE = "--num-experts 4 --moe-router-topk 2".split()
+MIXED = [*MOE, "--moe-layer-freq", "2"]
+RECOMPUTED_NORMS = "--recompute-granularity selective --recompute-modules layernorm".split()
 NUM_MICROBATCHES = 8
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(NamedTuple):
     """How many processes, and how many virtual stages in each."""
 
     num_ranks: int
-    num_virtual_stages: int | None = None
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        virtual = self.num_virtual_stages
-        stages = () if virtual is None else ("--num-virtual-stages-per-pipeline-rank", str(virtual))
-        return ("--pipeline-model-parallel-size", str(self.num_ranks), *stages)
+    num_virtual_stages: int = 0
 
     def __str__(self) -> str:
         return f"PP={self.num_ranks}" + (f" VPP={self.num_virtual_stages}" if self.num_virtual_stages else "")
@@ -412,25 +349,24 @@ class Trainer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._data = directory / "text"
-        script = ROOT / "examples" / "prepare_text.py"
-        self._call([str(script), "--output-prefix", str(self._data)])
+        self._data = str(directory / "text")
+        self._call([str(ROOT / "examples/prepare_text.py"), "--output-prefix", self._data])
 
-    def train(self, pipeline: Pipeline, flags: Sequence[str]) -> list[dict[str, Any]]:
+    def train(self, pipeline: Pipeline, flags: Sequence[str]) -> list[Record]:
         """Train; return the metrics of each step."""
         metrics = self._directory / "metrics.jsonl"
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        launcher += ["--nproc-per-node", str(pipeline.num_ranks)]
-        script = [str(ROOT / "examples" / "pretrain_gpt.py"), "--disable-bias-linear", "--data-path", str(self._data)]
-        self._call([*launcher, *script, "--metrics-json", str(metrics), *pipeline.flags, *flags])
+        launcher = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node".split()
+        script = [str(ROOT / "examples/pretrain_gpt.py"), "--disable-bias-linear", "--data-path", self._data]
+        stages = ["--pipeline-model-parallel-size", str(pipeline.num_ranks), "--metrics-json", str(metrics)]
+        if pipeline.num_virtual_stages:
+            stages += ["--num-virtual-stages-per-pipeline-rank", str(pipeline.num_virtual_stages)]
+        self._call([*launcher, str(pipeline.num_ranks), *script, *stages, *flags])
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         return [record for record in records if "loss" in record]
 
     def _call(self, command: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True, stdout=subprocess.DEVNULL
-        )
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
 
@@ -442,11 +378,11 @@ def bench_megatron() -> list[Figure]:
     is a few groups whatever the model, so the share that goes grows with depth: 12 layers a chunk here (4 give 90%).
     """
     pipeline = Pipeline(2, 2)
-    sizes = ("--micro-batch-size", "1", "--global-batch-size", str(NUM_MICROBATCHES), "--train-iters", "3")
-    flags = (*DEEP, *MOE, *sizes, *OFFLOAD, "--offload-min-tensor-bytes", "0")
+    sizes = f"--micro-batch-size 1 --global-batch-size {NUM_MICROBATCHES} --train-iters 3 --offload-min-tensor-bytes 0"
+    flags = [*DEEP, *MIXED, *sizes.split(), *OFFLOAD]
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(Path(directory))
-        modes = {"dry run": (*flags, "--offload-dry-run"), "offload": flags}
+        modes = {"dry run": [*flags, "--offload-dry-run"], "offload": flags}
         runs = {name: trainer.train(pipeline, modes[name])[-1] for name in _progress(list(modes), "megatron")}
     figures = []
     for rank, (dry, wet) in enumerate(zip(runs["dry run"]["ranks"], runs["offload"]["ranks"], strict=True)):
@@ -462,16 +398,19 @@ def bench_parity() -> list[Figure]:
     is evaluated. Gradients themselves are compared in tests/dist/test_parity.py.
     """
     pipelines = (Pipeline(1), Pipeline(2), Pipeline(2, 2))
-    models = {"dense": (), "moe": MOE[:4], "mixed": MOE}
-    formats = {"fp32": (), "bf16": ("--bf16",)}
-    recomputations = {"": (), "recomputed norms": RECOMPUTED_NORMS}
+    models = {"dense": [], "moe": MOE, "mixed": MIXED}
+    formats = {"fp32": [], "bf16": ["--bf16"]}
+    recomputations = {"": [], "recomputed norms": RECOMPUTED_NORMS}
     grid = list(itertools.product(pipelines, models, formats, recomputations))
     figures = []
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(Path(directory))
         for pipeline, model, number, recomputation in _progress(grid, "parity"):
-            setting = (*models[model], *formats[number], *recomputations[recomputation])
-            flags = (*TINY, *setting, *_growing_batches(pipeline), "--eval-interval", "1", "--eval-iters", "1")
+            setting = [*models[model], *formats[number], *recomputations[recomputation]]
+            # Five steps of 1, 2, 4, 8, 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule.
+            ramp, largest = ("2 2 6", 8) if pipeline.num_virtual_stages else ("1 1 8", 9)
+            batches = f"--micro-batch-size 1 --global-batch-size {largest} --rampup-batch-size {ramp} --train-iters 5"
+            flags = (*TINY, *setting, *batches.split(), "--eval-interval", "1", "--eval-iters", "1")
             # What feeds on the output of a norm is recomputed with it.
             names = ["core_attn", "attn_proj", *(() if recomputation else ("qkv_linear",))]
             names += [] if model == "dense" else ["router_fc1"]
@@ -481,88 +420,48 @@ def bench_parity() -> list[Figure]:
     return figures
 
 
-def _growing_batches(pipeline: Pipeline) -> tuple[str, ...]:
-    """List five steps of 1, 2, 4, 8, 9 microbatches; 2, 4 and 8 where they have to fill the interleaved schedule."""
-    if pipeline.num_virtual_stages is None:
-        ramp, largest = ("1", "1", "8"), "9"
-    else:
-        ramp, largest = ("2", "2", "6"), "8"
-    return (
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        largest,
-        "--rampup-batch-size",
-        *ramp,
-        "--train-iters",
-        "5",
-    )
-
-
-def _parity(what: str, plain: list[dict[str, Any]], moved: list[dict[str, Any]]) -> Figure:
+def _parity(what: str, plain: list[Record], moved: list[Record]) -> Figure:
     results = [[(step["loss"], step["grad_norm"], step["validation_loss"]) for step in run] for run in (plain, moved)]
     has_moved = moved[-1]["offload"]["copied_out_bytes"] > 0
     is_equal = results[0] == results[1] and has_moved
-    return Figure(
-        "parity", what, "equal" if is_equal else "DIFFERENT" if has_moved else "NOTHING MOVED", "", "equal", is_equal
-    )
+    verdict = "equal" if is_equal else "DIFFERENT" if has_moved else "NOTHING MOVED"
+    return Figure("parity", what, verdict, "", "equal", is_equal)
 
 
 # ---- the command line ----
 
 BENCHMARKS: dict[str, Callable[[], list[Figure]]] = {
-    "cost": bench_cost,
-    "memory": bench_memory,
-    "rss": bench_rss,
-    "megatron": bench_megatron,
-    "parity": bench_parity,
+    **{"cost": bench_cost, "memory": bench_memory, "rss": bench_rss},
+    **{"megatron": bench_megatron, "parity": bench_parity},
+}
+_COLUMNS: dict[str, Column] = {
+    "benchmark": "benchmark",
+    "what": "what",
+    "value": lambda f: f["value"] if isinstance(f["value"], str) else f"{f['value']:,.1f} {f['unit']}",
+    "target": "target",
+    "met": "is_met",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks/run.py cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("cpu", __doc__)
     parser.add_argument("benchmarks", nargs="*", metavar="NAME", help="which ones; default all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="append one JSON object a figure")
     parser.add_argument("--rss-child", choices=["plain", "offload"], help=argparse.SUPPRESS)
+    add_flags(parser, ("--json", Path, None, "append one JSON object a figure"))
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.rss_child:
         _rss_child(args.rss_child)
         return 0
-    unknown = set(args.benchmarks) - set(BENCHMARKS)
-    if unknown:
+    if unknown := set(args.benchmarks) - set(BENCHMARKS):
         parser.error(f"unknown benchmark {sorted(unknown)}; there are {', '.join(BENCHMARKS)}")
+    records = Records(args.json)
     figures = [f for name in args.benchmarks or BENCHMARKS for f in BENCHMARKS[name]()]
-    if args.json:
-        with args.json.open("a") as file:
-            file.writelines(json.dumps(asdict(figure) | {"is_compiled": IS_COMPILED}) + "\n" for figure in figures)
-    Console().print(_table(figures))
+    records.write(asdict(figure) | {"is_compiled": IS_COMPILED} for figure in figures)
+    core = "compiled" if IS_COMPILED else "pure Python"
+    show(table(f"offload engine on the CPU, core {core}", _COLUMNS, records))
     return 0
 
 
-def _table(figures: Sequence[Figure]) -> Table:
-    core = "compiled" if IS_COMPILED else "pure Python"
-    table = Table(title=f"offload engine on the CPU, core {core}", title_justify="left")
-    for column, justify in (
-        ("benchmark", "left"),
-        ("what", "left"),
-        ("value", "right"),
-        ("target", "right"),
-        ("", "left"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for figure in figures:
-        value = figure.value if isinstance(figure.value, str) else f"{figure.value:,.1f} {figure.unit}"
-        verdict = "" if figure.is_met is None else "[green]met[/]" if figure.is_met else "[bold red]MISSED[/]"
-        table.add_row(figure.benchmark, figure.what, value, figure.target, verdict)
-    return table
-
-
-def _progress(values: Sequence[T] | range, label: str) -> Iterator[T]:
-    yield from tqdm(values, desc=label, leave=False)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+def _progress(values: Iterable[Any], label: str) -> Iterable[Any]:
+    return tqdm(values, desc=label, leave=False)

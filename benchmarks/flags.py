@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that several benchmarks have, parsed before torch is imported, or without it, so that mistakes are cheap.
+"""Flags of the benchmarks, parsed before torch is imported, or without it, so that mistakes are cheap.
 
 `offload_engine.sizes` is loaded from its file, because the package around it imports torch.
 """
@@ -8,14 +8,48 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 _SOURCE = Path(__file__).resolve().parents[1] / "offload_engine" / "sizes.py"
+_METAVARS = {int: "N", float: "X"}
+
+
+def new_parser(name: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Make the parser of a benchmark."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"benchmarks/run.py {name}", None, description, epilog, formatter_class=layout)
+
+
+def add_flags(parser: argparse.ArgumentParser, *flags: tuple[str, Any, Any, str]) -> None:
+    """Add flags, each by its name or names, type (of bool it is a switch), default and help."""
+    for names, kind, default, text in flags:
+        if kind is bool:
+            parser.add_argument(*names.split(), action="store_true", help=text)
+            continue
+        shown = "" if default is None else f" (default {default})"
+        metavar = _METAVARS.get(kind) or ("FILE" if kind in (Path, output_file) else "VALUE")
+        parser.add_argument(*names.split(), type=kind, default=default, metavar=metavar, help=f"{text}{shown}")
+
+
+def refuse(parser: argparse.ArgumentParser, mistakes: Mapping[str, Any]) -> None:
+    """End the process with the first text whose value is true."""
+    for text, is_mistake in mistakes.items():
+        if is_mistake:
+            parser.error(text)
+
+
+def add_engine_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --engine, whose values `engine_settings` reads."""
+    text = "setting of ours, see OffloadConfig.from_flags"
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=VALUE", help=text)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what --engine says."""
+    return dict(assignment(text) for text in args.engine)
 
 
 def bytes_flag(unit: str = "B") -> Callable[[str], int]:
@@ -28,43 +62,27 @@ def bytes_flag(unit: str = "B") -> Callable[[str], int]:
     return flag
 
 
-def add_engine_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --engine, whose values `engine_settings` reads."""
-    parser.add_argument(
-        "--engine",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of ours, see OffloadConfig.from_flags",
-    )
+def output_file(text: str) -> Path:
+    """Parse an output file, and check it now rather than at the end of a run, when it is written."""
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
+    return Path(text)
 
 
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what --engine says.
-
-    Raises:
-        ValueError: if one is not NAME=VALUE.
-    """
-    return dict(assignment(text) for text in args.engine)
-
-
-def settings_of(kind: type[T], args: argparse.Namespace, **changes: Any) -> T:
-    """Make a dataclass whose fields are the flags of the same names, except for `changes`."""
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in changes]  # type: ignore[arg-type]
-    return kind(**{name: getattr(args, name) for name in names}, **changes)
+def input_file(text: str) -> Path:
+    """Parse a file that is there."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return Path(text)
 
 
 def words(text: str) -> tuple[str, ...]:
     """Split a list on the command line into words, separated by commas or spaces."""
-    return tuple(word for word in text.replace(",", " ").split())
+    return tuple(text.replace(",", " ").split())
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """Parse a field of `OffloadConfig` as the command line gives it.
-
-    Raises:
-        ValueError: if it is not NAME=VALUE.
-    """
+    """Parse a field of `OffloadConfig` as the command line gives it."""
     name, separator, value = text.partition("=")
     if not (name and separator and value):
         raise ValueError(f"{text!r} is not NAME=VALUE: an argument of OffloadConfig.from_flags and its value")

@@ -32,21 +32,16 @@ def forward_groups(
 
     A group is opened and closed as the brackets around megatron-core's modules do it: its hooks are pushed and popped,
     and it has a mark at its end alone.
-
-    Args:
-        x: input of the first group; requires grad.
-        tensors: the three tensors that each group saves.
-        chunk: brackets the groups; None runs the same without the engine.
     """
     out = x
     while tensors:
         saved = tensors.pop()
         if chunk is None:
-            out = _SaveThree.apply(out, saved)
+            out = _SaveThree.apply(out, saved)  # type: ignore[no-untyped-call]
             continue
         chunk.open_group("module")
         chunk.hooks.push()
-        out = _SaveThree.apply(out, saved)
+        out = _SaveThree.apply(out, saved)  # type: ignore[no-untyped-call]
         chunk.hooks.pop()
         out = group_commit(out, chunk)
     return out

@@ -1,65 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs that print figures share: labels of files on the command line, and tables."""
+"""Tables and pictures of records. matplotlib is imported where a picture is drawn, and needs no display."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-MIB = 1 << 20
+Record = dict[str, Any]
+Column = str | tuple[str, str] | Callable[[Record], str]
+"""A field in words, a field and the format of its numbers, or what makes the words."""
+MIB, GIB = 1 << 20, 1 << 30
 
 
-def mib(nbytes: float | None, digits: int = 0) -> str:
-    """Show bytes in MiB; empty where there are none to show."""
-    return "" if nbytes is None else f"{nbytes / MIB:,.{digits}f}"
+def shown(value: Any, form: str = "") -> str:
+    """Show a value as `format` does, or bytes in "MiB"; empty where there is none."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value / MIB:,.0f}" if form == "MiB" else format(value, form)
 
 
-def number(value: float | None, digits: int) -> str:
-    """Show a number with so many digits behind the point; empty where there is none."""
-    return "" if value is None else f"{value:,.{digits}f}"
+def table(title: str, columns: Mapping[str, Column], records: Iterable[Record], as_markdown: bool = False) -> Table:
+    """Make a table with a row for each record."""
+    made = Table(title=title, title_justify="left", box=box.MARKDOWN if as_markdown else box.HEAVY_HEAD)
+    for head, column in columns.items():
+        made.add_column(head, justify="right" if isinstance(column, tuple) else "left", overflow="fold")
+    for record in records:
+        made.add_row(*(escape(_cell(column, record)) for column in columns.values()))
+    return made
 
 
-class Rows(NamedTuple):
-    """A table, for the terminal or for a document."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_words: int = 1
-    """So many columns at the left are words, the others figures."""
-
-    def for_terminal(self) -> Table:
-        table = Table(title=self.title, title_justify="left")
-        for index, name in enumerate(self.head):
-            table.add_column(name, justify="left" if index < self.num_words else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def as_markdown(self) -> str:
-        lines = [self.head, ("---",) * len(self.head), *self.rows]
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-    def print(self, as_markdown: bool) -> None:
-        if as_markdown:
-            print(self.as_markdown())
-        else:
-            Console(width=max(140, Console().width)).print(self.for_terminal())
+def _cell(column: Column, record: Record) -> str:
+    if isinstance(column, str):
+        return shown(record.get(column))
+    return shown(record.get(column[0]), column[1]) if isinstance(column, tuple) else column(record)
 
 
-def labelled_file(text: str) -> tuple[str, Path]:
-    """Parse `LABEL=FILE` of a command line; the label of a file alone is its name up to the first dot."""
-    label, separator, file = text.partition("=")
-    return (label, Path(file)) if separator else (Path(text).name.partition(".")[0], Path(text))
+def show(*tables: Table) -> None:
+    """Print tables, those without rows left out; in Markdown no line is wrapped."""
+    with_rows = [one for one in tables if one.row_count]
+    width = 1000 if any(one.box is box.MARKDOWN for one in with_rows) else 150
+    Console(width=max(width, Console().width)).print(*with_rows)
 
 
-def mistake_in(files: Sequence[tuple[str, Path]]) -> str | None:
-    """Return the mistake in files of a command line, if any: a label given twice, a file that does not exist."""
-    if len({label for label, _ in files}) < len(files):
-        return "two files have the same label: write LABEL=FILE"
-    absent = [str(file) for _, file in files if not file.is_file()]
-    return f"there is no file {', '.join(absent)}" if absent else None
+@contextmanager
+def picture(file: Path, *panels: int, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its axes, as `pyplot.subplots` makes them; at the end they are written to `file`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(*panels, layout="constrained", **options)
+    yield figure, axes
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def plot_points(
+    file: Path, points: Iterable[tuple[str, float, float, dict[str, Any]]], title: str, **axes: Any
+) -> None:
+    """Plot what contenders reach, each as a label, what it holds in bytes, a figure, and the style of its point."""
+    from matplotlib import colormaps
+
+    with picture(file, figsize=(11, 6)) as (figure, panel):
+        for index, (label, nbytes, value, style) in enumerate(points):
+            panel.scatter(nbytes / GIB, value, s=100, color=colormaps["tab20"](index % 20), label=label, **style)
+        panel.set(**axes)
+        panel.set_title(title, loc="left", fontsize=9)
+        panel.grid(alpha=0.3)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False, labelspacing=0.8)

@@ -7,6 +7,7 @@ is all that checkpointing keeps, live on the host between forward and backward.
 
 import argparse
 from pydoc_data import topics  # documentation that every CPython carries
+from typing import Any
 
 import torch
 from tqdm import trange
@@ -57,7 +58,8 @@ if __name__ == "__main__":
     # the smallest that leaves by default, and a meter is there for the figures below.
     small = OffloadConfig(min_tensor_bytes=64 << 10, policy=GroupWindow(2))
     model = offload_wrapper(make_model(), engine=OffloadEngine(small, meter=after))
-    offloaded, stats = train(model, steps, after), model.activation_offload.stats
+    offloaded = train(model, steps, after)
+    stats: Any = model.activation_offload.stats  # type: ignore[union-attr]
     print(f"loss {plain[0]:.4f} -> {plain[-1]:.4f}; with offload equal to the last bit: {plain == offloaded}")
     on_device, inputs = stats.peak_resident_bytes >> 10, stats.managed_bytes >> 10
     print(f"inputs of layers: {inputs} KiB, at most {on_device} KiB of them on the device at once")

@@ -7,6 +7,7 @@
 import argparse
 from itertools import islice
 from pydoc_data import topics  # documentation that every CPython carries
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +34,7 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     text = torch.tensor(list("".join(topics.topics.values()).encode()))  # a token is a byte
-    pieces = torch.utils.data.DataLoader(text.unfold(0, LENGTH, LENGTH), batch_size=BATCH, shuffle=True)
+    pieces: Any = torch.utils.data.DataLoader(text.unfold(0, LENGTH, LENGTH), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
     shape = dict(vocab_size=256, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN, num_hidden_layers=6)
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, use_cache=False, **shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

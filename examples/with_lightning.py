@@ -3,6 +3,7 @@
 
 import argparse
 from pydoc_data import topics  # documentation that every CPython carries
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
@@ -41,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     seed_everything(0)
     text = torch.tensor(list("".join(topics.topics.values()).encode()))  # a token is a byte
-    pieces = torch.utils.data.DataLoader(text.unfold(0, LENGTH + 1, LENGTH), batch_size=BATCH, shuffle=True)
+    pieces: Any = torch.utils.data.DataLoader(text.unfold(0, LENGTH + 1, LENGTH), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
     small = OffloadConfig(min_tensor_bytes=64 << 10)  # the tensors of this model are below the default of 1 MiB
     trainer = Trainer(
         max_steps=args.steps,

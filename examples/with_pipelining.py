@@ -48,7 +48,8 @@ def main() -> None:
     with nullcontext() if args.no_offload else offload_schedule(schedule, small, group_bytes=1 << 20):
         for step in range(args.steps):
             batch = text.unfold(0, LENGTH + 1, LENGTH)[step * MICROBATCHES * BATCH :][: MICROBATCHES * BATCH]
-            inputs, losses = [batch[:, :-1]] if rank == 0 else [], []
+            inputs = [batch[:, :-1]] if rank == 0 else []
+            losses: list[torch.Tensor] = []
             schedule.step(*inputs, target=batch[:, 1:].flatten(), losses=losses, return_outputs=False)
             optimizer.step()
             optimizer.zero_grad()

@@ -18,8 +18,8 @@ from torch import nn
 from torchtitan.models.llama3 import config_registry
 from torchtitan.trainer import Trainer
 
-from offload_engine import OffloadConfig, enable_activation_offloading
-from offload_engine.frontends.integrations.pipelining import offload_schedule
+from offload_engine import LayerOffload, OffloadConfig, enable_activation_offloading
+from offload_engine.frontends.integrations.pipelining import ScheduleOffload, offload_schedule
 
 
 class OffloadTrainer(Trainer):
@@ -38,6 +38,7 @@ class OffloadTrainer(Trainer):
     def __init__(self, config: OffloadTrainer.Config) -> None:
         super().__init__(config)
         settings = OffloadConfig.from_flags(gpu_budget=config.offload_gpu_budget) if config.offload_gpu_budget else None
+        self._offloads: list[LayerOffload | ScheduleOffload]
         if self.parallel_dims.pp_enabled:
             self._offloads = [offload_schedule(self.pp_schedule, settings)]
         else:

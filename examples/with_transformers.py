@@ -14,7 +14,7 @@ from offload_engine.frontends.integrations.transformers import OffloadCallback
 LENGTH, HIDDEN = 128, 128
 
 
-class Bytes(torch.utils.data.Dataset):
+class Bytes(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Python's help topics in pieces of LENGTH bytes; a token is a byte."""
 
     def __init__(self) -> None:

@@ -34,7 +34,8 @@ TABLE_COLUMNS = 120  # the paths of submodules need this width
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags in front of the script, apply the patches and run the script as `__main__`."""
-    own, script = split_flags(sys.argv[1:] if argv is None else argv)
+    typed = sys.argv[1:] if argv is None else argv
+    own, script = split_flags(typed)
     parser = _make_parser()
     args = parser.parse_args(own)
     if args.list_modules:
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"there is no script {script[0]!r}")
     if not args.plan and (given := hardware_flags_in(args)):
         parser.error(f"{', '.join(given)} without --plan changes nothing: give both, or neither")
+    # As `python script.py ARGS` would, and before megatron-core is imported: beside the script may be another one.
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     if args.plan:
         _plan(parser, args, script)
         return
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         if error is not handle.mistake:
             raise
-        end_run(PROGRAM, str(error))
+        end_run(PROGRAM, str(error), words=typed)
     finally:
         _remove(handle, cpu_support, has_failed=sys.exc_info()[0] is not None)
 
@@ -124,13 +127,16 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _check(how: str) -> int:
     """Check all rows against the megatron-core that is installed; return the exit status."""
+    try:
+        version = installed_version()
+    except RuntimeError as error:
+        end_run(PROGRAM, str(error))
     import megatron.core
 
     from megatron_patches._check import accept, check_rows, read_known, table_of
     from megatron_patches._handle import patch_rows
 
     rows = patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
-    version = installed_version()
     if how == "accept":
         accept(rows, version)
     findings = check_rows(rows, version, read_known())
@@ -202,9 +208,7 @@ def _log_to_stderr() -> None:
 
 
 def _run(script: Sequence[str]) -> None:
-    # As `python script.py ARGS` would.
     sys.argv = list(script)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     runpy.run_path(script[0], run_name="__main__")
 
 

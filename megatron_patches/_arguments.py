@@ -64,6 +64,11 @@ class Settings(NamedTuple):
     """The names come from megatron-core's own setting, which allows names with nothing to move. As a default: every
     model is expected to have such a setting."""
 
+    @property
+    def is_on(self) -> bool:
+        """Return whether models whose configuration sets nothing offload."""
+        return bool(self.modules) or self.gpu_budget is not None or self.num_layers is not None
+
 
 def add_offload_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the offload flags that `parser` does not have yet; return the parser."""
@@ -103,11 +108,12 @@ def resolve(config: Any, defaults: Settings) -> Settings | None:
         ValueError: if two settings exclude each other.
     """
     budget = _budget_of(config) or defaults.gpu_budget
-    if not (is_on(config) or defaults.modules or budget):
+    if not (is_on(config) or defaults.is_on):
         return None
     _check_others_are_off(config)
     own = getattr(config, "offload_modules", None) if is_on(config) else None
     parts = part_settings(config, defaults)
+    _check_layers_save(config, parts["num_layers"])
     has_choice = budget is not None or parts["num_layers"] is not None
     modules = canonical_names(own or defaults.modules or (() if has_choice else DEFAULT_MODULES))
     _check_no_paged_stash(config, modules)
@@ -149,14 +155,20 @@ def has_report(config: Any, defaults: Settings) -> bool:
     return defaults.has_report and getattr(config, "offload_report", True)
 
 
-def config_rows(take_over: TakeOver | None = None) -> list[Patch]:
-    """Return the rows that give TransformerConfig and MLATransformerConfig the new fields, and translate others."""
+def config_rows(take_over: TakeOver | None = None, *, is_on_by_default: bool = False) -> list[Patch]:
+    """Return the rows that give TransformerConfig and MLATransformerConfig the new fields, and translate others.
+
+    Args:
+        take_over: translates megatron-core's own settings.
+        is_on_by_default: models offload whose configuration does not ask for it, so its other fields have a meaning.
+    """
     base = f"{_CONFIGS}:TransformerConfig"
     rows = [_class_default(base, setting) for setting in SETTINGS]
     for owner in (base, f"{_CONFIGS}:MLATransformerConfig"):
         rows.append(Patch(target=f"{owner}.__dataclass_fields__", wrapper=_add_fields, why=_WHY))
         rows.append(Patch(target=f"{owner}.__init__", wrapper=_wrap_init, why=_WHY))
-    post_init = functools.partial(_wrap_post_init, take_over=take_over or TakeOver(is_for_all=False))
+    take_over = take_over or TakeOver(is_for_all=False)
+    post_init = functools.partial(_wrap_post_init, take_over=take_over, is_on_by_default=is_on_by_default)
     rows.append(Patch(target=f"{base}.__post_init__", wrapper=post_init, why=_WHY))
     return rows
 
@@ -190,24 +202,29 @@ def _wrap_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _wrap_post_init(original: Callable[..., None], *, take_over: TakeOver) -> Callable[..., None]:
+def _wrap_post_init(
+    original: Callable[..., None], *, take_over: TakeOver, is_on_by_default: bool
+) -> Callable[..., None]:
     @functools.wraps(original)
     def post_init(self: Any) -> None:
         original(self)
         take_over.translate(self)
-        check_fields(self)
+        check_fields(self, is_on_by_default)
 
     return post_init
 
 
-def check_fields(config: Any) -> None:
+def check_fields(config: Any, is_on_by_default: bool = False) -> None:
     """Check the offload fields of a configuration against each other and against megatron-core's own.
 
+    Args:
+        config: of a model.
+        is_on_by_default: the model offloads even if it has neither `offload_activation` nor a budget.
+
     Raises:
-        ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is no size,
-            `offload_modules` is set without `offload_activation` or a budget for the GPU, a budget is combined with a
-            bound that it replaces, megatron-core's own offloading is on too, or its paged stash is on and a name is in
-            the experts.
+        ValueError: if a switch is not a bool, a module name or host policy is unknown, a value is no size, a field is
+            set where nothing offloads, a budget is combined with a bound that it replaces, megatron-core's own
+            offloading is on too, or its paged stash is on and a name is in the experts.
     """
     for name in SWITCHES:
         if not isinstance(getattr(config, name, False), bool):
@@ -228,11 +245,19 @@ def check_fields(config: Any) -> None:
         _check_others_are_off(config)
         _check_no_paged_stash(config, canonical_names(config.offload_modules or (), config))
         _check_limit(config)
-    elif config.offload_modules and not config.fine_grained_activation_offloading:
-        raise ValueError(
-            f"offload_modules={config.offload_modules} without offload_activation=True moves nothing: set "
-            "offload_activation (--offload-activation), or leave offload_modules empty"
-        )
+    elif not (is_on_by_default or config.offload_engine or config.fine_grained_activation_offloading):
+        _check_nothing_is_set(config)
+
+
+def _check_nothing_is_set(config: Any) -> None:
+    values = {"offload_modules": config.offload_modules} | {s.name: getattr(config, s.name) for s in SETTINGS}
+    defaults = {setting.name: setting.default for setting in SETTINGS}
+    for name, value in values.items():
+        if value and value != defaults.get(name):
+            raise ValueError(
+                f"{name}={value} without offload_activation=True moves nothing: set offload_activation "
+                f"(--offload-activation), or leave {name} out"
+            )
 
 
 def _size_of(source: Any, name: str) -> int | None:
@@ -275,10 +300,14 @@ def _check_num_layers(config: Any) -> None:
         return
     if isinstance(num, bool) or not isinstance(num, int) or num < 1:
         raise ValueError(f"offload_num_layers must be a positive number of layers, got {num!r}")
-    if config.recompute_granularity == "full":
+    _check_layers_save(config, num)
+
+
+def _check_layers_save(config: Any, num_layers: int | None) -> None:
+    if num_layers is not None and getattr(config, "recompute_granularity", None) == "full":
         raise ValueError(
-            f"offload_num_layers={num} selects layers, and with recompute_granularity='full' what is saved is of no "
-            "layer: leave one of the two out"
+            f"offload_num_layers={num_layers} selects layers, and with recompute_granularity='full' what is saved is "
+            "of no layer: leave one of the two out"
         )
 
 

@@ -60,7 +60,7 @@ class OneLineParser(argparse.ArgumentParser):
         return f"did you mean {nearest[0]}?" if nearest else ""
 
 
-def end_run(program: str, message: str, status: int = 1) -> NoReturn:
+def end_run(program: str, message: str, status: int = 1, words: Sequence[str] | None = None) -> NoReturn:
     """End this process because of a mistake of the user, with one line that all ranks together say once.
 
     Under torchrun the line goes into the report that torchrun prints last. The other ranks of the host stay silent and
@@ -71,11 +71,12 @@ def end_run(program: str, message: str, status: int = 1) -> NoReturn:
         message: names settings as fields of a configuration; the line names them as flags, and modules as they were
             typed.
         status: of the exit.
+        words: of the command line; None: as in `sys.argv`.
 
     Raises:
         SystemExit: always.
     """
-    line = f"{program}: error: {as_typed(message, sys.argv)}"
+    line = f"{program}: error: {as_typed(message, sys.argv if words is None else words)}"
     file = os.environ.get(_ERROR_FILE)
     if not file:
         if os.environ.get("RANK", "0") == "0":
@@ -98,8 +99,8 @@ def as_typed(message: str, words: Iterable[str]) -> str:
             message = message.replace(f"'{row.name}'", f"'{alias}'")
     for field, flag in _flags().items():
         message = re.sub(rf"(?<![-\w(]){field}=(True|False)\b", flag, message)
-        message = re.sub(rf"(?<![-\w(.]){field}=", f"{flag} ", message)
-        message = re.sub(rf"(?<![-\w(.]){field}\b(?!\()", flag, message)
+        message = re.sub(rf"(?<![-\w(./]){field}=", f"{flag} ", message)
+        message = re.sub(rf"(?<![-\w(./]){field}\b(?![(/]|\.\w)", flag, message)
         message = message.replace(f"{flag} ({flag})", flag)
     return message
 

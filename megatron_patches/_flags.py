@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Optional
 
 from megatron_patches._thresholds import thresholds_flag
@@ -53,17 +54,16 @@ def _budget(text: str) -> str:
 
 
 def _fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share: give a number from 0 to 1")
-    return value
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a share: give a number from 0 to 1")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers: give at least 1")
-    return value
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers: give at least 1")
 
 
 # Sizes default to None, which stands for the value in `apply(config=...)` or, without one, for OffloadConfig's default.

@@ -106,7 +106,8 @@ def apply(
     hooks, engine and what a budget recomputes go before the next step.
 
     Args:
-        config: settings of the engines where the model's configuration sets none.
+        config: settings of the engines where the model's configuration sets none; its budget and what it says of
+            recomputation are those of `gpu_budget` and `may_recompute`.
         modules: names to offload in models whose configuration does not ask for offload; empty: none.
         meter: where resident bytes are counted; None: each engine has its own.
         trace: file for the recording of the second step where the model's configuration sets none.
@@ -128,16 +129,18 @@ def apply(
         PatchError: if the patches are in force already.
         ValueError: if a module name is unknown, or the budget is no size.
     """
+    config = config or OffloadConfig()
+    gpu_budget = config.gpu_budget if gpu_budget is None else gpu_budget
     budget = None if gpu_budget is None else parse_size(str(gpu_budget))
     settings = Settings(
-        config or OffloadConfig(),
+        config.replace(gpu_budget=None, recompute="auto"),
         canonical_names(modules),
         trace,
         has_report,
         budget,
         plan,
         plan_plot,
-        may_recompute=may_recompute,
+        may_recompute=may_recompute and config.recompute != "off",
         is_taken_over=replace_fine_grained,
     )
     return apply_settings(settings, meter)
@@ -147,13 +150,13 @@ def apply_settings(settings: Settings, meter: ResidencyMeter | None = None) -> H
     """Patch megatron-core as `apply` does, for settings that are resolved already."""
     check_supported()
     runtime, take_over = ModelRuntime(settings, meter), TakeOver(settings.is_taken_over)
-    return Handle(runtime, apply_patches(patch_rows(runtime, take_over)))
+    return Handle(runtime, apply_patches(patch_rows(runtime, take_over, is_on_by_default=settings.is_on)))
 
 
-def patch_rows(runtime: Runtime, take_over: TakeOver | None = None) -> list[Patch]:
-    """Return all rows, for the models of `runtime` and the configurations that `take_over` translates."""
+def patch_rows(runtime: Runtime, take_over: TakeOver | None = None, *, is_on_by_default: bool = False) -> list[Patch]:
+    """Return all rows, for the models of `runtime`, and configurations as `config_rows`."""
     return [
-        *config_rows(take_over),
+        *config_rows(take_over, is_on_by_default=is_on_by_default),
         *schedule_rows(runtime),
         *full_graph_rows(runtime),
         *overlap_rows(runtime),

@@ -36,8 +36,8 @@ def installed_version() -> str:
 
 @functools.cache  # some rows are applied around each forward of the experts
 def is_in_range(version: str, specifiers: str) -> bool:
-    """Return whether a version lies in a range such as ">=0.16.1,<0.21"; release candidates in the range count."""
-    return SpecifierSet(specifiers).contains(Version(version), prereleases=True)
+    """Return whether a version lies in a range such as ">=0.16.1,<0.21"; a release candidate counts as its release."""
+    return SpecifierSet(specifiers).contains(Version(version).base_version)
 
 
 def checkout() -> Path | None:

@@ -6,7 +6,7 @@ from offload_engine._compat.build import IS_COMPILED
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.config import OffloadConfig
 from offload_engine.engine import OffloadEngine
-from offload_engine.engine_view import EngineSnapshot
+from offload_engine.engine_view import EngineSnapshot, explain
 from offload_engine.errors import BudgetError, CopyError, OffloadError
 from offload_engine.frontends.any_model import ManagedActivations, manage_activations
 from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint
@@ -61,6 +61,7 @@ __all__ = [
     "__version__",
     "checkpoint",
     "enable_activation_offloading",
+    "explain",
     "group_commit",
     "group_start",
     "manage_activations",

@@ -32,7 +32,7 @@ from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
 
-class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
+class ChunkOffloadHandler(HandlerBase):
     """Brackets the groups of one chunk and reports their boundaries. Made by `OffloadEngine.start_chunk`.
 
     It keeps the contract of TransformerEngine's `AsyncDoubleBufferGroupOffloadHandler`, so that library's
@@ -237,6 +237,8 @@ class ChunkOffloadHandler(HandlerBase):  # type: ignore[misc]
         groups = self.groups.progress.groups
         index = max(self.current_group - 1, 0) if group is None else group.index
         self.current_group = index
+        if self.groups.progress.is_over:  # another iteration may have a chunk of the same key
+            return
         self._executor.at(BACKWARD, self.groups.progress, groups[index] if index < len(groups) else None)
 
     def on_group_start_backward(self) -> None:

@@ -171,6 +171,11 @@ class OffloadConfig:
             ValueError: if bounds belong to several policies, a value is outside its range, or a text is no size.
             TypeError: if a value has the wrong type, or a setting is unknown.
         """
+        if "policy" in settings:
+            raise TypeError(
+                f"policy={settings['policy']!r} is no setting of a command line, where the bounds of a policy are "
+                "settings of their own: a policy goes into OffloadConfig(policy=...)"
+            )
         settings = {name: _in_bytes(name, value) for name, value in settings.items()}
         bounds = {name: settings.pop(name) for name in BOUNDS if name in settings}
         return cls(**settings, policy=policy_for(**bounds))
@@ -200,8 +205,9 @@ class OffloadConfig:
         return cls(policy=smp_policy(config))
 
     def with_default(self, policy: PolicySettings) -> OffloadConfig:
-        """Return this configuration with a policy, if it has neither one nor a budget that decides."""
-        return self if self.policy is not None or self.gpu_budget is not None else self.replace(policy=policy)
+        """Return this configuration with a policy, if neither one, nor a budget, nor a share decides what stays."""
+        is_decided = self.policy is not None or self.gpu_budget is not None or self.keeps_a_share
+        return self if is_decided else self.replace(policy=policy)
 
     def replace(self, **changes: object) -> OffloadConfig:
         """Return a copy with some fields changed, validated again."""

@@ -38,7 +38,10 @@ from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
-_LEFT = "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run"
+_LEFT = (
+    "%d saved storages outlive the iteration, first %s: a graph is kept alive or its backward has not run. "
+    "Keep loss.item() instead of the loss, and evaluate under torch.no_grad()"
+)
 
 
 class OffloadEngine(EngineView):
@@ -78,7 +81,7 @@ class OffloadEngine(EngineView):
         self._keeping = Keeping(self._policy, self._counters, share_of(self.config))
         super().__init__(*self._new_books(), Observer(pipeline, logs_first_step, self.config))
         self.graphs = GraphCaptures(self._context, self.pool, self.config, self._check_capture, self.reset_iteration)
-        self._num_chunks, self._is_device_closed = 0, False
+        self._num_chunks, self._num_left, self._is_device_closed = 0, 0, False
         self.budget = make_budget(self.config.gpu_budget, self._context, self._policy, self._keeping, self._counters)
 
     def begin_iteration(
@@ -209,7 +212,7 @@ class OffloadEngine(EngineView):
     def end_iteration(self) -> IterationStats:
         """End a training step, after its last backward.
 
-        Storages that a graph still holds stay valid; they are counted in `num_storages_left` and cause a warning.
+        Storages that a graph still holds stay valid. `num_storages_left` counts them; more than before cause a warning.
 
         Raises:
             OffloadError: outside an iteration.
@@ -218,15 +221,16 @@ class OffloadEngine(EngineView):
         if not self._is_in_iteration:
             raise OffloadError("end_iteration() outside an iteration")
         self._store.has_handles()
-        self._executor.end_iteration()
+        has_backward = self._executor.end_iteration()
         self._is_in_iteration, self.current_chunk = False, None
         stats = self._store.finish()
         recorder, self._context.recorder = self._context.recorder, None
         if self.budget is not None:
-            self.budget.end(stats, self._num_chunks)
+            self.budget.end(stats, self._num_chunks if has_backward else 0)
         self._observer.end(None if isinstance(recorder, MeasuringRecorder) else recorder, stats)
-        if stats.num_storages_left:
+        if stats.num_storages_left > self._num_left:  # otherwise it was said
             logger.warning(_LEFT, stats.num_storages_left, next(iter(self._store.live)))
+        self._num_left = stats.num_storages_left
         return stats
 
     def reset_iteration(self) -> None:

@@ -58,7 +58,7 @@ class EngineView:
     Attributes:
         budget: decides by `OffloadConfig.gpu_budget`, with hooks for callers of several ranks; None without one.
         current_chunk: the chunk whose forward has begun last in this iteration.
-        graphs: announces the capture of a whole step as a CUDA graph.
+        graphs: announces captures as CUDA graphs, of a whole step or of layers.
         failures: tells whether a copy has failed, or an interrupt has come, since the last `reset_iteration()`: saved
             tensors may be incomplete.
         is_idle: the running iteration needs no groups; see `is_active`. Callers may open some all the same.
@@ -77,7 +77,7 @@ class EngineView:
         self._use(store, executor)
 
     def _use(self, store: ActivationStore, executor: Executor) -> None:
-        """Begin with new books, outside of an iteration."""
+        """Start with fresh books, outside of an iteration."""
         self.current_chunk: ChunkOffloadHandler | None = None
         self._executor = executor
         self._store = store

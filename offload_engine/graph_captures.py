@@ -113,8 +113,9 @@ class GraphCaptures:
             NotImplementedError: if the device has no graphs.
         """
         step = CapturedStep(self._release)
-        self._begin()
+        self._check_before(is_whole_step=True)
         try:
+            self._begin()
             with graph or nullcontext():
                 try:
                     yield step
@@ -228,7 +229,6 @@ class GraphCaptures:
 
     def _begin(self) -> None:
         context, graphs = self._context, self._context.device.graphs
-        self._check_before(is_whole_step=True)
         assert graphs is not None
         self._wait_for_copies()
         self._pool.freeze()  # it may ask for events

@@ -22,9 +22,11 @@ from offload_engine._observe.report import moves_text, report_table, why_text
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _check(parser, options)
     try:
-        if options.merge:
+        if options.merge is not None:
             sys.stdout.write(f"{merge(options.files, options.merge)}\n")
             return 0
         records = [record for file in options.files for record in read_records(file)]
@@ -43,19 +45,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m offload_engine.report", description="Read recorded steps.")
     parser.add_argument("files", nargs="+", metavar="FILE", help="written by a recording; .gz where compressed")
     parser.add_argument("--rank", type=int, help="only of this rank")
-    parser.add_argument(
+    answers = parser.add_mutually_exclusive_group()
+    answers.add_argument(
         "--why",
         metavar="PATTERN",
         help="what became of the saved tensors whose module, group, shape (4096x512), dtype or reason matches",
     )
-    parser.add_argument("--moves", action="store_true", help="the moves, one in a line")
-    parser.add_argument("--group", default="", help="of --moves only those of a group (0.3:5), chunk (0.3) or name")
-    parser.add_argument(
+    answers.add_argument("--moves", action="store_true", help="the moves, one in a line")
+    answers.add_argument(
         "--merge",
         metavar="TRACE",
         help="write one trace of all files, among them what torch.profiler has exported, for ui.perfetto.dev",
     )
+    parser.add_argument("--group", help="of --moves only those of a group (0.3:5), chunk (0.3) or name")
     return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with an error where an option would have no effect beside another one."""
+    if options.merge is not None and options.rank is not None:
+        parser.error("argument --rank: not allowed with argument --merge, which merges all ranks of the files")
+    if options.group is not None and (options.merge is not None or options.why is not None):
+        parser.error("argument --group: only of --moves")
 
 
 def _answer(records: Sequence[StepRecord], options: argparse.Namespace) -> str:
@@ -63,8 +74,8 @@ def _answer(records: Sequence[StepRecord], options: argparse.Namespace) -> str:
     if not chosen:
         ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
         raise ValueError(f"no step of rank {options.rank}: the files have ranks {ranks}")
-    if options.moves or options.group:
-        return moves_text(chosen, options.group)
+    if options.moves or options.group is not None:
+        return moves_text(chosen, options.group or "")
     return report_table(chosen) if options.why is None else why_text(chosen, options.why)
 
 

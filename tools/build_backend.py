@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from setuptools.build_meta import *  # noqa: F403  # all its hooks but the two below
+from setuptools.build_meta import *  # type: ignore[import-untyped]  # noqa: F403  # all its hooks but the two below
 from setuptools.build_meta import build_wheel as _build_wheel
 from setuptools.build_meta import get_requires_for_build_wheel as _requirements
 

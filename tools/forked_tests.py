@@ -23,13 +23,8 @@ SLOWER = 10  # how many times longer than recorded the tests may take
 TEST_S = 40  # for one test
 _POLL_S = 0.02
 _IMPORTED_ONCE = (
-    "numpy",
-    "torch._dynamo",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.profiler",
-    "torch.testing",
+    *("numpy", "torch._dynamo", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"),
+    *("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.profiler", "torch.testing"),
     "torch.utils.checkpoint",
 )
 
@@ -58,7 +53,7 @@ class Selection(NamedTuple):
 
 
 class _Running(NamedTuple):
-    index: int
+    number: int
     folder: tempfile.TemporaryDirectory[str]
     started: float
     limit_s: float
@@ -67,9 +62,8 @@ class _Running(NamedTuple):
 class ForkedTests:
     """Runs pytest once for each of some items, each in a folder and a process of its own.
 
-    Args:
-        prepare: fills the folder for an item, and returns the tests to run there.
-        package: what is tested; a process that imported another one than that of its folder ends with an error.
+    `prepare` fills the folder for an item and returns the tests to run there. A process that imported another `package`
+    than that of its folder ends with an error.
     """
 
     def __init__(self, prepare: Callable[[Any, Path], Selection], package: str) -> None:
@@ -90,10 +84,9 @@ class ForkedTests:
                         process, started = self._start(waiting.pop(), items)
                         running[process] = started
                     for process in list(running):
-                        outcome = _outcome(process, running[process])
-                        if outcome is not None:
+                        if (outcome := _outcome(process, running[process])) is not None:
                             bar.update()
-                            yield running.pop(process).index, outcome
+                            yield running.pop(process).number, outcome
                     time.sleep(_POLL_S)
             except KeyboardInterrupt:
                 bar.write("stopped: what has not ended counts for nothing")
@@ -190,15 +183,14 @@ def _outcome(process: int, running: _Running) -> Outcome | None:
     if not ended:
         return Outcome("caught", f"no end within {running.limit_s:.0f} s", seconds)
     code = os.waitstatus_to_exitcode(status)
+    failed = tuple(re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE))
     if code == 0:
         return Outcome("survived", "", seconds)
-    failed = tuple(re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE))
     if code == 1 and failed:
         return Outcome("caught", failed[0], seconds, failed)
-    if code == 2 and re.search(r"KeyboardInterrupt", output):
-        return Outcome("caught", "an interrupt ends the tests", seconds)
-    if code == 2 and "SyntaxError" not in output:
-        return Outcome("caught", "it cannot be imported", seconds)
+    if code == 2 and "SyntaxError" not in output:  # pytest was interrupted, or a file could not be collected
+        ended_by = "an interrupt ends the tests" if "KeyboardInterrupt" in output else "it cannot be imported"
+        return Outcome("caught", ended_by, seconds)
     if code < 0:
         return Outcome("caught", f"the process ended by signal {-code}", seconds)
     return Outcome("error", output[-500:], seconds)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -34,7 +35,12 @@ from tests.interrupts.trials import EXPECTED, PLACES, Trial  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=5000, help="how many trials")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first")
+    parser.add_argument("--batch", type=int, default=100, help="trials of one process")
+    parser.add_argument("-j", "--jobs", type=int, default=1, help="how many processes run at once")
+    options = parser.parse_args(arguments)
     end = options.first + options.num
     batches = [(first, min(first + options.batch, end)) for first in range(options.first, end, options.batch)]
     trials: list[Trial] = []
@@ -58,9 +64,8 @@ def run_batch(first: int, end: int) -> Iterator[Trial]:
     while first < end:
         command = [sys.executable, "-m", "tests.interrupts", str(first), str(end)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        ) as process:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(command, env=environment, **pipes) as process:
             assert process.stdout is not None and process.stderr is not None
             for line in process.stdout:
                 first += 1
@@ -83,15 +88,6 @@ def _print(trials: list[Trial], failed: list[Trial]) -> None:
     for trial in failed:
         console.print(escape(f"seed {trial.seed}: {trial.front_end}, {trial.device}, {trial.place}: {trial.outcome}"))
     console.print(f"{len(trials) - len(failed)} of {len(trials)} trials passed")
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=5000, help="how many trials")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--batch", type=int, default=100, help="trials of one process")
-    parser.add_argument("-j", "--jobs", type=int, default=1, help="how many processes run at once")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -41,36 +41,24 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))  # tools is no package
 
 from forked_tests import ForkedTests, Outcome, Selection  # noqa: E402
-from mutations import Mutation, find_decisions, mutation  # noqa: E402
-from tested_lines import TestedLines, bring_up_to_date  # noqa: E402
+from mutations import Mutation, find_decisions, mutation, name_of  # noqa: E402
+from tested_lines import LinesOfTests, bring_up_to_date  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "offload_engine"
-FOLDERS = (
-    ".",
-    "_captured",
-    "_chunk",
-    "_host",
-    "_policy",
-    "_saved",
-)  # where waits are; a test holds that no other folder has any
+# Where waits are; a test holds that no other folder has any.
+FOLDERS = (".", "_captured", "_chunk", "_host", "_policy", "_saved")
 SAMPLE = 120
 NUM_BATCHES = 8  # of random pipelines
 NUM_FILES_FIRST = 5  # whose tests run before any other file is imported
 RECORD = ROOT / "out/tested-lines.json.gz"
-_Item = tuple[int, Mutation | tuple[str, ...]]  # a mutation and its number; or tests of an unchanged copy, numbered < 0
+_Numbered = tuple[int, Mutation]
+_Item = _Numbered | tuple[int, tuple[str, ...]]  # or tests of an unchanged copy, numbered below 0
 _KEY = ("path", "line", "start", "title", "replacement")  # of a mutation, in files of results
 
 _WAITS = re.compile(r"^(wait_event|wait_stream|synchronize|settle|_?await_\w+|_?wait_for\w*)$")
 _EVENT_ARGUMENTS = {"give_back": 1, "put": 3, "give_up_part": 0}  # method -> position of the events it hands over
-_WAITED_FOR = (
-    "events",
-    "readers",
-    "pending",
-    "copied_out",
-    "copied_in",
-    "last_read",
-)  # attributes: what they hold is waited for later
+_WAITED_FOR = ("events", "readers", "pending", "copied_out", "copied_in", "last_read")  # attributes: it is, later
 _NOT_FOR_ORDER = "early wait"  # in a comment on a wait: it only comes sooner than the one that keeps the order
 
 
@@ -97,16 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _sum_up(console: Console, num_chosen: int, judged: dict[int, Outcome], failing: set[str]) -> int:
     missed = [index for index, outcome in judged.items() if outcome.verdict != "caught"]
-    share = 100 * (1 - len(missed) / max(1, len(judged)))
-    console.print(f"{len(judged) - len(missed)} of {len(judged)} mutations caught ({share:.1f} %)")
-    if len(judged) < num_chosen:
-        console.print(f"{num_chosen - len(judged)} of {num_chosen} were not run")
+    num_caught = len(judged) - len(missed)
+    console.print(f"{num_caught} of {len(judged)} mutations caught; {num_chosen - len(judged)} were not run")
     if missed:
         console.print(f"not caught: --only {' '.join(map(str, missed))}")
     if failing:
-        console.print(
-            escape(f"left out, because they fail without any mutation: {'; '.join(failing)}"), style="bold red"
-        )
+        left_out = f"left out, because they fail without any mutation: {'; '.join(failing)}"
+        console.print(escape(left_out), style="bold red")
     return 2 if failing else 1 if missed else 0
 
 
@@ -129,14 +114,9 @@ def find_waits(root: Path) -> list[Mutation]:
 
 
 class Check:
-    """Runs tests for mutations.
+    """Runs tests for mutations."""
 
-    Args:
-        root: the repository that is mutated; it must not change.
-        lines: which tests run which of its lines.
-    """
-
-    def __init__(self, root: Path, lines: TestedLines) -> None:
+    def __init__(self, root: Path, lines: LinesOfTests) -> None:
         self._root = root
         self._lines = lines
         self._num_caught: defaultdict[Path, Counter[str]] = defaultdict(Counter)  # by each test, in each file
@@ -150,11 +130,12 @@ class Check:
                 self._num_caught[item[1].path][outcome.detail] += 1
             yield item, outcome
 
-    def leave_out_failing(self, chosen: Sequence[_Item], jobs: int) -> set[str]:
+    def leave_out_failing(self, chosen: Sequence[_Numbered], jobs: int) -> set[str]:
         """Run all tests that `chosen` will run on unchanged copies; leave out those that fail, and return them."""
         tests = sorted({test for _, one in chosen for test in self._tests_of(one)})
         controls = [(-number, tuple(tests[number - 1 :: jobs])) for number in range(1, jobs + 1)]
-        for (_, part), outcome in self.run([control for control in controls if control[1]], jobs):
+        for (number, _), outcome in self.run([control for control in controls if control[1]], jobs):
+            part = controls[-number - 1][1]
             self._failing.update(outcome.failed or (part if outcome.verdict != "survived" else ()))
         return self._failing
 
@@ -177,18 +158,19 @@ class Check:
         return sorted((test for test in tests if test not in self._failing), key=lambda test: -num_caught[test])
 
 
-def check_all(check: Check, chosen: Sequence[_Item], options: argparse.Namespace) -> dict[int, Outcome]:
+def check_all(check: Check, chosen: Sequence[_Numbered], options: argparse.Namespace) -> dict[int, Outcome]:
     """Run the tests for each of `chosen`; return the outcomes by number."""
     outcomes: dict[int, Outcome] = {}
-    for (index, changed), outcome in check.run(chosen, options.jobs, options.seconds):
-        outcomes[index] = outcome
+    mutations = dict(chosen)
+    for (index, _), outcome in check.run(chosen, options.jobs, options.seconds):
+        outcomes[index], changed = outcome, mutations[index]
         if options.results is not None:
             with options.results.open("a") as file:
                 file.write(json.dumps({**_key(changed), "code": changed.code, **outcome._asdict()}) + "\n")
     return outcomes
 
 
-def _read(results: Path | None, chosen: Sequence[_Item]) -> dict[int, Outcome]:
+def _read(results: Path | None, chosen: Sequence[_Numbered]) -> dict[int, Outcome]:
     """Return what a file of results knows of `chosen`, the last word on each."""
     if results is None or not results.exists():
         return {}
@@ -208,7 +190,7 @@ def _file_of(test: str) -> str:
     return test.split("::")[0]
 
 
-def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[_Item]:
+def _choose(mutations: list[Mutation], options: argparse.Namespace) -> list[_Numbered]:
     """Return the waits, then decisions as the seed shuffles them, with their numbers in the source's order."""
     numbered = list(enumerate(mutations))
     if options.only:
@@ -236,16 +218,16 @@ def _copy(root: Path, target: Path) -> Path:
 
 def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        name = _name_of(node.value)
+        name = name_of(node.value)
         if _is_wait(node):
             yield mutation(node, "pass", f"no {name}", source, path)
         elif name == "append" and _name_of_owner(node.value) in _WAITED_FOR:
             yield mutation(node, "pass", f"not added to {_name_of_owner(node.value)}", source, path)
-    if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(_name_of(node))) is not None:
+    if isinstance(node, ast.Call) and (position := _EVENT_ARGUMENTS.get(name_of(node))) is not None:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         if position < len(arguments):
-            nothing = "None" if _name_of(node) == "give_up_part" else "()"
-            yield mutation(arguments[position], nothing, f"{_name_of(node)} without its events", source, path)
+            nothing = "None" if name_of(node) == "give_up_part" else "()"
+            yield mutation(arguments[position], nothing, f"{name_of(node)} without its events", source, path)
     if isinstance(node, ast.Assign) and ast.unparse(node.value) not in ("None", "()"):
         for target in node.targets:
             if isinstance(target, ast.Attribute) and target.attr in _WAITED_FOR:
@@ -263,12 +245,7 @@ def _without(node: ast.Assign, target: ast.expr) -> str:
 
 
 def _is_wait(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(_name_of(node.value)))
-
-
-def _name_of(call: ast.Call) -> str:
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and bool(_WAITS.match(name_of(node.value)))
 
 
 def _name_of_owner(call: ast.Call) -> str:

@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILES = (
-    "_saved/store.py",
-    "_saved/mover.py",
-    "_saved/eligibility.py",
-    "_policy/horizon.py",
-    "_policy/window.py",
-    "_policy/reactive.py",
-    "_policy/lowest_peak.py",
-    "_policy/resident.py",
-    "planning/planner.py",
-    "planning/budget.py",
-    "planning/copy_ins.py",
-    "planning/steps.py",
-    "_budget/idleness.py",
-    "_budget/learn.py",
-    "_budget/verify.py",
-    "_host/pool.py",
-    "_host/slabs.py",
-    "_host/extents.py",
-    "_host/leases.py",
+    *("_saved/store.py", "_saved/mover.py", "_saved/eligibility.py"),
+    *(
+        "_policy/horizon.py",
+        "_policy/window.py",
+        "_policy/reactive.py",
+        "_policy/lowest_peak.py",
+        "_policy/resident.py",
+    ),
+    *("planning/planner.py", "planning/budget.py", "planning/copy_ins.py", "planning/steps.py"),
+    *("_budget/idleness.py", "_budget/learn.py", "_budget/verify.py"),
+    *("_host/pool.py", "_host/slabs.py", "_host/extents.py", "_host/leases.py"),
 )
 """Of the package: their decisions are changed. Those of `_observe` are not: they change what is reported only."""
 _SWAPPED: dict[type[ast.AST], str] = {
@@ -96,34 +88,40 @@ def _mutations_of(node: ast.AST, source: str, path: Path) -> Iterator[Mutation]:
         other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         swapped = ast.unparse(ast.BoolOp(other, node.values))
         yield mutation(node, f"({swapped})", "and, or swapped", source, path)
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _SWAPPED:
-        operator = _SWAPPED[type(node.ops[0])]
-        swapped = f"({ast.unparse(node.left)} {operator} {ast.unparse(node.comparators[0])})"
-        yield mutation(node, swapped, f"{operator} instead", source, path)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED:
-        operator = _SWAPPED[type(node.op)]
-        swapped = f"({ast.unparse(node.left)} {operator} {ast.unparse(node.right)})"
+    elif operands := _swappable(node):
+        left, kind, right = operands
+        operator = _SWAPPED[type(kind)]
+        swapped = f"({ast.unparse(left)} {operator} {ast.unparse(right)})"
+        assert isinstance(node, ast.expr)
         yield mutation(node, swapped, f"{operator} instead", source, path)
     elif isinstance(node, ast.AugAssign):
         yield mutation(node, "pass", f"{ast.unparse(node.target)} not changed", source, path)
     elif isinstance(node, ast.Assign) and any(isinstance(target, ast.Attribute) for target in node.targets):
         if not _is_first(node, source):
             yield mutation(node, "pass", f"{ast.unparse(node.targets[0])} not set", source, path)
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name_of(node.value) not in _ONLY_SAID:
-        yield mutation(node, "pass", f"no {_name_of(node.value)}", source, path)
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and name_of(node.value) not in _ONLY_SAID:
+        yield mutation(node, "pass", f"no {name_of(node.value)}", source, path)
     elif isinstance(node, ast.Return) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool):
         yield mutation(node, f"return {not node.value.value}", "the other answer", source, path)
 
 
+def _swappable(node: ast.AST) -> tuple[ast.expr, ast.AST, ast.expr] | None:
+    """Return the operands and the operator of a comparison or sum whose operator has another to be swapped with."""
+    found: tuple[ast.expr, ast.AST, ast.expr] | None = None
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        found = node.left, node.ops[0], node.comparators[0]
+    elif isinstance(node, ast.BinOp):
+        found = node.left, node.op, node.right
+    return found if found and type(found[1]) in _SWAPPED else None
+
+
 def _is_first(node: ast.Assign, source: str) -> bool:
     """Return whether it is an assignment in a constructor: without it nothing runs."""
-    for other in ast.walk(ast.parse(source)):
-        if isinstance(other, ast.FunctionDef) and other.name == "__init__":
-            if other.lineno <= node.lineno <= (other.end_lineno or 0):
-                return True
-    return False
+    functions = (other for other in ast.walk(ast.parse(source)) if isinstance(other, ast.FunctionDef))
+    return any(f.name == "__init__" and f.lineno <= node.lineno <= (f.end_lineno or 0) for f in functions)
 
 
-def _name_of(call: ast.Call) -> str:
+def name_of(call: ast.Call) -> str:
+    """Return the name of the function or method that is called."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

@@ -23,13 +23,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from offload_engine.planning.clocks import Span
 from offload_engine.planning.plan import Plan, format_plan
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape
@@ -44,10 +43,8 @@ from offload_engine.schedule import (
 )
 from offload_engine.sizes import bytes_flag, parse_bytes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 STYLES = {"F": "cyan", "B": "magenta"}
+TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
 NARROW_COLUMNS = 19  # of a terminal: the other two columns and all borders
 
 
@@ -56,26 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
-        plans = {rank: make_plan(options, rank) for rank in selected_ranks(options)}
-        moves = plan_moves(options) if options.moves else None
+        if options.pp < 1 or options.rank not in (None, *range(options.pp)):
+            raise ValueError(f"--rank must be one of --pp, got {options.rank} of {options.pp}")
+        ranks = range(options.pp) if options.rank is None else [options.rank]
+        orders = {rank: make_order(options, rank) for rank in ranks}
+        job, plans = plan_moves(options) if options.moves else (None, [])
     except ValueError as error:
         parser.error(str(error))
     console = Console()
-    console.print(order_table(plans, describe(options), console.width))
+    title = f"{options.pp} pipeline stages, {options.vpp or 1} virtual stages each, {options.microbatches} microbatches"
+    console.print(order_table(orders, title, console.width))
+    for rank in ranks if options.moves else ():
+        console.print(Text(f"# rank {rank}\n{format_plan(plans[rank])}"), soft_wrap=True)  # as `parse_plan` reads it
     simulation = None
-    if moves is not None:
-        print_moves(console, moves, list(plans))
-        simulation = simulate_moves(moves)
-        if simulation is not None:
-            console.print(outcome_table(simulation))
+    if job is not None and any(
+        group.forward_ms for rank in job.ranks for shape in rank.shapes for group in shape.groups
+    ):
+        simulation = simulate(job, plans)
+        console.print(outcome_table(simulation))
     if options.png is not None:
         if simulation is None:
             parser.error("--png draws what is simulated: it needs --moves, and milliseconds in --names")
-        try:
-            draw_timeline(simulation, list(plans), describe(options), options.png)
-        except (OSError, ValueError) as error:  # ValueError: a file type that matplotlib does not write
-            print(f"show_plan.py: error: cannot write {options.png}: {error}", file=sys.stderr)
-            return 1
+        draw_timeline(simulation, ranks, title, options.png)
         console.print(f"plot: {options.png}", soft_wrap=True)
     return 0
 
@@ -87,22 +86,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vpp", type=int, metavar="N", help="virtual stages of each rank (default: no interleaving)")
     parser.add_argument("--microbatches", type=int, required=True, metavar="N", help="microbatches of a step")
     parser.add_argument("--group-size", type=int, metavar="N", help="microbatches of a turn of a virtual stage (--pp)")
-    parser.add_argument(
-        "--overlap-expert-comm", action="store_true", help="as with --overlap-moe-expert-parallel-comm of megatron-core"
-    )
+    overlap = "as with --overlap-moe-expert-parallel-comm of megatron-core"
+    parser.add_argument("--overlap-expert-comm", action="store_true", help=overlap)
     parser.add_argument("--rank", type=int, metavar="R", help="this pipeline rank only (default: all)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="also draw the simulated timeline of --moves")
     moves = parser.add_argument_group("moves of groups")
     moves.add_argument("--moves", action="store_true", help="print the plan of each rank")
     moves.add_argument("--layers", type=int, default=2, metavar="N", help="layers of each model chunk (default: 2)")
-    moves.add_argument(
-        "--names", nargs="+", default=["layer"], metavar="NAME[=MIB[,MS]]", help="groups of each layer, in order"
-    )
+    names = "groups of each layer, in order"
+    moves.add_argument("--names", nargs="+", default=["layer"], metavar="NAME[=MIB[,MS]]", help=names)
     moves.add_argument("--tail", metavar="NAME", help="the last block of a forward begins with this group")
     moves.add_argument("--head-ms", type=float, metavar="MS", help="the last stage ends with a head that takes so long")
-    moves.add_argument(
-        "--delay", metavar="NAME", help="copy-outs of this group wait until what follows is launched, as before experts"
-    )
+    delay = "copy-outs of this group wait until what follows is launched, as before experts"
+    moves.add_argument("--delay", metavar="NAME", help=delay)
     for name, what in {
         "resident": "a budget of groups on the device",
         "horizon": "copy-ins ahead of the backward",
@@ -112,31 +108,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def selected_ranks(options: argparse.Namespace) -> Sequence[int]:
-    """List the ranks to show.
-
-    Raises:
-        ValueError: if the pipeline has no such rank.
-    """
-    if options.pp < 1:
-        raise ValueError(f"--pp must be at least 1, got {options.pp}")
-    if options.rank is None:
-        return range(options.pp)
-    if not 0 <= options.rank < options.pp:
-        raise ValueError(f"--rank must be in [0, {options.pp - 1}] with --pp {options.pp}, got {options.rank}")
-    return [options.rank]
-
-
-def make_plan(options: argparse.Namespace, rank: int) -> list[Action]:
-    """List the actions of one rank.
-
-    Raises:
-        ValueError: if no schedule has this shape, or an option does not apply to it.
-    """
+def make_order(options: argparse.Namespace, rank: int) -> list[Action]:
+    """List the actions of one rank."""
     if options.vpp is not None:
-        return interleaved(
-            options.pp, rank, options.vpp, options.microbatches, options.group_size, options.overlap_expert_comm
-        )
+        sizes = options.vpp, options.microbatches, options.group_size
+        return interleaved(options.pp, rank, *sizes, options.overlap_expert_comm)
     if options.group_size is not None:
         raise ValueError("--group-size is about virtual stages: it needs --vpp")
     if options.pp == 1:
@@ -146,20 +122,13 @@ def make_plan(options: argparse.Namespace, rank: int) -> list[Action]:
     return one_forward_one_backward(options.pp, rank, options.microbatches)
 
 
-def describe(options: argparse.Namespace) -> str:
-    """Describe the shape in words."""
-    stages = f"{options.pp} pipeline stage" + "s" * (options.pp > 1)
-    virtual = "" if options.vpp is None else f", {options.vpp} virtual stages each"
-    return f"{stages}{virtual}, {options.microbatches} microbatches"
-
-
-def order_table(plans: dict[int, list[Action]], title: str, width: int) -> Table:
+def order_table(orders: dict[int, list[Action]], title: str, width: int) -> Table:
     """Make a table with one row a rank; actions in lines that fit into `width` columns of a terminal."""
     table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("rank", justify="right")
     table.add_column("order, and below how many chunks are alive", no_wrap=True)
     table.add_column("most", justify="right")
-    for rank, actions in plans.items():
+    for rank, actions in orders.items():
         table.add_row(str(rank), order_text(actions, width - NARROW_COLUMNS), str(max(count_alive(actions))))
     return table
 
@@ -170,49 +139,31 @@ def order_text(actions: Sequence[Action], width: int) -> Text:
     alive = count_alive(actions)
     cell = max(map(len, words)) + 1
     per_line = max(1, (width + 1) // cell)
-    text = Text()
+    lines: list[Text] = []
     for first in range(0, len(actions), per_line):
         line = slice(first, first + per_line)
-        for action, word in zip(actions[line], words[line], strict=True):
-            text.append(word.ljust(cell), STYLES[action.kind])
-        text.append("\n")
-        text.append("".join(str(count).ljust(cell) for count in alive[line]), "dim")
-        text.append("\n")
-    text.right_crop(1)
-    return text
+        pairs = zip(words[line], actions[line], strict=True)
+        lines.append(Text.assemble(*((word.ljust(cell), STYLES[action.kind]) for word, action in pairs)))
+        lines.append(Text("".join(str(count).ljust(cell) for count in alive[line]), "dim"))
+    return Text("\n").join(lines)
 
 
-class Moves(NamedTuple):
-    """What all ranks run, and the plan of each."""
-
-    job: PipelineJob
-    plans: list[Plan]
-
-
-def plan_moves(options: argparse.Namespace) -> Moves:
-    """Plan the moves of all ranks.
-
-    Raises:
-        ValueError: for contents of chunks that are none.
-    """
+def plan_moves(options: argparse.Namespace) -> tuple[PipelineJob, list[Plan]]:
+    """Plan the moves of all ranks."""
     num_virtual = options.vpp or 1
     bounds = Bounds(options.horizon_mib, options.inflight_mib, options.resident_mib)
     ranks = []
     for rank in range(options.pp):
         is_last = [rank == options.pp - 1 and stage == num_virtual - 1 for stage in range(num_virtual)]
         shapes = tuple(chunk_shape(options, has_head) for has_head in is_last)
-        ranks.append(RankJob(tuple(make_plan(options, rank)), shapes, bounds))
+        ranks.append(RankJob(tuple(make_order(options, rank)), shapes, bounds))
     is_combined = options.overlap_expert_comm
     plans = [plan_step(rank.actions, rank.shapes, rank.bounds, is_combined=is_combined) for rank in ranks]
-    return Moves(PipelineJob(tuple(ranks)), plans)
+    return PipelineJob(tuple(ranks)), plans
 
 
 def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
-    """Make a chunk with the groups that the options name.
-
-    Raises:
-        ValueError: for a name that is not followed by bytes and milliseconds, and for an option with another name.
-    """
+    """Make a chunk with the groups that the options name."""
     if options.layers < 1:
         raise ValueError(f"--layers must be at least 1, got {options.layers}")
     groups = [parse_group(text, layer) for layer in range(options.layers) for text in options.names]
@@ -232,11 +183,7 @@ def chunk_shape(options: argparse.Namespace, is_last: bool) -> ChunkShape:
 
 
 def parse_group(text: str, layer: int) -> GroupShape:
-    """Parse the group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward.
-
-    Raises:
-        ValueError: for another text.
-    """
+    """Parse the group that `NAME=MIB,MS` describes; its backward takes twice as long as its forward."""
     name, _, sizes = text.partition("=")
     mib, _, milliseconds = sizes.partition(",")
     try:
@@ -244,18 +191,6 @@ def parse_group(text: str, layer: int) -> GroupShape:
     except ValueError:
         raise ValueError(f"--names: expected NAME, NAME=MIB or NAME=MIB,MS, got {text!r}") from None
     return GroupShape(name, layer, nbytes, forward_ms, 2 * forward_ms)
-
-
-def print_moves(console: Console, moves: Moves, ranks: Sequence[int]) -> None:
-    """Print the plans of some ranks, as `parse_plan` reads them."""
-    for rank in ranks:
-        console.print(Text(f"# rank {rank}\n{format_plan(moves.plans[rank])}"), soft_wrap=True)
-
-
-def simulate_moves(moves: Moves) -> Simulation | None:
-    """Simulate the step; None where no milliseconds are known."""
-    groups = [group for rank in moves.job.ranks for shape in rank.shapes for group in shape.groups]
-    return simulate(moves.job, moves.plans) if any(group.forward_ms for group in groups) else None
 
 
 def outcome_table(simulation: Simulation) -> Table:
@@ -271,36 +206,27 @@ def outcome_table(simulation: Simulation) -> Table:
     return table
 
 
-TRACKS = {"compute": "C0", "wait": "C3", "copy-out": "C1", "copy-in": "C2"}
-
-
 def draw_timeline(simulation: Simulation, ranks: Sequence[int], title: str, path: Path) -> None:
-    """Draw the simulated timeline: for each rank a row for each of its streams."""
+    """Draw the simulated timeline: for each rank a row for compute with its waits, and one for copies each way."""
     os.environ.setdefault("MPLBACKEND", "Agg")  # there may be no display
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(ranks), 1, figsize=(16, 1.2 + 1.6 * len(ranks)), sharex=True, squeeze=False)
+    size: Any = (16, 1.2 + 1.6 * len(ranks))
+    figure, axes = plt.subplots(len(ranks), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+    rows = ["compute", "copy-out", "copy-in"]
     for rank, panel in zip(ranks, axes[:, 0], strict=True):
         outcome = simulation.ranks[rank]
-        draw_spans(panel, outcome.spans)
+        for track, color in TRACKS.items():
+            bars = [(span.start, span.end - span.start) for span in outcome.spans if span.track == track]
+            row = rows.index("compute" if track == "wait" else track)
+            panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
+        panel.set_yticks(range(len(rows)), rows)
+        panel.set_ylim(len(rows) - 0.5, -0.5)
         panel.set_title(f"rank {rank}: waits {outcome.stalled_ms:.1f} ms for copies (red)", loc="left", fontsize=10)
-    axes[-1, 0].set_xlim(0, simulation.milliseconds)
-    axes[-1, 0].set_xlabel("simulated ms")
+    axes[-1, 0].set(xlim=(0, simulation.milliseconds), xlabel="simulated ms")
     figure.suptitle(f"{simulation.milliseconds:.1f} ms a step: {title}")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def draw_spans(panel: Axes, spans: Sequence[Span]) -> None:
-    """Draw a row for compute with its waits, and one for each direction of copies."""
-    rows = ["compute", "copy-out", "copy-in"]
-    for track, color in TRACKS.items():
-        bars = [(span.start, span.end - span.start) for span in spans if span.track == track]
-        row = rows.index("compute" if track == "wait" else track)
-        panel.broken_barh(bars, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
-    panel.set_yticks(range(len(rows)), rows)
-    panel.set_ylim(len(rows) - 0.5, -0.5)
 
 
 if __name__ == "__main__":

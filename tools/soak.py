@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import psutil
@@ -30,17 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests are no
 from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Job  # noqa: E402
 
 NUM_SAMPLES = 24
-MIB = 2**20
 
 
 class Sample(NamedTuple):
     """What a process holds."""
 
     resident_mib: float
-    files: int
-    threads: int
+    files: float
+    threads: float
     slab_kib: float
-    objects: int
+    objects: float
 
 
 TOLERANCE = Sample(resident_mib=8, files=0, threads=0, slab_kib=0, objects=200)
@@ -48,7 +48,10 @@ TOLERANCE = Sample(resident_mib=8, files=0, threads=0, slab_kib=0, objects=200)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="of each front-end, at least 16")
+    parser.add_argument("--front-end", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     table = Table("front-end", *(f"{name}: before, after" for name in Sample._fields), "grows")
     has_grown = False
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pairs = (f"{old:.0f}, {new:.0f}" for old, new in zip(before, after, strict=True))
         table.add_row(name, *pairs, ", ".join(grown) or "-", style="bold red" if grown else None)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
-    return 1 if has_grown else 0
+    return int(has_grown)
 
 
 def soak(job: Job, num_steps: int, name: str) -> tuple[Sample, Sample]:
@@ -71,7 +74,9 @@ def soak(job: Job, num_steps: int, name: str) -> tuple[Sample, Sample]:
             samples.append(_sample(job))
     job.close()
     quarter = len(samples) // 4
-    return _mean(samples[quarter : 2 * quarter]), _mean(samples[-quarter:])
+    parts = samples[quarter : 2 * quarter], samples[-quarter:]
+    before, after = (Sample(*map(fmean, zip(*part, strict=True))) for part in parts)
+    return before, after
 
 
 def growth(before: Sample, after: Sample) -> list[str]:
@@ -94,24 +99,9 @@ def _sample(job: Job) -> Sample:
     gc.collect()
     assert job.engine is not None
     process = psutil.Process()
-    return Sample(
-        process.memory_info().rss / MIB,
-        process.num_fds(),
-        threading.active_count(),
-        job.engine.pool.slab_bytes_total / 1024,
-        len(gc.get_objects()),
-    )
-
-
-def _mean(samples: Sequence[Sample]) -> Sample:
-    return Sample(*(sum(values) / len(samples) for values in zip(*samples, strict=True)))  # type: ignore[arg-type]
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=2000, help="of each front-end, at least 16")
-    parser.add_argument("--front-end", nargs="+", choices=list(JOBS), default=list(JOBS), metavar="NAME")
-    return parser.parse_args(arguments)
+    slab_kib = job.engine.pool.slab_bytes_total / 1024
+    resident_mib = process.memory_info().rss / 2**20
+    return Sample(resident_mib, process.num_fds(), threading.active_count(), slab_kib, len(gc.get_objects()))
 
 
 if __name__ == "__main__":

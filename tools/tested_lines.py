@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 
 NOT_FOR_MUTANTS = (
-    "any_model_example budget_curve checkpointed_example compile cuda_calls ended_processes environment examples "
-    "host_cost imports lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
+    "budget_curve compile cuda_calls ended_processes environment examples frontend_examples host_cost imports "
+    "lightning_trainer mutation_check random_interrupts readme show_plan soak tools torch_private "
     "transformers_trainer"
 ).split()
 """Files of tests/cpu whose tests start processes, wait for compilers, measure times, or test tools and documents."""
@@ -32,7 +32,7 @@ _IMPORTS_OTHERS = re.compile(r"^(from|import) (megatron|benchmarks)|importorskip
 _TOOL_ID = 4  # of those that sys.monitoring leaves to anybody
 
 
-class TestedLines(NamedTuple):
+class LinesOfTests(NamedTuple):
     """What recorded runs of the tests have shown.
 
     Attributes:
@@ -42,7 +42,6 @@ class TestedLines(NamedTuple):
         sources: a hash of the engine's source, to whose lines this belongs.
     """
 
-    __test__ = False
     seconds: dict[str, float]
     tests: dict[tuple[str, int], set[str]]
     files: dict[str, str]
@@ -61,21 +60,21 @@ class TestedLines(NamedTuple):
         path.write_bytes(gzip.compress(json.dumps(content).encode()))
 
 
-def load(path: Path) -> TestedLines:
+def load(path: Path) -> LinesOfTests:
     """Return what `save` wrote to `path`; nothing recorded if there is no such file."""
     if not path.exists():
-        return TestedLines({}, {}, {}, "")
+        return LinesOfTests({}, {}, {}, "")
     seconds, lines, files, sources = json.loads(gzip.decompress(path.read_bytes()))
     names = [name for name, _ in seconds]
     tests = {(file, line): {names[number] for number in numbers} for file, line, numbers in lines}
-    return TestedLines(dict(seconds), tests, files, sources)
+    return LinesOfTests(dict(seconds), tests, files, sources)
 
 
-def bring_up_to_date(path: Path, root: Path, package: str) -> TestedLines:
+def bring_up_to_date(path: Path, root: Path, package: str) -> LinesOfTests:
     """Record the test files below `root` that are new or have changed, all if the engine has; save to `path`."""
     known, sources = load(path), _hash(*sorted((root / package).rglob("*.py")))
     if known.sources != sources:
-        known = TestedLines({}, {}, {}, sources)
+        known = LinesOfTests({}, {}, {}, sources)
     hashes = {str(file.relative_to(root)): _hash(file) for file in _test_files(root)}
     changed = [name for name, value in hashes.items() if known.files.get(name) != value]
     if not changed:
@@ -85,7 +84,7 @@ def bring_up_to_date(path: Path, root: Path, package: str) -> TestedLines:
     seconds = {test: known.seconds[test] for test in kept} | new.seconds
     lines = set(known.tests) | set(new.tests)
     tests = {line: (known.tests.get(line, set()) & kept) | new.tests.get(line, set()) for line in lines}
-    found = TestedLines(seconds, tests, hashes, sources)
+    found = LinesOfTests(seconds, tests, hashes, sources)
     path.parent.mkdir(parents=True, exist_ok=True)
     found.save(path)
     return found
@@ -102,9 +101,9 @@ def _hash(*paths: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
-def _record_all(files: Sequence[str], root: Path, package: str) -> list[TestedLines]:
+def _record_all(files: Sequence[str], root: Path, package: str) -> list[LinesOfTests]:
     """Record files in as many processes as there are cores; the largest files come first."""
-    if sys.version_info < (3, 12):
+    if not hasattr(sys, "monitoring"):
         raise SystemExit("recording which tests run which lines needs Python 3.12 (sys.monitoring)")
     largest = sorted(files, key=lambda name: -(root / name).stat().st_size)
     num_parts = min(len(files), os.cpu_count() or 1)
@@ -113,17 +112,17 @@ def _record_all(files: Sequence[str], root: Path, package: str) -> list[TestedLi
         return list(threads.map(lambda number: _record(parts[number], root, package, number), range(num_parts)))
 
 
-def _merged(parts: Sequence[TestedLines]) -> TestedLines:
+def _merged(parts: Sequence[LinesOfTests]) -> LinesOfTests:
     seconds: dict[str, float] = {}
     tests: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
     for part in parts:
         seconds |= part.seconds
         for line, found in part.tests.items():
             tests[line] |= found
-    return TestedLines(seconds, dict(tests), {}, "")
+    return LinesOfTests(seconds, dict(tests), {}, "")
 
 
-def _record(files: Sequence[str], root: Path, package: str, number: int) -> TestedLines:
+def _record(files: Sequence[str], root: Path, package: str, number: int) -> LinesOfTests:
     """Run the tests of `files` in a process of its own, and return what they run."""
     output = root / f"tested-lines-{number}"
     environment = {
@@ -136,6 +135,10 @@ def _record(files: Sequence[str], root: Path, package: str, number: int) -> Test
     if ended.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not output.exists():
         raise SystemExit(f"the tests could not be recorded:\n{ended.stdout[-3000:]}")
     return load(output)
+
+
+def _monitoring() -> Any:
+    return vars(sys)["monitoring"]  # since Python 3.12
 
 
 class _Recorder:
@@ -151,7 +154,7 @@ class _Recorder:
         self._has_failed = False
 
     def pytest_sessionstart(self) -> None:
-        monitoring = sys.monitoring
+        monitoring = _monitoring()
         monitoring.use_tool_id(_TOOL_ID, "tested lines")
         monitoring.register_callback(_TOOL_ID, monitoring.events.PY_START, self._enter)
         monitoring.register_callback(_TOOL_ID, monitoring.events.LINE, self._note)
@@ -161,7 +164,7 @@ class _Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._found.clear()
         self._has_failed = False
-        sys.monitoring.restart_events()
+        _monitoring().restart_events()
         begin = time.perf_counter()
         yield
         if self._has_failed:
@@ -174,17 +177,17 @@ class _Recorder:
         self._has_failed |= not report.passed
 
     def pytest_sessionfinish(self) -> None:
-        sys.monitoring.set_events(_TOOL_ID, 0)
-        TestedLines(self._seconds, self._tests, {}, "").save(self._output)
+        _monitoring().set_events(_TOOL_ID, 0)
+        LinesOfTests(self._seconds, self._tests, {}, "").save(self._output)
 
     def _enter(self, code: CodeType, offset: int) -> Any:
         if code.co_filename.startswith(self._package):
-            sys.monitoring.set_local_events(_TOOL_ID, code, sys.monitoring.events.LINE)
-        return sys.monitoring.DISABLE
+            _monitoring().set_local_events(_TOOL_ID, code, _monitoring().events.LINE)
+        return _monitoring().DISABLE
 
     def _note(self, code: CodeType, line: int) -> Any:
         self._found.add((code.co_filename.removeprefix(self._root), line))
-        return sys.monitoring.DISABLE
+        return _monitoring().DISABLE
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -3,34 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from contextlib import ExitStack
+from typing import Any
 
-from benchmarks.frontends.contenders import Ours, make_contender
+from benchmarks.frontends.contenders import Ours, make_contender, put_layers
 from benchmarks.frontends.link_bound import saved_bytes_per_token
-from benchmarks.frontends.workload import Attached, Workload
-from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers, enable_activation_offloading
+from benchmarks.frontends.workload import Attach, Attached, Workload, attaching
+from offload_engine import LowestPeak, OffloadConfig, ResidentBudget, ResidentLayers
 
-from .by_hand_titles import TITLES
-
-Attach = Callable[[Workload], AbstractContextManager[Attached]]
-
-FIRST: Final = ("none", "all")
-
-
-@dataclass(frozen=True)
-class WithEngine(Attached):
-    """A setting whose engine is asked for its budget."""
-
-    engine: Any = None
+from .report import TITLES
 
 
 def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
     """Return the settings of `TITLES` that can run here, in their order."""
-    engine = _engine_settings(device)
-    ours = Ours(engine, 4096 if device == "cpu" else None)
+    ours = Ours(_engine_settings(device), 4096 if device == "cpu" else None)
     shared = {name: make_contender(name, ours, None) for name in ("none", "any_model", "ckpt")}
     num_layers = len(workload.layers)
     saved = saved_bytes_per_token(workload.shape) * workload.num_tokens * num_layers
@@ -51,25 +37,14 @@ def settings_by_hand(device: str, workload: Workload) -> dict[str, Attach]:
     return {name: found[name] for name in TITLES if name in found}
 
 
-def budget(device: str, nbytes: int) -> Attach:
-    """Return the one flag."""
-    return layers(device, gpu_budget=nbytes)
-
-
 def layers(device: str, *, enable_ckpt: bool = False, every: int = 1, **settings: Any) -> Attach:
-    """Return `enable_activation_offloading` of each `every`-th layer."""
+    """Return `enable_activation_offloading` of each `every`-th layer; `settings` are of `OffloadConfig`."""
     config = OffloadConfig(**{**_engine_settings(device), **settings})
 
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
-        chosen = list(workload.layers)[::every]
-        handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config, layers=chosen)
-        try:
-            yield WithEngine(stats=lambda: handle.stats, engine=handle.engine)
-        finally:
-            handle.remove()
+    def put(workload: Workload, stack: ExitStack) -> Attached:
+        return put_layers(workload, stack, config, enable_ckpt, list(workload.layers)[::every])
 
-    return attach
+    return attaching(put)
 
 
 def _engine_settings(device: str) -> dict[str, Any]:

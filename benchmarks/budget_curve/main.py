@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wires the parts of the benchmark together."""
+"""Budgets from the floor to no offload, beside settings made by hand. No torch until something is measured."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -10,59 +11,91 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.frontends.settings import Shape
-from benchmarks.gpu.provenance import provenance
+from benchmarks.flags import add_flags, input_file, new_parser
+from benchmarks.frontends.settings import TINY, Shape, add_model_flags, default_layers
 
 from .report import plot, print_length
-from .settings import Settings, parse
 
 _PACKAGES = ("torch", "transformers")
+_FIRST = ("none", "all")
+"""The ends between which budgets are."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     settings = parse(arguments)
     if settings.draw:
-        assert settings.plot is not None
         plot(json.loads(settings.draw.read_text())["lengths"], settings.plot)
         return 0
     import torch  # only now: mistakes are told at once
 
     if settings.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "benchmarks/run.py budget_curve needs a GPU; --device cpu --tiny tries the program without one",
-            file=sys.stderr,
-        )
+        print("this benchmark needs a GPU; --device cpu --tiny tries the program without one", file=sys.stderr)
         return 2
     return _Run(settings).execute()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; on a mistake end the process with a message, as argparse does."""
+    what = (
+        "Budgets from the floor to no offload, beside settings made by hand. The model is a Qwen2 of random weights, "
+    )
+    parser = new_parser("budget_curve", f"{what}\ntrained by SGD with a learning rate of 0: every step is the same.")
+    add_model_flags(parser)
+    parser.add_argument("--seq", type=int, action="append", metavar="N", help="tokens; repeatable (4096 and 32768)")
+    add_flags(
+        parser,
+        ("--layers", int, None, "of the model (12 at 4096 tokens, 4 at 32768)"),
+        ("--budgets", int, 5, "from the floor to no offload"),
+        ("--iters", int, 3, "timed steps of a turn"),
+        ("--warmup", int, 2, "steps before them, of settings by hand"),
+        ("--seconds", float, 190.0, "no turn begins later, each length has its share; what was left out is said"),
+        ("--json", Path, None, "write the results, after each turn"),
+        ("--plot", Path, None, "draw throughput over memory"),
+        ("--draw", input_file, None, "draw the results of an earlier run, and run nothing"),
+        ("--markdown", bool, False, "print the tables as Markdown"),
+    )
+    args = parser.parse_args(arguments)
+    if min(args.budgets, args.iters, args.warmup) < 1:
+        parser.error("--budgets, --iters and --warmup must be at least 1")
+    if args.draw and not args.plot:
+        parser.error("--draw FILE draws into the file of --plot: give it")
+    lengths = args.seq or ((64,) if args.tiny else (4096, 32768))
+    layers = {seq: args.layers or (6 if args.tiny else default_layers(seq)) for seq in lengths}
+    args.shapes = [Shape(seq=seq, layers=layers[seq], **(TINY if args.tiny else {})) for seq in lengths]
+    return args
 
 
 class _Run:
     """All settings at all lengths in one process; the results are written after each turn."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: argparse.Namespace) -> None:
+        import torch
+
+        from benchmarks.records import provenance
+
         self._settings = settings
         self._begin = time.perf_counter()
-        name = _device_name(settings)
+        name = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
         self._found: dict[str, Any] = {"run": {**provenance(_PACKAGES), "device": name}, "lengths": []}
 
     def execute(self) -> int:
-        for index, shape in enumerate(self._settings.shapes):
-            left = self._settings.seconds - (time.perf_counter() - self._begin)
-            self._measure(shape, time.perf_counter() + left / (len(self._settings.shapes) - index))
+        settings, lengths = self._settings, self._found["lengths"]
+        for index, shape in enumerate(settings.shapes):
+            left = settings.seconds - (time.perf_counter() - self._begin)
+            self._measure(shape, time.perf_counter() + left / (len(settings.shapes) - index))
         self._found["run"]["seconds"] = time.perf_counter() - self._begin
         self._write()
-        for length in self._found["lengths"]:
-            print_length(length, self._settings.markdown)
-        if self._settings.plot:
-            plot(self._found["lengths"], self._settings.plot)
-        budgets = [turn for length in self._found["lengths"] for turn in length["turns"] if turn["budget_bytes"]]
-        return int(any(turn["failure"] for turn in budgets))
+        for length in lengths:
+            print_length(length, settings.markdown)
+        if settings.plot:
+            plot(lengths, settings.plot)
+        return int(any(turn["failure"] for length in lengths for turn in length["turns"] if turn["budget_bytes"]))
 
     def _measure(self, shape: Shape, deadline: float) -> None:
         from tqdm import tqdm
 
-        from .by_hand import FIRST, budget, settings_by_hand
+        from .by_hand import layers, settings_by_hand
         from .measure import TrainedWorkload, Turns
 
         settings = self._settings
@@ -75,7 +108,7 @@ class _Run:
 
             def take(name: str, nbytes: int | None) -> dict[str, Any]:
                 bar.set_postfix_str(name)
-                attach = by_hand[name] if nbytes is None else budget(settings.device, nbytes)
+                attach = by_hand[name] if nbytes is None else layers(settings.device, gpu_budget=nbytes)
                 # What a failure leaves behind would count as memory of the next one.
                 is_over = time.perf_counter() > deadline or any(turn["failure"] for turn in length["turns"])
                 found = {"failure": "left out"} if is_over else turns.run(name, attach, nbytes)
@@ -84,20 +117,19 @@ class _Run:
                 bar.update()
                 return found
 
-            ends = [take(name, None) for name in FIRST]
-            rest = [(name, None) for name in by_hand if name not in FIRST]
+            ends = [take(name, None) for name in _FIRST]
+            rest = [(name, None) for name in by_hand if name not in _FIRST]
             budgets = []
             if not any(end["failure"] for end in ends):
-                none, everything = (end["held_bytes"] for end in ends)
-                sizes = budgets_between(everything, none, settings.budgets)
+                most, least = (end["held_bytes"] for end in ends)
+                sizes = budgets_between(least, most, settings.budgets)
                 budgets = [(f"budget {nbytes >> 20:,} MiB", nbytes) for nbytes in sizes]
             for name, nbytes in alternately(budgets, rest):
                 take(name, nbytes)
 
     def _write(self) -> None:
-        file: Path | None = self._settings.json
-        if file:
-            file.write_text(json.dumps(self._found, indent=1) + "\n")
+        if self._settings.json:
+            self._settings.json.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
 def budgets_between(least: int, most: int, num: int) -> list[int]:
@@ -110,9 +142,3 @@ def alternately(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
     """Mix two lists evenly, so that both see the same drift of the machine."""
     places = [(index / max(1, len(each)), each[index]) for each in (one, other) for index in range(len(each))]
     return [item for _, item in sorted(places, key=lambda place: place[0])]
-
-
-def _device_name(settings: Settings) -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"

@@ -12,11 +12,9 @@ import torch
 
 from benchmarks.apart import describe
 from benchmarks.frontends.jobs import deterministic
-from benchmarks.frontends.workload import Attached, Workload
-from benchmarks.gpu.gradients import Fingerprint, compare, fingerprint
+from benchmarks.frontends.workload import Attach, Attached, Workload
+from benchmarks.gradients import Fingerprint, compare, fingerprint
 from offload_engine.engine import OffloadEngine
-
-from .by_hand import Attach
 
 _HELD: Final = "HOLD"
 _MAX_STEPS: Final = 16
@@ -40,10 +38,7 @@ class TrainedWorkload(Workload):
 class Turns:
     """Runs settings on one model, one after the other.
 
-    Args:
-        workload: the model.
-        warmup: steps before those that are timed; a budget takes as many as it needs until its plan holds.
-        iters: timed steps.
+    A setting by hand has `warmup` steps before the `iters` that are timed; a budget as many as it needs for a plan.
     """
 
     def __init__(self, workload: Workload, warmup: int, iters: int) -> None:
@@ -66,19 +61,22 @@ class Turns:
         return record
 
     def _take(self, attached: Attached, record: dict[str, Any]) -> None:
-        engine: OffloadEngine | None = getattr(attached, "engine", None)
+        engine: OffloadEngine | None = attached.engine
         if record["budget_bytes"] is None:
             for _ in range(self._warmup):
                 self._workload.timed_step(attached)
         else:
             assert engine is not None
             record.update(self._plan(attached, engine))
-        self._reset()
+        if self._workload.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
         timings, held = [], []
         for _ in range(self._iters):
             timings.append(self._workload.timed_step(attached).step_ms)
             held.append(self._held_bytes(attached))
-        record |= {"step_ms": timings, "held_bytes": max(held), **self._allocator(), **_engine_record(attached)}
+        record |= {"step_ms": timings, "held_bytes": max(held), **self._allocator()}
+        if (stats := attached.stats()) is not None:
+            record["moved_bytes"] = stats.copied_out_bytes
         if engine is not None and engine.budget is not None:
             record |= _summary(engine) | {"host_ms": engine.budget.planning_ms}
         record["parity"] = self._compare(attached)
@@ -108,17 +106,11 @@ class Turns:
         self._reference = self._reference or found
         return compare(self._reference, found).as_record()
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
     def _release(self) -> None:
         gc.collect()
         if self._workload.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-    def _reset(self) -> None:
-        if self._workload.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
 
     def _held_bytes(self, attached: Attached) -> int:
         """Return what the process held at the most: what torch reserved, and what lies outside of it."""
@@ -134,11 +126,6 @@ class Turns:
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "allocated_bytes": torch.cuda.max_memory_allocated(),
         }
-
-
-def _engine_record(attached: Attached) -> dict[str, int]:
-    stats = attached.stats()
-    return {} if stats is None else {"moved_bytes": stats.copied_out_bytes}
 
 
 def _summary(engine: OffloadEngine) -> dict[str, Any]:

@@ -8,122 +8,116 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.plots import picture
-from benchmarks.tables import Rows
+from benchmarks.tables import GIB, MIB, Column, Record, picture, show, table
 
-from .by_hand_titles import TITLES
-
-MIB: Final = 1 << 20
-GIB: Final = 1 << 30
-Record = dict[str, Any]
-HEAD: Final = (
-    *("setting", "held MiB", "reserved", "moved", "recomputed", "ms", "over none", "best by hand that fits", "over it"),
-    *("predicted MiB: first", "its step held", "last", "predicted ms", "steps", "host ms", "equal bits"),
-)
-
-
-def measured(length: Record) -> list[Record]:
-    """Return the turns of a length that have figures."""
-    return [turn for turn in length["turns"] if turn.get("step_ms")]
-
-
-def step_ms(turn: Record) -> float:
-    """Return the median of a turn's steps."""
-    return statistics.median(turn["step_ms"])
+TITLES: Final = {
+    "none": "no offload",
+    "all": "everything offloaded",
+    "layers_ckpt": "each layer checkpointed, its input offloaded",
+    "layers": "two layers on the device",
+    "ckpt": "each layer checkpointed",
+    "half_layers": "half of the layers on the device",
+    "bytes_1/3": "a third of the bytes on the device",
+    "every_other": "every other layer offloaded",
+    "bytes_2/3": "two thirds of the bytes on the device",
+    "half_ckpt": "every other layer checkpointed, its input offloaded",
+    "any_model": "manage_activations",
+}
+"""Of the settings made by hand. In this order they take their turns."""
+_MARKERS = "sD^v<>PX*hp"
 
 
-def best_by_hand(turns: Sequence[Record], budget_bytes: int) -> Record | None:
-    """Return the fastest setting by hand that fits a budget."""
-    fitting = [turn for turn in turns if turn["budget_bytes"] is None and turn["held_bytes"] <= budget_bytes]
-    return min(fitting, key=step_ms, default=None)
+def _mib(name: str) -> Column:
+    """Make a column of bytes, with a decimal where the model is tiny."""
+
+    def cell(turn: Record) -> str:
+        nbytes = turn.get(name)
+        return "" if nbytes is None else f"{nbytes / MIB:,.{0 if nbytes >= GIB else 1}f}"
+
+    return cell
+
+
+_COLUMNS: dict[str, Column] = {
+    "setting": lambda turn: turn["setting"] + (f": {turn['failure']}" if turn["failure"] else ""),
+    "held MiB": _mib("held_bytes"),
+    "reserved": _mib("reserved_bytes"),
+    "moved": _mib("moved_bytes"),
+    "recomputed": _mib("recomputed_bytes"),
+    "ms": ("median_ms", ",.1f"),
+    "over none": ("ratio", ".4f"),
+    "best by hand that fits": "best",
+    "over it": ("over_best", ".4f"),
+    "predicted MiB: first": _mib("first_predicted_bytes"),
+    "its step held": _mib("first_held_bytes"),
+    "last": _mib("predicted_bytes"),
+    "predicted ms": ("predicted_ms", ",.1f"),
+    "steps": ("steps_until_held", ""),
+    "host ms": ("host_ms", ",.0f"),
+    "equal bits": "is_bitwise_equal",
+}
 
 
 def print_length(length: Record, as_markdown: bool) -> None:
     """Print the table of one length."""
-    turns = measured(length)
-    none = next((turn for turn in turns if turn["setting"] == "none"), None)
-    lines = [_line(turn, turns, none) for turn in turns]
-    lines += [(_label(t), t["failure"] or "", *[""] * (len(HEAD) - 2)) for t in length["turns"] if not t.get("step_ms")]
-    title = f"{length['seq']:,} tokens, {length['layers']} layers"
-    if as_markdown:
-        print(f"\n{title}\n")
-    Rows(title, HEAD, lines, num_words=1).print(as_markdown)
+    turns = _measured(length)
+    lines = [_line(turn, turns) for turn in turns] + [turn for turn in length["turns"] if turn not in turns]
+    show(table(f"{length['seq']:,} tokens, {length['layers']} layers", _COLUMNS, lines, as_markdown))
     if length["left_out"]:
         print(f"left out, as the time was over or another one had failed: {', '.join(length['left_out'])}")
 
 
-def _line(turn: Record, turns: Sequence[Record], none: Record | None) -> tuple[str, ...]:
-    best = None if turn["budget_bytes"] is None else best_by_hand(turns, turn["budget_bytes"])
-    sizes = [_mib(turn.get(f"{name}_bytes")) for name in ("held", "reserved", "moved", "recomputed")]
-    ratio = f"{step_ms(turn) / step_ms(none):.4f}" if none is not None else ""
-    against = ("", "") if best is None else (best["setting"], f"{step_ms(turn) / step_ms(best):.4f}")
-    predicted = [_mib(turn.get(name)) for name in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes")]
-    predicted_ms = f"{turn['predicted_ms']:,.1f}" if "predicted_ms" in turn else ""
-    host_ms = f"{turn['host_ms']:,.0f}" if "host_ms" in turn else ""
-    parity = turn.get("parity")
-    is_equal = "" if parity is None else "yes" if parity["is_bitwise_equal"] else "no"
-    times = (f"{step_ms(turn):,.1f}", ratio, *against)
-    return (
-        *(_label(turn), *sizes, *times, *predicted),
-        *(predicted_ms, str(turn.get("steps_until_held", "")), host_ms, is_equal),
-    )
+def _measured(length: Record) -> list[Record]:
+    return [turn for turn in length["turns"] if turn.get("step_ms")]
 
 
-def _label(turn: Record) -> str:
-    return turn["setting"] if turn["budget_bytes"] is None else f"budget {_mib(turn['budget_bytes'])} MiB"
+def _step_ms(turn: Record) -> float:
+    return statistics.median(turn["step_ms"])
 
 
-def _mib(nbytes: int | None) -> str:
-    return "" if nbytes is None else f"{nbytes / MIB:,.{0 if nbytes >= GIB else 1}f}"
+def _line(turn: Record, turns: Sequence[Record]) -> Record:
+    """Return a turn with what the table says of it beside the others: the fastest by hand that fits its budget too."""
+    line = {**turn, **turn.get("parity", {}), "median_ms": _step_ms(turn)}
+    none = next((other for other in turns if other["setting"] == "none"), None)
+    if none is not None:
+        line["ratio"] = _step_ms(turn) / _step_ms(none)
+    budget = turn["budget_bytes"] or 0
+    fitting = [other for other in turns if other["budget_bytes"] is None and other["held_bytes"] <= budget]
+    if best := min(fitting, key=_step_ms, default=None):
+        line |= {"best": best["setting"], "over_best": _step_ms(turn) / _step_ms(best)}
+    return line
 
 
 def plot(lengths: Sequence[Record], file: Path) -> None:
     """Draw throughput over memory: what one flag reaches, and settings by hand."""
-    drawn = [length for length in lengths if measured(length)]
+    drawn = [length for length in lengths if _measured(length)]
     num = max(1, len(drawn))
     with picture(file, 1, num, figsize=(1.5 + 5 * num, 4.6), squeeze=False) as (figure, row):
+        legend: dict[str, Any] = {}
         for axes, length in zip(row[0], drawn, strict=False):
             _draw(axes, length)
-        handles = {
-            label: handle for axes in row[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside lower center",
-            ncols=2 * len(drawn),
-            fontsize=7,
-            frameon=False,
-        )
+            handles, labels = axes.get_legend_handles_labels()
+            legend |= dict(zip(labels, handles, strict=True))
+        options = {"loc": "outside lower center", "ncols": 2 * num, "fontsize": 7, "frameon": False}
+        figure.legend(legend.values(), legend.keys(), **options)
 
 
 def _draw(axes: Any, length: Record) -> None:
-    turns = measured(length)
-    unit, name = (GIB, "GiB") if max(turn["held_bytes"] for turn in turns) >= GIB else (MIB, "MiB")
+    turns = sorted(_measured(length), key=lambda turn: turn["held_bytes"])
+    unit, name = (GIB, "GiB") if turns[-1]["held_bytes"] >= GIB else (MIB, "MiB")
 
-    def rate(milliseconds: float) -> float:
-        return float(length["seq"] / milliseconds)
+    def points(found: Sequence[tuple[int, float]]) -> tuple[list[float], list[float]]:
+        return [nbytes / unit for nbytes, _ in found], [length["seq"] / ms for _, ms in found]
 
-    budgets = sorted((turn for turn in turns if turn["budget_bytes"] is not None), key=lambda turn: turn["held_bytes"])
-    held = [turn["held_bytes"] / unit for turn in budgets]
-    axes.plot(held, [rate(step_ms(turn)) for turn in budgets], "o-", color="tab:blue", label="a budget", zorder=3)
-    predicted = [turn for turn in budgets if turn.get("predicted_ms")]
-    axes.scatter(
-        [turn["predicted_bytes"] / unit for turn in predicted],
-        [rate(turn["predicted_ms"]) for turn in predicted],
-        s=70,
-        facecolors="none",
-        edgecolors="tab:blue",
-        label="as predicted",
-        zorder=2,
-    )
-    markers = "sD^v<>PX*hp"
-    for marker, (setting, title) in zip(markers, TITLES.items(), strict=True):
-        for turn in turns:
-            if turn["setting"] == setting:
-                axes.scatter(
-                    turn["held_bytes"] / unit, rate(step_ms(turn)), marker=marker, color="gray", label=title, zorder=1
-                )
+    budgets = [turn for turn in turns if turn["budget_bytes"] is not None]
+    held = points([(turn["held_bytes"], _step_ms(turn)) for turn in budgets])
+    axes.plot(*held, "o-", color="tab:blue", label="a budget", zorder=3)
+    predicted = points([(t["predicted_bytes"], t["predicted_ms"]) for t in budgets if t.get("predicted_ms")])
+    style: dict[str, Any] = {"facecolors": "none", "edgecolors": "tab:blue", "zorder": 2}
+    axes.scatter(*predicted, s=70, label="as predicted", **style)
+    for marker, (setting, title) in zip(_MARKERS, TITLES.items(), strict=True):
+        own = points([(turn["held_bytes"], _step_ms(turn)) for turn in turns if turn["setting"] == setting])
+        if own[0]:
+            axes.scatter(*own, marker=marker, color="gray", label=title, zorder=1)
     axes.set(xlabel=f"held on the device, {name}", ylabel="thousand tokens a second")
     axes.set_title(f"{length['seq']:,} tokens, {length['layers']} layers", loc="left", fontsize=9)
     axes.set_ylim(bottom=0)

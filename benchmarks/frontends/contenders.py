@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contenders, and how one model is switched between them.
 
-Each is a context manager that puts itself on the model and takes itself off again, also after an exception in a step:
-wrappers of layers are exchanged in the model's list, checkpointing is the model's own (non-reentrant), and the rest is
-around the forward or the step. Between two turns the model is as it was built.
+Each puts itself on the model, and leaves on a stack what takes it off again, also after an exception in a step: so
+between two turns the model is as it was built. Wrappers take the place of layers or their parts, checkpointing is the
+model's own (non-reentrant), and the rest is around the forward or the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
 
 from offload_engine import (
     GroupWindow,
@@ -28,9 +29,7 @@ from offload_engine import (
 
 from . import rivals
 from .link_bound import saved_bytes_per_token
-from .workload import Attached, Workload
-
-Attach = Callable[[Workload], AbstractContextManager[Attached]]
+from .workload import Attach, Attached, Workload, attaching
 
 
 @dataclass(frozen=True)
@@ -56,188 +55,128 @@ class Ours:
         return self.config.replace(policy=GroupWindow(self.horizon))
 
 
+Put = Callable[[Workload, Ours, ExitStack], Attached]
+
+
 def make_contender(name: str, ours: Ours, folder: Path | None) -> Attach:
-    """Make a contender; imports the package of a rival.
-
-    Args:
-        name: of `settings.CONTENDERS`.
-        ours: how those of this project are configured.
-        folder: where files of rivals are that are not installed.
-
-    Raises:
-        Missing: if it cannot take part.
-    """
-    if name in _OURS:
-        attach = _OURS[name]
-        return lambda workload: attach(workload, ours)
-    return _PYTORCH[name] if name in _PYTORCH else rivals.load(name, folder)
+    """Make a contender of `settings.CONTENDERS`; imports the package of a rival, or its file below `folder`."""
+    put = _CONTENDERS.get(name)
+    return rivals.load(name, folder) if put is None else attaching(lambda workload, stack: put(workload, ours, stack))
 
 
 # ---- PyTorch and transformers ----
 
 
-@contextmanager
-def no_offload(workload: Workload) -> Iterator[Attached]:
-    """Leave the model as it was built."""
-    yield Attached()
+def _no_offload(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    return Attached()
 
 
-@contextmanager
-def _checkpointing(workload: Workload) -> Iterator[Attached]:
+def _save_on_cpu(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    return Attached(around_forward=lambda: save_on_cpu(pin_memory=workload.is_cuda))
+
+
+def _checkpointing(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    stack.callback(workload.model.disable_input_require_grads)  # a hook that enabling adds and disabling leaves
+    stack.callback(workload.model.gradient_checkpointing_disable)
     workload.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    try:
-        yield Attached()
-    finally:
-        workload.model.gradient_checkpointing_disable()
-        workload.model.disable_input_require_grads()  # a hook that enabling adds and disabling leaves
+    return Attached()
 
 
-@contextmanager
-def _save_on_cpu(workload: Workload) -> Iterator[Attached]:
-    yield Attached(around_forward=lambda: save_on_cpu(pin_memory=workload.is_cuda))
+def _with_checkpointing(put: Put) -> Put:
+    def put_both(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+        _checkpointing(workload, ours, stack)
+        return put(workload, ours, stack)
+
+    return put_both
 
 
-@contextmanager
-def _offload_wrapper(workload: Workload) -> Iterator[Attached]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
-
-    with _exchanged(workload, OffloadWrapper if workload.is_cuda else _unpinned):
-        yield Attached()
+def _offload_wrapper(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    _replace([(workload.layers, name, layer) for name, layer in workload.layers.named_children()], _offloading, stack)
+    return Attached()
 
 
-@contextmanager
-def _parts_offload_wrapper(workload: Workload) -> Iterator[Attached]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, checkpoint_wrapper
-
-    wrap = OffloadWrapper if workload.is_cuda else _unpinned
-    with _wrapped_parts(workload, lambda part: wrap(checkpoint_wrapper(part))):
-        yield Attached()
+def _parts_offload_wrapper(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    _replace(_parts_of(workload), lambda part: _offloading(checkpoint_wrapper(part)), stack)
+    return Attached()
 
 
-def _unpinned(layer: torch.nn.Module) -> torch.nn.Module:
-    """Wrap as PyTorch's wrapper does, without the pinning that needs a GPU."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+class _Unpinned(OffloadWrapper):
+    """PyTorch's wrapper without the pinning that needs a GPU."""
 
-    class Unpinned(OffloadWrapper):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with save_on_cpu():
-                return self._checkpoint_wrapped_module(*args, **kwargs)
-
-    return Unpinned(layer)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
 
 
-@contextmanager
-def _exchanged(workload: Workload, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Iterator[None]:
-    layers = workload.layers
-    before = list(layers)
-    for index, layer in enumerate(before):
-        layers[index] = wrap(layer)
-    try:
-        yield
-    finally:
-        for index, layer in enumerate(before):
-            layers[index] = layer
+def _offloading(module: torch.nn.Module) -> torch.nn.Module:
+    return OffloadWrapper(module) if next(module.parameters()).is_cuda else _Unpinned(module)  # type: ignore[no-untyped-call]
 
 
-def _with_checkpointing(attach: Attach) -> Attach:
-    @contextmanager
-    def attach_both(workload: Workload) -> Iterator[Attached]:
-        with _checkpointing(workload), attach(workload) as attached:
-            yield attached
-
-    return attach_both
+def _parts_of(workload: Workload) -> list[tuple[Any, str, torch.nn.Module]]:
+    return [(layer, name, part) for layer in workload.layers for name, part in layer.named_children()]
 
 
-_PYTORCH: dict[str, Attach] = {
-    "none": no_offload,
+def _replace(parts: Sequence[tuple[Any, str, Any]], wrap: Callable[[Any], Any], stack: ExitStack) -> None:
+    """Put wrappers in the place of some submodules, each given with its owner and its name there."""
+    for owner, name, part in parts:
+        setattr(owner, name, wrap(part))
+        stack.callback(setattr, owner, name, part)
+
+
+# ---- ours ----
+
+
+def put_layers(
+    workload: Workload,
+    stack: ExitStack,
+    config: OffloadConfig,
+    enable_ckpt: bool = False,
+    layers: Sequence[Any] | None = None,
+) -> Attached:
+    """Put `enable_activation_offloading` on the model, for these layers of it; None: for all."""
+    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config, layers=layers)
+    stack.callback(handle.remove)
+    return Attached(stats=lambda: handle.stats, engine=handle.engine)
+
+
+def _any_model(workload: Workload, ours: Ours, stack: ExitStack, **changes: Any) -> Attached:
+    options: dict[str, Any] = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
+    manager = manage_activations(workload.model, ours.config.replace(**changes), **options)
+    stack.callback(manager.close)
+    return Attached(around_step=lambda: manager, stats=lambda: manager.stats)
+
+
+def _any_model_of_two_layers(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    """Allow as many bytes on the device as `enable_activation_offloading` allows itself."""
+    two_layers = 2 * saved_bytes_per_token(workload.shape) * workload.num_tokens
+    return _any_model(workload, ours, stack, policy=ResidentBudget(two_layers))
+
+
+def _offloaded_inputs(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    """Put `offload_wrapper` on each checkpointed part of the model."""
+    handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
+    stack.callback(handle.remove)
+    return Attached(stats=lambda: handle.stats)
+
+
+def _parts(workload: Workload, ours: Ours, stack: ExitStack) -> Attached:
+    """Checkpoint norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
+    _replace(_parts_of(workload), checkpoint_wrapper, stack)
+    return _offloaded_inputs(workload, ours, stack)
+
+
+_CONTENDERS: dict[str, Put] = {
+    "none": _no_offload,
     "ckpt": _checkpointing,
     "save": _save_on_cpu,
     "torch": _offload_wrapper,
     "ckpt_save": _with_checkpointing(_save_on_cpu),
     "ckpt_torch": _with_checkpointing(_offload_wrapper),
     "parts_torch": _parts_offload_wrapper,
-}
-
-
-# ---- ours ----
-
-
-@contextmanager
-def _layers(workload: Workload, ours: Ours, enable_ckpt: bool = False) -> Iterator[Attached]:
-    config = ours.checkpoint_config if enable_ckpt else ours.config
-    handle = enable_activation_offloading(workload.model, "none", enable_ckpt, config=config)
-    try:
-        yield Attached(stats=lambda: handle.stats)
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _layers_checkpointed(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    with _layers(workload, ours, enable_ckpt=True) as attached:
-        yield attached
-
-
-@contextmanager
-def _any_model(workload: Workload, ours: Ours, **changes: Any) -> Iterator[Attached]:
-    options = {} if ours.group_bytes is None else {"group_bytes": ours.group_bytes}
-    manager = manage_activations(workload.model, ours.config.replace(**changes), **options)
-    try:
-        yield Attached(around_step=lambda: manager, stats=lambda: manager.stats)
-    finally:
-        manager.close()
-
-
-@contextmanager
-def _any_model_of_two_layers(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    """Allow as many bytes on the device as `enable_activation_offloading` allows itself."""
-    two_layers = 2 * saved_bytes_per_token(workload.shape) * workload.num_tokens
-    with _any_model(workload, ours, policy=ResidentBudget(two_layers)) as attached:
-        yield attached
-
-
-@contextmanager
-def _wrapper(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    with _checkpointing(workload), _offloaded_inputs(workload, ours) as attached:
-        yield attached
-
-
-@contextmanager
-def _parts(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    """Checkpoint norms, attention and MLP instead of layers: on the device is one MLP, not one layer."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    with _wrapped_parts(workload, checkpoint_wrapper), _offloaded_inputs(workload, ours) as attached:
-        yield attached
-
-
-@contextmanager
-def _offloaded_inputs(workload: Workload, ours: Ours) -> Iterator[Attached]:
-    """Put `offload_wrapper` on each checkpointed part of the model."""
-    handle: Any = offload_wrapper(workload.model, config=ours.checkpoint_config).activation_offload
-    try:
-        yield Attached(stats=lambda: handle.stats)
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _wrapped_parts(workload: Workload, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Iterator[None]:
-    parts = [(layer, name, part) for layer in workload.layers for name, part in layer.named_children()]
-    for layer, name, part in parts:
-        setattr(layer, name, wrap(part))
-    try:
-        yield
-    finally:
-        for layer, name, part in parts:
-            setattr(layer, name, part)
-
-
-_OURS: dict[str, Callable[[Workload, Ours], AbstractContextManager[Attached]]] = {
-    "layers": _layers,
-    "layers_ckpt": _layers_checkpointed,
+    "layers": lambda workload, ours, stack: put_layers(workload, stack, ours.config),
+    "layers_ckpt": lambda workload, ours, stack: put_layers(workload, stack, ours.checkpoint_config, enable_ckpt=True),
     "any_model": _any_model,
     "any_model_2": _any_model_of_two_layers,
-    "wrapper": _wrapper,
+    "wrapper": _with_checkpointing(_offloaded_inputs),
     "parts": _parts,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,19 +15,19 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.gpu.gradients import fingerprint
+from benchmarks.gradients import fingerprint
 from offload_engine import ResidencyMeter, SavedTensorTracker
 
 from . import recording
 from .contenders import Ours, make_contender
 from .longest import Trial
-from .settings import Settings
+from .settings import engine_host_bytes
 from .workload import Attached, Workload
 
 _LINK_BYTES = 64 << 20
 
 
-def take_turn(settings: Settings, name: str) -> dict[str, Any]:
+def take_turn(settings: Namespace, name: str) -> dict[str, Any]:
     """Run warm-up steps, the first of them to be compared bit by bit, and timed steps."""
     workload = _workload(settings)
     with make_contender(name, _ours(settings), settings.rivals)(workload) as attached:
@@ -43,11 +44,11 @@ def take_turn(settings: Settings, name: str) -> dict[str, Any]:
             "step_ms": [timing.step_ms for timing in timings],
             "forward_ms": statistics.median(timing.forward_ms for timing in timings),
             **_memory(workload),
-            **_engine_record(attached),
+            **engine_record(attached),
         }
 
 
-def try_lengths(settings: Settings, name: str, lengths: tuple[int, ...]) -> list[Trial]:
+def try_lengths(settings: Namespace, name: str, lengths: tuple[int, ...]) -> list[Trial]:
     """Run one step of each length, with gradients there from the start.
 
     They, and not what the step before left in the allocator's cache (which it gives up when memory is short), are what
@@ -65,19 +66,13 @@ def try_lengths(settings: Settings, name: str, lengths: tuple[int, ...]) -> list
             workload.wait()
             seconds = time.monotonic() - begin
             memory, stats = _memory(workload), attached.stats()
-        found.append(
-            Trial(
-                seq=seq,
-                peak_allocated_bytes=memory["peak_allocated_bytes"],
-                peak_reserved_bytes=memory["peak_reserved_bytes"],
-                host_bytes=memory["torch_pinned_bytes"] + (0 if stats is None else int(stats.host_bytes)),
-                seconds=seconds,
-            )
-        )
+        host_bytes = memory["torch_pinned_bytes"] + (0 if stats is None else int(stats.host_bytes))
+        peaks = memory["peak_allocated_bytes"], memory["peak_reserved_bytes"]
+        found.append(Trial(seq, *peaks, host_bytes, seconds))
     return found
 
 
-def saved_bytes(settings: Settings, name: str) -> int:
+def saved_bytes(settings: Namespace, name: str) -> int:
     """Measure the bytes that a forward saves, each storage once, without weights."""
     workload, meter = _workload(settings), ResidencyMeter()
     tracker = SavedTensorTracker(meter, [*workload.model.parameters()])
@@ -88,12 +83,15 @@ def saved_bytes(settings: Settings, name: str) -> int:
 
 def measure_link() -> dict[str, Any]:
     """Measure GB/s of plain pinned copies each way."""
-    from benchmarks.gpu import link
+    from types import SimpleNamespace
 
-    return link.measure_link([_LINK_BYTES], _OneProcess())[0]  # type: ignore[arg-type]
+    from benchmarks.gpu import machine
+
+    alone: Any = SimpleNamespace(rank=0, barrier=lambda: None)
+    return machine.measure_link([_LINK_BYTES], alone)[0]
 
 
-def measure_recording(settings: Settings, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
+def measure_recording(settings: Namespace, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
     """Measure what it costs to record steps."""
     return list(recording.measure(_workload(settings), _ours(settings), lengths, settings.rounds))
 
@@ -105,17 +103,17 @@ def describe_device(device: str) -> dict[str, Any]:
     return {"device_name": torch.cuda.get_device_name(), "free_bytes": torch.cuda.mem_get_info()[0]}
 
 
-def _workload(settings: Settings) -> Workload:
+def _workload(settings: Namespace) -> Workload:
     torch.set_num_threads(1 if settings.device == "cpu" else torch.get_num_threads())
     if settings.device_bytes:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, settings.device_bytes / total))
-    return Workload(settings.shape, settings.device, settings.has_head, settings.documents)
+    return Workload(settings.shape, settings.device, settings.documents)
 
 
-def _ours(settings: Settings) -> Ours:
-    engine = {"host_limit_bytes": settings.engine_host_bytes, **settings.engine}
-    if settings.is_tiny:
+def _ours(settings: Namespace) -> Ours:
+    engine = {"host_limit_bytes": engine_host_bytes(settings), **settings.engine}
+    if settings.tiny:
         engine.setdefault("min_tensor_bytes", 0)
     # The least on the device trains the longest sequence.
     return Ours(engine, settings.group_bytes, horizon=1 if settings.longest else None)
@@ -140,20 +138,12 @@ def _memory(workload: Workload) -> dict[str, int]:
     }
 
 
-def _engine_record(attached: Attached) -> dict[str, Any]:
+def engine_record(attached: Attached) -> dict[str, Any]:
     """Return the counters of our engine for its last step."""
     stats = attached.stats()
     if stats is None:
         return {}
     return {"engine": {name: value for name, value in asdict(stats).items() if isinstance(value, int)}}
-
-
-class _OneProcess:
-    """Stands where the benchmark of several ranks has them."""
-
-    rank, world_size = 0, 1
-
-    def barrier(self) -> None: ...
 
 
 @contextmanager

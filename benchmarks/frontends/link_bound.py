@@ -7,52 +7,23 @@ backward. So each takes at least as long as its copies, and the bound is their s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .settings import Shape
 
 BF16_BYTES = 2
 FP32_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkBound:
-    """The least time of a step that moves all but `kept_bytes` of what it saves."""
-
-    moved_bytes: int
-    out_ms: float
-    in_ms: float
-    step_ms: float
-    compute_ms: float
-
-    @property
-    def is_bound_by_link(self) -> bool:
-        """Tell whether the copies of either way take longer than the computation beside them."""
-        return self.step_ms > self.compute_ms
-
-
 def link_bound(
     saved_bytes: int, kept_bytes: int, forward_ms: float, backward_ms: float, out_gbps: float, in_gbps: float
-) -> LinkBound:
-    """Compute the least time of a step.
+) -> dict[str, float]:
+    """Compute the least time of a step that moves all but `kept_bytes` (the last layer's) of what its forward saves.
 
-    Args:
-        saved_bytes: what the forward saves, weights not counted.
-        kept_bytes: of these, what never leaves (the last layer's).
-        forward_ms: of a run that moves nothing.
-        backward_ms: of a run that moves nothing.
-        out_gbps: GB/s from the device to the host.
-        in_gbps: GB/s from the host to the device.
+    Times of forward and backward are of a run that moves nothing, rates of plain copies each way.
     """
     moved = max(0, saved_bytes - kept_bytes)
     out_ms, in_ms = moved / out_gbps / 1e6, moved / in_gbps / 1e6
-    return LinkBound(
-        moved_bytes=moved,
-        out_ms=out_ms,
-        in_ms=in_ms,
-        step_ms=max(forward_ms, out_ms) + max(backward_ms, in_ms),
-        compute_ms=forward_ms + backward_ms,
-    )
+    step_ms = max(forward_ms, out_ms) + max(backward_ms, in_ms)
+    return dict(moved_bytes=moved, out_ms=out_ms, in_ms=in_ms, step_ms=step_ms, compute_ms=forward_ms + backward_ms)
 
 
 def saved_bytes_per_token(shape: Shape) -> int:
@@ -68,11 +39,6 @@ def saved_bytes_per_token(shape: Shape) -> int:
     return 2 * norm + attention + 4 * shape.ffn * BF16_BYTES
 
 
-def layer_input_bytes_per_token(shape: Shape) -> int:
-    """Return what a checkpointed layer keeps for one token in bf16: its input."""
-    return shape.hidden * BF16_BYTES
-
-
 def layer_flops(shape: Shape, seq: int) -> float:
     """Count the operations of one layer's forward for one causal sequence; a backward has twice as many."""
     key_value = 2 * shape.hidden // shape.heads * shape.kv_heads
@@ -83,6 +49,6 @@ def layer_flops(shape: Shape, seq: int) -> float:
 def longest_possible(shape: Shape, device_bytes: int, host_bytes: int, is_checkpointed: bool) -> int:
     """Return an upper bound of the length: one layer's MLP must fit on the device, and the saved bytes somewhere."""
     one_mlp = 4 * shape.ffn * BF16_BYTES
-    per_layer = layer_input_bytes_per_token(shape) if is_checkpointed else saved_bytes_per_token(shape)
+    per_layer = shape.hidden * BF16_BYTES if is_checkpointed else saved_bytes_per_token(shape)
     everywhere = per_layer * shape.layers
     return max(1, min(device_bytes // one_mlp, (device_bytes + host_bytes) // everywhere))

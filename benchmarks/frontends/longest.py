@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Trial(NamedTuple):
@@ -102,33 +102,24 @@ def predict(one: Trial, other: Trial, limits: Limits) -> int:
     little too long rather than too short, and a length that fails takes a fraction of the time of one that trains.
     """
 
-    def reaches(amounts: tuple[int, int], limit: int) -> int:
+    def reaches(first: int, second: int, limit: int) -> int:
         """Return the length at which the line through two amounts is at a limit."""
-        per_token = (amounts[1] - amounts[0]) / (other.seq - one.seq)
-        return limits.upper if per_token <= 0 else max(0, int((limit - amounts[0]) / per_token) + one.seq)
+        per_token = (second - first) / (other.seq - one.seq)
+        return limits.upper if per_token <= 0 else max(0, int((limit - first) / per_token) + one.seq)
 
-    device = one.peak_allocated_bytes, other.peak_allocated_bytes
-    host = one.host_bytes, other.host_bytes
-    by_device = min(limits.upper, reaches(device, limits.device_bytes))
-    by_host = reaches(host, limits.host_bytes)
-    if by_host >= by_device:
-        return by_device
-    if not limits.stays_on_device:
-        return by_host
-    return reaches((device[0] + host[0], device[1] + host[1]), limits.device_bytes + limits.host_bytes)
+    by_device = min(limits.upper, reaches(one.peak_allocated_bytes, other.peak_allocated_bytes, limits.device_bytes))
+    by_host = reaches(one.host_bytes, other.host_bytes, limits.host_bytes)
+    if by_host >= by_device or not limits.stays_on_device:
+        return min(by_device, by_host)
+    first, second = (trial.peak_allocated_bytes + trial.host_bytes for trial in (one, other))
+    return reaches(first, second, limits.device_bytes + limits.host_bytes)
 
 
 def predict_seconds(one: Trial, other: Trial, seq: int, flops: Callable[[int], float]) -> float:
     """Predict the time of a trial of `seq`, rather too much than too little.
 
-    Two short trials tell the seconds of a token: those of their line, or of the longer one alone where the first had
-    more to set up. How many more a token takes in a long sequence is arithmetic: in such short ones attention is too
-    little of the time to be told from noise.
+    By the line through two short trials, or the longer one alone where the first had more to set up. How many more a
+    token takes in a long sequence is arithmetic: in short ones attention is too little of the time to be told.
     """
     per_token = (other.seconds - one.seconds) / (other.seq - one.seq)
     return max(per_token * other.seq, other.seconds) * flops(seq) / flops(other.seq)
-
-
-def known_lengths(records: list[dict[str, Any]], label: str) -> dict[int, bool]:
-    """Find which lengths an earlier run has tried of a contender, and whether they trained."""
-    return {r["seq"]: r["reason"] is None for r in records if r["kind"] == "trial" and r["label"] == label}

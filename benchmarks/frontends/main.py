@@ -3,25 +3,26 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benchmarks.apart import Ended, run_apart
-from benchmarks.gpu.provenance import provenance
+from benchmarks.records import Records, provenance
+from benchmarks.tables import Record, show
 
-from .settings import CHECKPOINTED, NEED_GPU, OURS, Settings, parse
+from .settings import CHECKPOINTED, NEED_GPU, OURS, engine_host_bytes, parse
 
 _PACKAGES = ("torch", "transformers", "transformer-engine", "trl", "torchtune", "verl")
 # Of a run and the one that it goes on with.
-_SAME = ("shape", "documents", "longest_unit", "has_head", "engine", "group_bytes", "device_name", "versions")
+_SAME = ("shape", "documents", "longest_unit", "engine", "group_bytes", "device_name", "versions")
 _PATIENCE = 2.0  # a trial may take so many times what was predicted: pinning and retries of the allocator vary
 _START_S = 30.0  # for the model of a process
 _LEAST_S = 60.0 + _START_S
@@ -37,11 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.longest:  # else fragmentation decides: tensors of a few GiB leave holes of that size
             options += ",expandable_segments:True"
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", options)
-    if settings.host_bytes is None:
-        settings = dataclasses.replace(settings, host_bytes=int(0.8 * _host_bytes()))
+    from offload_engine._devices.host_memory import available_host_bytes
+
     from . import jobs
 
-    device = run_apart(jobs.describe_device, settings.device, seconds=120.0, host_bytes=_host_bytes())
+    all_host_bytes = min(psutil.virtual_memory().total, available_host_bytes())  # of the machine, or its container
+    settings.host_bytes = settings.host_bytes or int(0.8 * all_host_bytes)
+    device = run_apart(jobs.describe_device, settings.device, seconds=120.0, host_bytes=all_host_bytes)
     if device.failure:
         print(f"no GPU: {device.failure}; --device cpu --tiny tries the program without one", file=sys.stderr)
         return 2
@@ -52,29 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run.execute()
 
 
-def _host_bytes() -> int:
-    """Return the bytes of host memory that this process may have: the machine's, or its container's."""
-    from offload_engine._devices.host_memory import available_host_bytes
-
-    return min(psutil.virtual_memory().total, available_host_bytes())
-
-
 class Run:
     """One run: turns, or a search of the longest sequences, or the cost of recordings."""
 
-    def __init__(self, settings: Settings, device: dict[str, Any]) -> None:
+    def __init__(self, settings: argparse.Namespace, device: Record) -> None:
         from tqdm import tqdm
 
         self._settings = settings
         self._begin = time.perf_counter()
-        self._records: list[dict[str, Any]] = []
+        self._records = Records(settings.json)
         self._failed: set[str] = set()
         self._device_bytes = device["free_bytes"]
         if self._device_bytes and settings.device_bytes:
             self._device_bytes = min(self._device_bytes, settings.device_bytes)
         plain = {k: v for k, v in vars(settings).items() if isinstance(v, (int, float, str, tuple, dict))}
         shape = dataclasses.asdict(settings.shape)
-        self._description = {"kind": "run", **provenance(_PACKAGES), **plain, "shape": shape, **device}
+        self._description: Record = {"kind": "run", **provenance(_PACKAGES), **plain, "shape": shape, **device}
         lines = settings.resume.read_text().splitlines(keepends=True) if settings.resume else []
         self._earlier = [json.loads(line) for line in lines if line.endswith("\n")]  # half a line: killed
         self._bar = tqdm(unit="process")
@@ -90,7 +86,9 @@ class Run:
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
-        self._write([self._description])
+        from .report import tables
+
+        self._records.write([self._description])
         if self._settings.longest:
             self._search_longest()
         elif self._settings.recording:
@@ -98,13 +96,12 @@ class Run:
         else:
             self._measure()
         self._bar.close()
-        self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
-        self._print()
+        self._records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
+        show(*tables(self._title(), self._records, self._settings.markdown))
         return 1 if self._failed & OURS else 0
 
     def _apart(self, name: str, seconds: float, *work: Any) -> Ended:
         """Run in a process of its own."""
-        assert self._settings.host_bytes is not None
         self._bar.set_description(name)
         ended = run_apart(*work, seconds=seconds, host_bytes=self._settings.host_bytes)
         self._bar.update()
@@ -114,11 +111,10 @@ class Run:
 
     def _present(self) -> list[str]:
         """Return the contenders that can take part, as far as that is known before they are imported."""
-        left_out = NEED_GPU if self._settings.device == "cpu" else frozenset()
-        for name in self._settings.contenders:
-            if name in left_out:
-                self._write([{"kind": "missing", "label": name, "reason": "it makes CUDA streams: it needs a GPU"}])
-        return [name for name in self._settings.contenders if name not in left_out]
+        absent = [n for n in self._settings.contenders if self._settings.device == "cpu" and n in NEED_GPU]
+        reason = "it makes CUDA streams: it needs a GPU"
+        self._records.write({"kind": "missing", "label": name, "reason": reason} for name in absent)
+        return [name for name in self._settings.contenders if name not in absent]
 
     def _is_missing(self, name: str, ended: Ended) -> bool:
         """Record a failure; tell whether the contender was not there at all."""
@@ -126,7 +122,7 @@ class Run:
         if ended.failure:
             self._failed.add(name)
         if kind == "Missing":
-            self._write([{"kind": "missing", "label": name, "reason": reason}])
+            self._records.write([{"kind": "missing", "label": name, "reason": reason}])
         return kind == "Missing"
 
     # ---- step time and memory ----
@@ -140,14 +136,14 @@ class Run:
             for name in names:
                 if name not in self._failed:
                     reference = self._turn(name, number, reference)
-        self._write(summarize(self._records))
-        self._write(self._bounds(names))
+        self._records.write(summarize(self._records))
+        self._records.write(self._bounds(names))
         if self._settings.plot:
             plot_trade(self._records, self._settings.plot)
 
     def _turn(self, name: str, number: int, reference: Any) -> Any:
         """Run one turn; return what others are compared with, of the first turn without offload."""
-        from benchmarks.gpu.gradients import compare
+        from benchmarks.gradients import compare
 
         from . import jobs
 
@@ -163,15 +159,15 @@ class Run:
         if own is not None and reference is not None:
             parity = {**compare(reference, own).as_record(), "is_reference": is_reference}
         about = {"kind": "turn", "label": name, "round": number, "failure": ended.failure, "seconds": ended.seconds}
-        self._write([{**about, "parity": parity, **found}])
+        self._records.write([{**about, "parity": parity, **found}])
         return reference
 
-    def _bounds(self, names: Sequence[str]) -> list[dict[str, Any]]:
+    def _bounds(self, names: Sequence[str]) -> list[Record]:
         """Compute what the link allows of what is saved, plain and with checkpointing; without a GPU there is none."""
         from . import jobs
         from .link_bound import link_bound
 
-        summaries = {r["label"]: r for r in self._records if r["kind"] == "summary" and r["step_ms_median"]}
+        summaries = {r["label"]: r for r in self._records.of("summary") if r["step_ms_median"]}
         labels = [name for name in ("none", "ckpt") if name in summaries and self._settings.device == "cuda"]
         if not labels:
             return []
@@ -183,7 +179,7 @@ class Run:
                 forward, step = summaries[name]["forward_ms"], summaries[name]["step_ms_median"]
                 kept = nbytes // self._settings.shape.layers  # the last layer's
                 bound = link_bound(nbytes, kept, forward, step - forward, link["out_gbps"], link["in_gbps"])
-                found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **dataclasses.asdict(bound)})
+                found.append({"kind": "bound", "label": name, "saved_bytes": nbytes, **bound})
         return found
 
     def _measure_recording(self) -> None:
@@ -191,8 +187,9 @@ class Run:
         from .recording import LENGTHS, TINY_LENGTHS
 
         settings = self._settings
-        lengths = (settings.seq,) if settings.seq else TINY_LENGTHS if settings.is_tiny else LENGTHS
-        self._write(self._apart("recording", 600.0, jobs.measure_recording, settings, lengths).value or [])
+        lengths = (settings.seq,) if settings.seq else TINY_LENGTHS if settings.tiny else LENGTHS
+        found = self._apart("recording", 600.0, jobs.measure_recording, settings, lengths)
+        self._records.write(found.value or [])
 
     # ---- the longest sequence ----
 
@@ -203,56 +200,58 @@ class Run:
         order = sorted(self._present(), key=lambda name: (name != "none", name not in CHECKPOINTED, name not in OURS))
         end = self._begin + self._settings.total_seconds
         for name in order:
-            self._write(self._longest(name, min(end, time.perf_counter() + self._settings.contender_seconds)))
+            self._longest(name, min(end, time.perf_counter() + self._settings.contender_seconds))
         if self._settings.plot:
             plot_longest(self._records, self._settings.plot)
 
-    def _longest(self, name: str, deadline: float) -> list[dict[str, Any]]:
+    def _longest(self, name: str, deadline: float) -> None:
         """Search the longest of one contender; no trial begins that would, by prediction, be over too late."""
         from . import jobs
-        from .longest import Limits, Search, known_lengths, predict, predict_seconds
+        from .longest import Search, predict_seconds
 
         settings, begin = self._settings, time.perf_counter()
         unit, upper = settings.longest_unit, self._upper(name)
-        record: dict[str, Any] = {"kind": "longest", "label": name, "trained": 0, "failed": None, "is_final": False}
+        record: Record = {"kind": "longest", "label": name, "trained": 0, "failed": None, "is_final": False}
         record |= {"guess": None, "num_trials": 0, "peak_reserved_bytes": 0, "host_bytes": 0, "reason": None}
         ended = self._apart(name, _LEAST_S, jobs.try_lengths, settings, name, (unit, unit, 2 * unit))
         if self._is_missing(name, ended):
-            return []
+            return
         if ended.failure:
-            return [{**record, "reason": ended.failure, "seconds": ended.seconds}]
+            self._records.write([{**record, "reason": ended.failure, "seconds": ended.seconds}])
+            return
         _, one, other = ended.value  # kernels are selected in the first
-        guess = upper
-        if self._device_bytes:
-            host_bytes = settings.engine_host_bytes if name in OURS else settings.host_bytes or 0
-            limits = Limits(
-                device_bytes=self._device_bytes, host_bytes=host_bytes, upper=upper, stays_on_device=name in OURS
-            )
-            guess = predict(one, other, limits)
-        search = Search(guess, unit, upper, {**known_lengths(self._earlier, name), unit: True})
+        known = {r["seq"]: r["reason"] is None for r in self._earlier if r["kind"] == "trial" and r["label"] == name}
+        search = Search(self._guess(name, one, other, upper), unit, upper, {**known, unit: True})
+        record["guess"] = search.first
         best, reason = one, None
         while not search.is_final:
-            seconds = predict_seconds(one, other, search.next_seq, self._flops)
+            seq = search.next_seq
+            seconds = predict_seconds(one, other, seq, self._flops)
             if time.perf_counter() + seconds > deadline:
                 reason = "there was no time left for it"
                 break
-            seq = search.next_seq
             limit = _LEAST_S + _PATIENCE * seconds
             ended = self._apart(f"{name}, {seq:,} tokens", limit, jobs.try_lengths, settings, name, (seq,))
             record["num_trials"] += 1
             reason = ended.failure or reason
             if ended.is_over_time:
                 break
-            self._write([{"kind": "trial", "label": name, "seq": seq, "reason": ended.failure}])
+            self._records.write([{"kind": "trial", "label": name, "seq": seq, "reason": ended.failure}])
             best = ended.value[0] if ended.value else best
             search.note(ended.failure is None)
-        found = {
-            **record,
-            **{"trained": search.trained, "failed": search.failed, "is_final": search.is_final, "guess": guess},
-            **{"peak_reserved_bytes": best.peak_reserved_bytes, "host_bytes": best.host_bytes, "reason": reason},
-            "seconds": time.perf_counter() - begin,
-        }
-        return [found]
+        record |= {"trained": search.trained, "failed": search.failed, "is_final": search.is_final, "reason": reason}
+        record |= {"peak_reserved_bytes": best.peak_reserved_bytes, "host_bytes": best.host_bytes}
+        self._records.write([{**record, "seconds": time.perf_counter() - begin}])
+
+    def _guess(self, name: str, one: Any, other: Any, upper: int) -> int:
+        from .longest import Limits, predict
+
+        if not self._device_bytes:
+            return upper
+        stays, host_bytes = name in OURS, self._settings.host_bytes
+        host_bytes = engine_host_bytes(self._settings) if stays else host_bytes
+        limits = Limits(device_bytes=self._device_bytes, host_bytes=host_bytes, upper=upper, stays_on_device=stays)
+        return predict(one, other, limits)
 
     def _flops(self, seq: int) -> float:
         from .link_bound import layer_flops
@@ -265,28 +264,10 @@ class Run:
 
         settings = self._settings
         if settings.longest_upper:
-            return settings.longest_upper
+            return int(settings.longest_upper)
         if self._device_bytes is None:
-            return 8 * settings.longest_unit
-        return longest_possible(settings.shape, self._device_bytes, settings.host_bytes or 0, name in CHECKPOINTED)
-
-    # ---- records ----
-
-    def _write(self, records: list[dict[str, Any]]) -> None:
-        self._records += records
-        if self._settings.json and records:
-            with Path(self._settings.json).open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
-
-    def _print(self) -> None:
-        from rich.console import Console
-
-        from .report import tables
-
-        found = tables(self._title(), self._records)
-        Console(width=max(160, Console().width)).print(*(rows.for_terminal() for rows in found))
-        if self._settings.markdown:
-            print("\n".join(f"{rows.title}\n\n{rows.as_markdown()}\n" for rows in found))
+            return int(8 * settings.longest_unit)
+        return longest_possible(settings.shape, self._device_bytes, settings.host_bytes, name in CHECKPOINTED)
 
     def _title(self) -> str:
         shape = self._settings.shape

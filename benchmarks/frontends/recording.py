@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +33,7 @@ def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: in
         found: dict[str, list[float]] = {part: [] for part in RECORDED_PARTS}
         handle = enable_activation_offloading(workload.model, "none", config=ours.config)
         try:
-            _run(workload, handle, frozenset(), None)  # allocates host memory
+            _run(workload, handle)  # allocates host memory
             for _ in range(rounds):
                 _take_turns(workload, handle, found)
         finally:
@@ -47,16 +46,19 @@ def measure(workload: Workload, ours: Ours, lengths: tuple[int, ...], rounds: in
 
 
 def _take_turns(workload: Workload, handle: Any, found: dict[str, list[float]]) -> None:
-    found["none"] += _run(workload, handle, frozenset(), None)[1:]
-    found["each"] += _run(workload, handle, frozenset(range(_NUM_STEPS)), None)[1:]
+    found["none"] += _run(workload, handle)[1:]
+    found["each"] += _run(workload, handle, range(_NUM_STEPS))[1:]
     for part, has_file in (("one", False), ("file", True)):
-        with _file() as file:
-            times = _run(workload, handle, frozenset({_RECORDED}), file if has_file else None)
+        with TemporaryDirectory() as folder:
+            times = _run(workload, handle, [_RECORDED], Path(folder) / "step.json.gz" if has_file else None)
+            for thread in threading.enumerate():  # the next run begins when the file is written
+                if thread.name == "offload-trace":
+                    thread.join()
         found[part].append(times[_RECORDED])
         found[f"behind_{part}"].append(times[_RECORDED + 1])
 
 
-def _run(workload: Workload, handle: Any, recorded: frozenset[int], file: Path | None) -> list[float]:
+def _run(workload: Workload, handle: Any, recorded: Sequence[int] = (), file: Path | None = None) -> list[float]:
     """Return the milliseconds of each step."""
     workload.wait()
     stamps = [workload.stamp()]
@@ -66,14 +68,4 @@ def _run(workload: Workload, handle: Any, recorded: frozenset[int], file: Path |
         workload.step(Attached())
         stamps.append(workload.stamp())
     workload.wait()
-    return [begin.milliseconds_until(end) for begin, end in zip(stamps, stamps[1:], strict=False)]
-
-
-@contextmanager
-def _file() -> Iterator[Path]:
-    """Give a file to write; the next run begins when it is written."""
-    with TemporaryDirectory() as folder:
-        yield Path(folder) / "step.json.gz"
-        for thread in threading.enumerate():
-            if thread.name == "offload-trace":
-                thread.join()
+    return [begin.elapsed_time(end) for begin, end in zip(stamps, stamps[1:], strict=False)]

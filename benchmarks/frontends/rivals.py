@@ -15,15 +15,16 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from .workload import Attached, Workload
+from .workload import Attach, Attached, Workload, attaching
 
-Attach = Callable[[Workload], AbstractContextManager[Attached]]
+_TE = "needs transformer-engine[pytorch] 2.10 or later"
 
 
 class Missing(Exception):
@@ -31,11 +32,7 @@ class Missing(Exception):
 
 
 def load(name: str, folder: Path | None) -> Attach:
-    """Load the contender of this name, of another package than torch.
-
-    Raises:
-        Missing: if neither its package nor its file is there, or it is of a version that we do not know.
-    """
+    """Load the contender of this name, of another package than torch."""
     return _LOADERS[name](folder)
 
 
@@ -49,18 +46,12 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
         module: dotted name; its file is looked for under its whole path and as a file of its last name.
         folder: None: import only.
         stand_ins: modules that the file imports, with what it takes from them; used where they cannot be imported.
-
-    Raises:
-        Missing: if neither works.
     """
-    if folder is None:
-        return _import(module, hint=f"install it, or give its file {_path_of(module)} with --rivals")
-    package = module.partition(".")[0]
-    candidates = [folder / _path_of(module), folder / f"{package}{Path(_path_of(module)).name}"]
-    candidates.append(folder / f"{package}_{Path(_path_of(module)).name}")
-    path = next((path for path in candidates if path.exists()), None)
+    whole, package = Path(module.replace(".", "/") + ".py"), module.partition(".")[0]
+    names = (whole, package + whole.name, f"{package}_{whole.name}")
+    path = next((folder / name for name in names if (folder / name).exists()), None) if folder else None
     if path is None:
-        return _import(module, hint=f"not installed, and --rivals {folder} has no {_path_of(module)}")
+        return _import(module, hint=f"install it, or give its file {whole} below --rivals, now {folder}")
     spec = importlib.util.spec_from_file_location(f"_rival_{package}", path)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
@@ -70,10 +61,6 @@ def load_file(module: str, folder: Path | None, stand_ins: Mapping[str, Mapping[
         except Exception as error:
             raise Missing(f"{path} does not load: {error!r}") from error
     return loaded
-
-
-def _path_of(module: str) -> str:
-    return module.replace(".", "/") + ".py"
 
 
 def _import(module: str, hint: str) -> Any:
@@ -86,18 +73,15 @@ def _import(module: str, hint: str) -> Any:
 @contextmanager
 def _standing_in(modules: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
     added: list[str] = []
-    for name, content in modules.items():
-        if _is_importable(name):
-            continue
+    for name in [name for name in modules if not _is_importable(name)]:
         parts = name.split(".")
         for end in range(1, len(parts) + 1):  # parents first, as packages
-            parent = ".".join(parts[:end])
-            if parent not in sys.modules:
-                package = types.ModuleType(parent)
-                package.__path__ = []
-                sys.modules[parent] = package
-                added.append(parent)
-        vars(sys.modules[name]).update(content)
+            package = types.ModuleType(".".join(parts[:end]))
+            package.__path__ = []
+            if package.__name__ not in sys.modules:
+                sys.modules[package.__name__] = package
+                added.append(package.__name__)
+        vars(sys.modules[name]).update(modules[name])
     try:
         yield
     finally:
@@ -119,25 +103,21 @@ def _is_importable(name: str) -> bool:
 def _load_verl(folder: Path | None, enable_ckpt: bool) -> Attach:
     from torch.distributed.fsdp import FSDPModule
 
-    helpers = {
+    helpers: dict[str, dict[str, Any]] = {
         "verl.utils.device": {"get_torch_device": lambda: torch.cuda},
         "verl.utils.fsdp_utils": {"FSDPModule": FSDPModule},
     }
     module = load_file("verl.utils.activation_offload", folder, helpers)
 
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+    def put(workload: Workload, stack: ExitStack) -> Attached:
         layers = list(workload.layers)
-        wrapped_class = module.FSDP2
-        module.FSDP2 = type(layers[0])  # it groups what FSDP wraps: without FSDP, the same layers
-        try:
-            module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
-            yield Attached()
-        finally:
-            module.FSDP2 = wrapped_class
-            _restore_forwards(layers)
+        stack.callback(_restore_forwards, layers)
+        # It groups what FSDP wraps: without FSDP, the same layers.
+        stack.enter_context(mock.patch.object(module, "FSDP2", type(layers[0])))
+        module.enable_activation_offloading(workload.model, "fsdp2", enable_ckpt)
+        return Attached()
 
-    return attach
+    return attaching(put)
 
 
 def _restore_forwards(layers: list[torch.nn.Module]) -> None:
@@ -149,7 +129,7 @@ def _restore_forwards(layers: list[torch.nn.Module]) -> None:
 
 
 def _load_trl(folder: Path | None) -> Attach:
-    helpers = {
+    helpers: dict[str, dict[str, Any]] = {
         "accelerate": {"logging": types.SimpleNamespace(get_logger=logging.getLogger)},
         "accelerate.utils.versions": {"is_torch_version": lambda operation, version: True},
     }
@@ -167,7 +147,7 @@ def _load_trl(folder: Path | None) -> Attach:
 
 def _load_torchtune(folder: Path | None) -> Attach:
     nothing = type("NotInstalled", (), {})
-    helpers = {
+    helpers: dict[str, dict[str, Any]] = {
         "torchao": {"__version__": "none"},
         "torchao.quantization": {"NF4Tensor": nothing},
         "torchao.dtypes.nf4tensor": {"NF4Tensor": nothing},
@@ -179,12 +159,11 @@ def _load_torchtune(folder: Path | None) -> Attach:
 
 
 def _around_forward(make: Callable[[torch.nn.Module], Any]) -> Attach:
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+    def put(workload: Workload, stack: ExitStack) -> Attached:
         context = make(workload.model)
-        yield Attached(around_forward=lambda: context)
+        return Attached(around_forward=lambda: context)
 
-    return attach
+    return attaching(put)
 
 
 # ---- TransformerEngine ----
@@ -193,54 +172,43 @@ def _around_forward(make: Callable[[torch.nn.Module], Any]) -> Attach:
 def _load_te_v2(folder: Path | None) -> Attach:
     if os.environ.get("NVTE_CPU_OFFLOAD_V1") == "1":
         raise Missing("NVTE_CPU_OFFLOAD_V1=1 is set, which turns it into v1: unset it")
-    module = _import("transformer_engine.pytorch.cpu_offload", hint="needs transformer-engine[pytorch] 2.10 or later")
+    module = _import("transformer_engine.pytorch.cpu_offload", hint=_TE)
     # Two layers stay, as with ours; with one it warns that nothing overlaps.
-    attach_layers = _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n))
-
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
-        before = module.OFFLOAD_SYNCHRONIZER
-        try:
-            with attach_layers(workload) as attached:
-                yield attached
-        finally:
-            # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
-            module.OFFLOAD_SYNCHRONIZER = before
-
-    return attach
+    return _around_layers(
+        lambda n: module.get_cpu_offload_context(True, num_layers=n - 2, model_layers=n),
+        # If it raises on entering a layer, its exit never runs: the module would hold the layers' tensors for good.
+        around=lambda: mock.patch.object(module, "OFFLOAD_SYNCHRONIZER", module.OFFLOAD_SYNCHRONIZER),
+    )
 
 
 def _load_te_v1(folder: Path | None) -> Attach:
-    module = _import(
-        "transformer_engine.pytorch.cpu_offload_v1", hint="needs transformer-engine[pytorch] 2.10 or later"
-    )
-
-    def make(num_layers: int) -> Any:
-        return module.get_cpu_offload_context(True, num_layers=num_layers - 1, model_layers=num_layers)
+    module = _import("transformer_engine.pytorch.cpu_offload_v1", hint=_TE)
 
     def choose(context: Any, weights: set[int]) -> None:
         # Its own choice is what modules of TransformerEngine mark, of which this model has none.
         context.offload_handler.tensor_need_offloading_checker = lambda t: t.untyped_storage().data_ptr() not in weights
 
-    return _around_layers(make, choose)
+    return _around_layers(lambda n: module.get_cpu_offload_context(True, num_layers=n - 1, model_layers=n), choose)
 
 
-def _around_layers(make: Callable[[int], Any], choose: Callable[[Any, set[int]], None] = lambda *_: None) -> Attach:
-    @contextmanager
-    def attach(workload: Workload) -> Iterator[Attached]:
+def _around_layers(
+    make: Callable[[int], Any],
+    choose: Callable[[Any, set[int]], None] = lambda *_: None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Attach:
+    def put(workload: Workload, stack: ExitStack) -> Attached:
         layers = list(workload.layers)
         if len(layers) < 3:
             raise RuntimeError(f"it needs 3 layers at least, this model has {len(layers)}")
+        stack.enter_context(around())
         context, synchronize = make(len(layers))
         choose(context, {p.untyped_storage().data_ptr() for p in workload.model.parameters()})
+        stack.callback(_restore_forwards, layers)
         for layer in layers:
             layer.forward = _bracketed(layer.forward, context, synchronize)
-        try:
-            yield Attached()
-        finally:
-            _restore_forwards(layers)
+        return Attached()
 
-    return attach
+    return attaching(put)
 
 
 def _bracketed(forward: Callable[..., Any], context: Any, synchronize: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ class Attached:
     around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     stats: Callable[[], Any] = lambda: None
     """The engine's `IterationStats` of the last step; None for the others."""
+    engine: Any = None
 
 
 class Timing(NamedTuple):
@@ -33,23 +34,24 @@ class Timing(NamedTuple):
     forward_ms: float
 
 
+class _Moment(NamedTuple):
+    """Stands for an event where there is no GPU."""
+
+    seconds: float
+
+    def elapsed_time(self, other: _Moment) -> float:
+        return (other.seconds - self.seconds) * 1e3
+
+
 class Workload:
     """One model and one sequence; every contender works on these."""
 
-    def __init__(self, shape: Shape, device: str, has_head: bool = False, documents: int | None = None) -> None:
-        """Build the model with random weights: bf16 on a GPU, fp32 on the CPU.
-
-        Args:
-            shape: of the model and its sequence.
-            device: "cuda" or "cpu".
-            has_head: with the language model head and its loss.
-            documents: tokens of each document of the sequence; attention stays within them. None: it is one.
-        """
-        from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Model
+    def __init__(self, shape: Shape, device: str, documents: int | None = None) -> None:
+        """Build the model with random weights; if given, attention stays within documents of so many tokens."""
+        from transformers import Qwen2Config, Qwen2Model
 
         self.shape = shape
         self.device = torch.device(device)
-        self.has_head = has_head
         config = Qwen2Config(
             vocab_size=shape.vocab,
             hidden_size=shape.hidden,
@@ -62,9 +64,13 @@ class Workload:
             attn_implementation="sdpa" if documents is None else _register_attention(documents),
         )
         torch.manual_seed(SEED)
-        kind = Qwen2ForCausalLM if has_head else Qwen2Model
-        with self.device, _default_dtype(torch.bfloat16 if self.is_cuda else torch.float32):
-            self.model: Any = kind(config)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if self.is_cuda else torch.float32)
+        try:
+            with self.device:
+                self.model: Any = Qwen2Model(config)
+        finally:
+            torch.set_default_dtype(default)
         self.model.train()
         self.set_length(shape.seq)
 
@@ -75,7 +81,7 @@ class Workload:
     @property
     def layers(self) -> Any:
         """Return the ModuleList of transformer layers."""
-        return self.model.get_decoder().layers if self.has_head else self.model.layers
+        return self.model.layers
 
     @property
     def num_tokens(self) -> int:
@@ -112,11 +118,15 @@ class Workload:
         begin = self.stamp()
         self.step(attached, on_forward=lambda: after_forward.append(self.stamp()))
         self.wait()
-        return Timing((time.perf_counter() - host_begin) * 1e3, begin.milliseconds_until(after_forward[0]))
+        return Timing((time.perf_counter() - host_begin) * 1e3, begin.elapsed_time(after_forward[0]))
 
     def stamp(self) -> Any:
         """Mark this point of the current stream; without a GPU, of time."""
-        return (_CudaStamp if self.is_cuda else _CpuStamp)().record()
+        if not self.is_cuda:
+            return _Moment(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients by names that do not depend on wrappers of the layers."""
@@ -134,8 +144,6 @@ class Workload:
             torch.cuda.synchronize()
 
     def _loss(self) -> torch.Tensor:
-        if self.has_head:
-            return self.model(input_ids=self.tokens, labels=self.tokens).loss
         # A weighted sum over tokens and features: its gradients are not all alike, and it keeps nothing large.
         by_token, by_feature = self._weights
         return torch.dot((self.model(input_ids=self.tokens).last_hidden_state @ by_feature).flatten(), by_token)
@@ -163,39 +171,15 @@ def _register_attention(length: int) -> str:
     return name
 
 
-class _CudaStamp:
-    """A point of the current stream."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-
-    def record(self) -> _CudaStamp:
-        self._event.record()
-        return self
-
-    def milliseconds_until(self, other: _CudaStamp) -> float:
-        return float(self._event.elapsed_time(other._event))
+Attach = Callable[[Workload], AbstractContextManager[Attached]]
 
 
-class _CpuStamp:
-    """A point of time."""
+def attaching(put: Callable[[Workload, ExitStack], Attached]) -> Attach:
+    """Make a context manager of what puts a contender on a model, and leaves on the stack what takes it off again."""
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    @contextmanager
+    def attach(workload: Workload) -> Iterator[Attached]:
+        with ExitStack() as stack:
+            yield put(workload, stack)
 
-    def record(self) -> _CpuStamp:
-        self._seconds = time.perf_counter()
-        return self
-
-    def milliseconds_until(self, other: _CpuStamp) -> float:
-        return (other._seconds - self._seconds) * 1e3
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return attach

@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.plots import picture
-from benchmarks.tables import Rows, mib, number
+from benchmarks.tables import GIB, Column, Record, picture, shown
 
 from .contenders import Ours
 from .settings import Entry
 
-Record = dict[str, Any]
-_GIB = 1 << 30
 _SETTLED = 3
 """From this planned step on none may hold more than its budget."""
 
@@ -24,12 +21,8 @@ _SETTLED = 3
 class Budget(Ours):
     """The engine with `gpu_budget`, and nothing else set. Warm-up lasts until its decision holds."""
 
-    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
-        super().__init__(entry, chunks, settings)
-        self._steps: list[Record] = []
-
     def attach(self) -> None:
-        self._steps = []
+        self._steps: list[Record] = []
         super().attach()
 
     def is_ready(self) -> bool:
@@ -43,7 +36,7 @@ class Budget(Ours):
                 "predicted_ms": summary and summary.predicted_step_ms,
             }
         )
-        return budget.state.name == "HOLD"
+        return bool(budget.state.name == "HOLD")
 
     def details(self) -> Record:
         budget, summary = self._engine().budget, self._engine().budget.summary
@@ -51,9 +44,8 @@ class Budget(Ours):
         found = {name: getattr(summary, name) for name in (*names, "lowest_bytes", "lowest_step_ms")}
         planning = {"planning_ms": budget.planning_ms, "planning_steps": budget.num_planning_steps}
         curve = [list(point) for point in budget.curve]
-        return {
-            "budget": {"gpu_budget": self.entry.gpu_budget, "steps": self._steps, "curve": curve, **planning, **found}
-        }
+        own = {"gpu_budget": self.entry.gpu_budget, "steps": self._steps, "curve": curve}
+        return {"budget": {**own, **planning, **found}}
 
     def _gpu_budget(self) -> str | int | None:
         return self.entry.gpu_budget or ("auto" if torch.cuda.is_available() else 1 << 40)
@@ -67,12 +59,7 @@ def _held_bytes(engine: Any) -> int:
 
 
 def entries_between(turns: Sequence[Record], num: int) -> list[Entry]:
-    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends.
-
-    Args:
-        turns: of all ranks.
-        num: of budgets; the first is a little above the lowest that can be reached, the last is no offload's.
-    """
+    """Spread budgets from everything offloaded to no offload, of which `turns` of one round have the ends."""
     least = max(turn["budget"]["lowest_bytes"] for turn in turns if turn["contender"] == "budget")
     most = max(held_bytes(turn) for turn in turns if turn["contender"] == "none")
     least += max(0, most - least) // 50
@@ -95,14 +82,12 @@ def budgets(summaries: Sequence[Record], records: Sequence[Record]) -> list[Reco
     by_hand = [label for label in step_ms if label not in labels and not label.startswith("copies")]
     found = []
     for label in labels:
-        own = [turn for turn in turns if turn["label"] == label]
-        one = _budget_of(own)
+        one = _budget_of([turn for turn in turns if turn["label"] == label])
         limit = one["budget_bytes"] or max(held.values())
         fitting = [name for name in by_hand if held[name] <= limit]
         best = min(fitting, key=lambda name: step_ms[name], default=None)
         one |= {"label": label, "held_bytes": held[label], "step_ms": step_ms[label], "ratio": ratios[label]}
-        one |= {"best": best, "over_best": step_ms[label] / step_ms[best] if best else None}
-        found.append(one)
+        found.append(one | {"best": best, "over_best": step_ms[label] / step_ms[best] if best else None})
     return found
 
 
@@ -112,6 +97,7 @@ def _budget_of(own: Sequence[Record]) -> Record:
     planned = [step for step in details["steps"] if step["predicted_bytes"] is not None]
     limit = details["gpu_budget"]
     late = [step["held_bytes"] for step in planned[_SETTLED - 1 :]]
+    names = ("planning_ms", "planning_steps", "kept_bytes", "recomputed_bytes", "offloaded_bytes")
     return {
         "kind": "budget",
         "budget_bytes": limit,
@@ -120,55 +106,47 @@ def _budget_of(own: Sequence[Record]) -> Record:
         "predicted_bytes": details["predicted_peak_bytes"],
         "predicted_ms": details["predicted_step_ms"],
         "is_above": limit is not None and max([held_bytes(worst), *late]) > limit,
-        **{name: details[name] for name in ("planning_ms", "planning_steps", "kept_bytes", "recomputed_bytes")},
-        "offloaded_bytes": details["offloaded_bytes"],
+        **{name: details[name] for name in names},
     }
 
 
-def budget_table(found: Sequence[Record]) -> Rows:
-    """Make the table of the budgets, in MiB and ms."""
-    head = (
-        *("budget", "best by hand that fits", "predicted first", "held then", "predicted", "held", "above"),
-        *("predicted ms", "ms", "over none", "over it", "planned in ms", "steps", "moved", "recomputed"),
-    )
-    rows = [
-        (
-            *("auto" if one["budget_bytes"] is None else mib(one["budget_bytes"]), one["best"] or "none fits"),
-            *(mib(one[n]) for n in ("first_predicted_bytes", "first_held_bytes", "predicted_bytes", "held_bytes")),
-            "yes" if one["is_above"] else "no",
-            *(number(one[n], digits) for n, digits in (("predicted_ms", 1), ("step_ms", 1), ("ratio", 4))),
-            *(number(one["over_best"], 4), number(one["planning_ms"], 0), str(one["planning_steps"])),
-            *(mib(one[n]) for n in ("offloaded_bytes", "recomputed_bytes")),
-        )
-        for one in found
-    ]
-    return Rows("budgets, on the worst rank: held is reserved, and what is outside of torch", head, rows, num_words=2)
+BUDGETS: dict[str, Column] = {
+    "MiB: budget": lambda one: shown(one["budget_bytes"], "MiB") or "auto",
+    "best by hand that fits": "best",
+    "predicted first": ("first_predicted_bytes", "MiB"),
+    "held then": ("first_held_bytes", "MiB"),
+    "predicted": ("predicted_bytes", "MiB"),
+    "held": ("held_bytes", "MiB"),
+    "above": "is_above",
+    "predicted ms": ("predicted_ms", ",.1f"),
+    "ms": ("step_ms", ",.1f"),
+    "over none": ("ratio", ".4f"),
+    "over it": ("over_best", ".4f"),
+    "planned in ms": ("planning_ms", ",.0f"),
+    "steps": ("planning_steps", ""),
+    "moved": ("offloaded_bytes", "MiB"),
+    "recomputed": ("recomputed_bytes", "MiB"),
+}
+"""Columns of the table of budgets. Held is reserved, and what is outside of torch."""
 
 
 def plot_budgets(records: Sequence[Record], tokens: int, file: Path) -> None:
-    """Plot tokens a second over the memory held: the predicted curve, the budgets as measured, settings by hand.
-
-    Args:
-        records: of a run, those of `budgets` included.
-        tokens: of a step.
-        file: to write.
-    """
-    found = [record for record in records if record["kind"] == "budget"]
+    """Plot tokens a second over the memory held: the predicted curve, the budgets as measured, settings by hand."""
     turns = [record for record in records if record["kind"] == "turn"]
     with picture(file, figsize=(9, 5)) as (figure, axes):
+
+        def draw(points: Sequence[Sequence[float]], *style: str, **options: Any) -> None:
+            held, rates = [nbytes / GIB for nbytes, _ in points], [tokens / ms * 1e3 for _, ms in points]
+            axes.plot(held, rates, *style, **options)
+
         curve = max((turn["budget"]["curve"] for turn in turns if turn["contender"] == "budget"), key=len)
-        axes.plot(*_points(curve, tokens), color="C0", alpha=0.4, label="predicted for every budget")
-        measured = sorted((one["held_bytes"], one["step_ms"]) for one in found)
-        axes.plot(*_points(measured, tokens), "o", color="C0", label="a budget, measured")
+        draw(curve, color="C0", alpha=0.4, label="predicted for every budget")
+        measured = sorted((one["held_bytes"], one["step_ms"]) for one in records if one["kind"] == "budget")
+        draw(measured, "o", color="C0", label="a budget, measured")
         by_hand = [r for r in records if r["kind"] == "summary" and r["contender"] != "budget" and r["rank"] == 0]
         for index, one in enumerate(by_hand):
             nbytes = max(held_bytes(turn) for turn in turns if turn["label"] == one["label"])
-            point = _points([(nbytes, one["step_ms_median"])], tokens)
-            axes.plot(*point, "s", color=f"C{index % 8 + 1}", label=one["label"])
+            draw([(nbytes, one["step_ms_median"])], "s", color=f"C{index % 8 + 1}", label=one["label"])
         axes.set(xlabel="held on the GPU, GiB", ylabel="tokens a second")
         axes.grid(alpha=0.3)
         figure.legend(loc="outside right upper", fontsize=7, frameon=False)
-
-
-def _points(found: Sequence[Sequence[float]], tokens: int) -> tuple[list[float], list[float]]:
-    return [nbytes / _GIB for nbytes, _ in found], [tokens / ms * 1e3 for _, ms in found]

@@ -9,22 +9,16 @@ All of them run on the same chunks, weights and tokens. A contender is attached 
 - `ours`: `megatron_patches.apply()`, and at the end of the turn `Handle.remove()`, which takes every hook and patch
   off, closes the engine and gives its pinned memory back.
 - `budget`: ours, with nothing set but `gpu_budget` (`budget.py`).
-- `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes,
-  so `switch_incumbent()` sets both: `fine_grained_activation_offloading` and `offload_modules` of every configuration
-  in the model, `TransformerLayer`'s flags by its own `_set_offload_modules()`, and those of attention and experts by
-  name (`_CACHED`), with `linear_fc1.save_original_input`, which experts set together with theirs. The singleton
-  `PipelineOffloadManager` is made anew for each turn, so that each begins with the warm-up step in which it records the
-  chunks, and is dropped at the end, when torch's cache of pinned memory is emptied too.
+- `incumbent`: its switches are read from the configuration when the modules are constructed and kept in attributes, so
+  `switch_incumbent()` sets both. The singleton `PipelineOffloadManager` is made anew for each turn, so that each begins
+  with the warm-up step in which it records the chunks, and is dropped at the end.
 
-The last two also beside selective recomputation, where their entry says so.
+Ours and the incumbent also beside selective recomputation, where their entry says so.
 
-That a contender really moved bytes is counted where the copies are issued (`counting()`), not taken from its word:
-`Device.copy_out` and `copy_in` for ours, `ChunkOffloadHandler.offload` and `reload` for the incumbent. The same place
-times the copies of each call with a pair of events on the stream that does them.
-
-What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any two calls of the
-device by which it releases or allocates. Of the incumbent it is what has no storage on the device any more, as it
-stands at the next copy that it issues.
+That a contender really moved bytes is counted where the copies are issued (`counting()`), with a pair of events on the
+stream that does them. What is on the host only at the peak (`HostAtPeak`) is read from the account of ours, between any
+two calls of the device by which it releases or allocates. Of the incumbent it is what has no storage on the device any
+more, as it stands at the next copy that it issues.
 """
 
 from __future__ import annotations
@@ -32,14 +26,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
 
-from .copies import CopyCounter, HostCopies, Moved, PlainCopies, moved_of
+from .copies import CopyCounter, HostCopies, PlainCopies
 from .recomputation import FULL, Recomputation, selective
 from .settings import Entry
 
@@ -58,75 +52,53 @@ _CACHED = {
 _OF_LAYERS = {"offload_attn_norm": "attn_norm", "offload_mlp_norm": "mlp_norm"}
 
 
-class Contender(Protocol):
-    """One way to run the step."""
+class Contender:
+    """One way to run the step: this one without offload, and with what its entry recomputes.
 
-    entry: Entry
+    Between `detach()` and `attach()` the model is as it was built.
+    """
+
+    def __init__(self, entry: Entry, chunks: Sequence[Any]) -> None:
+        self.entry = entry
+        self._chunks = list(chunks)
+        recomputed = FULL if entry.kind == "recompute" else selective(entry.recomputed)
+        self._recomputation = Recomputation(chunks, recomputed)
 
     def attach(self) -> None:
-        """Put it on the model. Between `detach()` and this, the model is as it was built."""
-
-    def is_ready(self) -> bool:
-        """Return whether warm-up may end; asked once after each of its steps."""
-
-    def details(self) -> dict[str, Any]:
-        """Return what the record of the turn says beyond what all contenders say."""
+        """Put it on the model."""
+        self._recomputation.switch(True)
 
     def detach(self) -> None:
         """Take it off and free its memory. Idempotent; also after an exception in a step."""
-
-    def counting(self, counter: CopyCounter) -> AbstractContextManager[None]:
-        """Count the copies of the steps inside; after the first step only."""
-
-    def moved(self, counter: CopyCounter) -> Moved:
-        """Return the bytes that the step under `counting` moved; wait for the device first."""
-
-    def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
-        """Return the bytes of pinned host memory it holds.
-
-        Args:
-            torch_pinned_bytes: what torch's own allocator of pinned memory holds.
-            bytes_before: what that held before the turn, for another contender.
-        """
-
-
-class _Plain:
-    """Has nothing to get ready, and no more to say than all."""
+        self._recomputation.switch(False)
 
     def is_ready(self) -> bool:
+        """Return whether warm-up may end; asked once after each of its steps."""
         return True
 
     def details(self) -> dict[str, Any]:
+        """Return what the record of the turn says beyond what all contenders say."""
         return {}
-
-
-class NoOffload(_Plain):
-    """The model as it was built."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-
-    def attach(self) -> None: ...
-
-    def detach(self) -> None: ...
 
     @contextmanager
     def counting(self, counter: CopyCounter) -> Iterator[None]:
+        """Count the copies of the steps inside; after the first step only."""
         yield
 
-    def moved(self, counter: CopyCounter) -> Moved:
-        return Moved()
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
+        """Return what the step under `counting` moved, as fields of a record; wait for the device first."""
+        return counter.moved()
 
     def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
+        """Return the bytes of pinned host memory it holds, by what torch holds now, and held before the turn."""
         return torch_pinned_bytes
 
 
-class Ours(_Plain):
+class Ours(Contender):
     """The engine, through `megatron_patches`."""
 
-    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module], settings: Mapping[str, Any]) -> None:
-        self.entry = entry
-        self._recomputation = Recomputation(chunks, selective(entry.recomputed))
+    def __init__(self, entry: Entry, chunks: Sequence[Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(entry, chunks)
         self._settings = dict(settings)
         self._handle: Any = None
 
@@ -134,7 +106,7 @@ class Ours(_Plain):
         import megatron_patches
         from offload_engine import OffloadConfig
 
-        self._recomputation.on()
+        super().attach()
         config = OffloadConfig.from_flags(**self._settings)
         self._handle = megatron_patches.apply(config, modules=self.entry.modules, gpu_budget=self._gpu_budget())
 
@@ -142,7 +114,7 @@ class Ours(_Plain):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-        self._recomputation.off()
+        super().detach()
 
     def _gpu_budget(self) -> str | int | None:
         return None
@@ -156,22 +128,21 @@ class Ours(_Plain):
             counter.at_peak.mark(accounts.saved_bytes - accounts.resident_bytes)
 
         def copy_out(stream: Any, copies: Sequence[tuple[torch.Tensor, Any]]) -> Any:
-            with counter.copy_out(sum(target.nbytes for _, target in copies), stream, len(copies)):
+            with counter.copy(True, sum(target.nbytes for _, target in copies), stream, len(copies)):
                 return out(stream, copies)
 
         def copy_in(stream: Any, copies: Sequence[tuple[Any, torch.Tensor]]) -> Any:
-            with counter.copy_in(sum(source.nbytes for source, _ in copies), stream, len(copies)):
+            with counter.copy(False, sum(source.nbytes for source, _ in copies), stream, len(copies)):
                 return back(stream, copies)
 
-        calls = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
+        calls: dict[str, Any] = {name: _with_mark(mark, getattr(device, name)) for name in _BEFORE_CHANGES}
         with mock.patch.multiple(device, copy_out=copy_out, copy_in=copy_in, **calls):
             yield
             mark()
 
-    def moved(self, counter: CopyCounter) -> Moved:
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
         stats = self._engine().stats
-        return moved_of(
-            counter,
+        return counter.moved(
             is_confirmed=stats.copied_out_bytes == counter.out.nbytes > 0,
             host_bytes_max=stats.peak_host_bytes,
             prefetch_misses=stats.prefetch_misses,
@@ -188,27 +159,21 @@ class Ours(_Plain):
         return engine
 
 
-class Incumbent(_Plain):
+class Incumbent(Contender):
     """megatron-core's own offload."""
-
-    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
-        self.entry = entry
-        self.places: Counter[str] = Counter()
-        self._chunks = list(chunks)
-        self._recomputation = Recomputation(chunks, selective(entry.recomputed))
 
     def attach(self) -> None:
         if os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
             raise RuntimeError("the incumbent needs NVTE_CPU_OFFLOAD_V1=1 in the environment from the start")
-        self._recomputation.on()
-        self.places = switch_incumbent(self._chunks, self.entry.modules)
+        super().attach()
+        self._places = switch_incumbent(self._chunks, self.entry.modules)
         _manager_class().OFFLOAD_MGR = None  # the first step makes a new one, and records the chunks in it
 
     def detach(self) -> None:
         from megatron.core.extensions.transformer_engine import cpu_offload
 
         switch_incumbent(self._chunks, ())
-        self._recomputation.off()
+        super().detach()
         _manager_class().OFFLOAD_MGR = None
         if cpu_offload is not None:
             cpu_offload.CPUOffloadEnabled = False  # an exception inside a group leaves it on
@@ -222,7 +187,7 @@ class Incumbent(_Plain):
 
         def counted_offload(handler: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             counter.at_peak.mark(copies.only_bytes)
-            with counter.copy_out(tensor.nbytes, torch.cuda.current_stream()):
+            with counter.copy(True, tensor.nbytes, torch.cuda.current_stream()):
                 state = offload(handler, tensor, *args, **kwargs)
             copies.add(state[1], tensor)
             return state
@@ -232,50 +197,29 @@ class Incumbent(_Plain):
             copies.remove(state[1])
             stream = torch.cuda.current_stream()
             counter.misses += stream != handler.h2d_stream  # in line, when autograd asked for it
-            with counter.copy_in(state[1].nbytes, stream):
+            with counter.copy(False, state[1].nbytes, stream):
                 return reload(handler, state, *args, **kwargs)
 
-        Handler.offload, Handler.reload = counted_offload, counted_reload
-        try:
+        with mock.patch.multiple(Handler, offload=counted_offload, reload=counted_reload):
             yield
             counter.at_peak.mark(copies.only_bytes)
-        finally:
-            Handler.offload, Handler.reload = offload, reload
 
-    def moved(self, counter: CopyCounter) -> Moved:
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
         summary = getattr(_manager_class().get_instance(), "_offload_summary_total_bytes", 0)
-        return moved_of(
-            counter, engine={"summary_bytes": summary, **{f"places_{k}": v for k, v in self.places.items()}}
-        )
-
-    def pinned_bytes(self, torch_pinned_bytes: int, bytes_before: int) -> int:
-        return torch_pinned_bytes
+        places = {f"places_{name}": count for name, count in self._places.items()}
+        return counter.moved(engine={"summary_bytes": summary, **places})
 
 
-class Recompute(NoOffload):
-    """Full recomputation, layer by layer, without offload."""
-
-    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
-        super().__init__(entry)
-        self._recomputation = Recomputation(chunks, FULL)
-
-    def attach(self) -> None:
-        self._recomputation.on()
-
-    def detach(self) -> None:
-        self._recomputation.off()
-
-
-class Copies(NoOffload):
+class Copies(Contender):
     """No offload, but copies beside each layer of as many bytes as `ours` moves, which no stream waits for.
 
     No engine can avoid the time that they add to a step: they take memory bandwidth and power from the kernels.
     """
 
-    def __init__(self, entry: Entry, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, entry: Entry, chunks: Sequence[Any]) -> None:
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
-        super().__init__(entry)
+        super().__init__(entry, chunks)
         self._layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
         self._copy_bytes = 0
         self._plain: PlainCopies | None = None
@@ -288,14 +232,13 @@ class Copies(NoOffload):
 
     def attach(self) -> None:
         if not self._copy_bytes:
-            raise RuntimeError(
-                f"{self.entry.label}: ours has moved nothing so far, so there is nothing to be as large as"
-            )
+            raise RuntimeError(f"{self.entry.label}: ours has moved nothing so far: nothing to be as large as")
         self._plain = plain = PlainCopies(self._copy_bytes)
 
         def behind(module: torch.nn.Module, args: Any, output: Any) -> None:
-            plain.copy_out()
-            output[0].register_hook(lambda _: plain.copy_in())  # its gradient is there: the layer's backward begins
+            plain.copy(True)
+            # Its gradient is there: the layer's backward begins.
+            output[0].register_hook(lambda _: plain.copy(False))
 
         self._hooks = [layer.register_forward_hook(behind) for layer in self._layers]
 
@@ -313,8 +256,8 @@ class Copies(NoOffload):
         finally:
             self._plain.counter = None
 
-    def moved(self, counter: CopyCounter) -> Moved:
-        return moved_of(counter, host_bytes_max=0)  # nothing is on the host only
+    def moved(self, counter: CopyCounter) -> dict[str, Any]:
+        return counter.moved(host_bytes_max=0)  # nothing is on the host only
 
 
 def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +268,7 @@ def _with_mark(mark: Callable[[], None], call: Callable[..., Any]) -> Callable[.
     return marked
 
 
-def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapping[str, Any]) -> Contender:
+def make_contender(entry: Entry, chunks: Sequence[Any], engine: Mapping[str, Any]) -> Contender:
     """Make the contender of an entry of the command line; its own settings override `engine`."""
     if entry.kind == "budget":
         from .budget import Budget
@@ -333,19 +276,11 @@ def make_contender(entry: Entry, chunks: Sequence[torch.nn.Module], engine: Mapp
         return Budget(entry, chunks, engine)
     if entry.kind == "ours":
         return Ours(entry, chunks, {**engine, **dict(entry.engine)})
-    if entry.kind == "copies":
-        return Copies(entry, chunks)
-    if entry.kind == "recompute":
-        return Recompute(entry, chunks)
-    return Incumbent(entry, chunks) if entry.kind == "incumbent" else NoOffload(entry)
+    return {"copies": Copies, "incumbent": Incumbent}.get(entry.kind, Contender)(entry, chunks)
 
 
-def switch_incumbent(chunks: Sequence[torch.nn.Module], modules: Sequence[str]) -> Counter[str]:
-    """Set megatron-core's own offload to exactly these modules; none: off.
-
-    Returns:
-        In how many places of these chunks each module is now offloaded; a name without any is missing.
-    """
+def switch_incumbent(chunks: Sequence[Any], modules: Sequence[str]) -> Counter[str]:
+    """Set megatron-core's own offload to exactly these modules; return in how many places each of them is now."""
     submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
     for config in {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values():
         if hasattr(config, "fine_grained_activation_offloading"):

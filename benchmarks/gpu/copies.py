@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,34 +21,25 @@ class Direction:
     events: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
-    def milliseconds(self) -> float:
-        """Time that the copies themselves took; wait for the device first."""
-        return float(sum(begin.elapsed_time(end) for begin, end in self.events))
-
-    @property
     def gigabytes_per_second(self) -> float | None:
-        spent = self.milliseconds
+        """By the time that the copies themselves took; wait for the device first."""
+        spent = sum(begin.elapsed_time(end) for begin, end in self.events)
         return self.nbytes / spent / 1e6 if spent else None
 
 
 class HostAtPeak:
     """Finds the peak of one step among stretches in which the bytes on the host only stay the same.
 
-    Args:
-        take_peak: returns the most bytes allocated since its last call; None: they are not measured.
+    `take_peak` returns the most bytes allocated since its last call.
     """
 
-    def __init__(self, take_peak: Callable[[], int] | None = None) -> None:
+    def __init__(self, take_peak: Callable[[], int]) -> None:
         self.peak_allocated_bytes = 0
         self.host_bytes = 0
-        self._take_peak = take_peak or (lambda: 0)
+        self._take_peak = take_peak
 
     def mark(self, host_bytes: int) -> None:
-        """End a stretch: call it before bytes are copied out or in, and at the end of the step.
-
-        Args:
-            host_bytes: on the host only, in the stretch that ends.
-        """
+        """End a stretch with so many bytes on the host only: before bytes are copied, and at the end of the step."""
         peak = self._take_peak()
         # Not where it is equal: what leaves the device behind a mark is gone already by `host_bytes` of the next one.
         if peak > self.peak_allocated_bytes:
@@ -56,14 +47,9 @@ class HostAtPeak:
 
 
 class CopyCounter:
-    """Bytes and times of the copies of one step, counted where they are issued.
+    """Bytes and times of the copies of one step, counted where they are issued."""
 
-    Args:
-        new_event: makes the events that time copies; None: those of CUDA.
-        take_peak: see `HostAtPeak`.
-    """
-
-    def __init__(self, new_event: Callable[[], Any] | None = None, take_peak: Callable[[], int] | None = None) -> None:
+    def __init__(self, new_event: Callable[[], Any] | None, take_peak: Callable[[], int]) -> None:
         self.out = Direction()
         self.back = Direction()
         self.host_bytes = 0
@@ -73,37 +59,40 @@ class CopyCounter:
         self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
 
     @contextmanager
-    def copy_out(self, nbytes: int, stream: Any, num_copies: int = 1) -> Iterator[None]:
-        with self._copy(self.out, nbytes, stream, num_copies):
-            yield
-        self.host_bytes += nbytes
-        self.host_bytes_max = max(self.host_bytes_max, self.host_bytes)
-
-    @contextmanager
-    def copy_in(self, nbytes: int, stream: Any, num_copies: int = 1) -> Iterator[None]:
-        with self._copy(self.back, nbytes, stream, num_copies):
-            yield
-        self.host_bytes -= nbytes
-
-    @contextmanager
-    def _copy(self, direction: Direction, nbytes: int, stream: Any, num_copies: int) -> Iterator[None]:
+    def copy(self, is_out: bool, nbytes: int, stream: Any, num_copies: int = 1) -> Iterator[None]:
+        """Count what is copied inside."""
+        direction = self.out if is_out else self.back
         if isinstance(stream, int):  # a raw handle, as the CUDA device of the engine uses them
             stream = torch.cuda.ExternalStream(stream)
-        pair = self._new_event(), self._new_event()
-        pair[0].record(stream)
+        begin, end = self._new_event(), self._new_event()
+        begin.record(stream)
         yield
-        pair[1].record(stream)
+        end.record(stream)
         direction.nbytes += nbytes
         direction.num_copies += num_copies
-        direction.events.append(pair)
+        direction.events.append((begin, end))
+        self.host_bytes += nbytes if is_out else -nbytes
+        self.host_bytes_max = max(self.host_bytes_max, self.host_bytes)
+
+    def moved(self, **more: Any) -> dict[str, Any]:
+        """Return what the step moved, as fields of a record, and `more` of them; wait for the device first."""
+        return {
+            "copied_out_bytes": self.out.nbytes,
+            "copied_in_bytes": self.back.nbytes,
+            "num_copies_out": self.out.num_copies,
+            "host_bytes_max": self.host_bytes_max,  # at once, in the order of issue: with those not released yet
+            "host_bytes_at_peak": self.at_peak.host_bytes,  # when the most device memory was allocated
+            "prefetch_misses": self.misses,
+            "out_gbps": self.out.gigabytes_per_second,
+            "in_gbps": self.back.gigabytes_per_second,
+            "is_confirmed": self.out.nbytes > 0,  # bytes were moved, and as many as the contender says
+            "engine": {},  # the contender's own counters
+            **more,
+        }
 
 
 class PlainCopies:
-    """Copies of one buffer to pinned memory and back, each on a stream of its own, which no stream waits for.
-
-    Args:
-        nbytes: of each copy.
-    """
+    """Copies of one buffer of so many bytes to pinned memory and back, on streams which no stream waits for."""
 
     def __init__(self, nbytes: int) -> None:
         self.counter: CopyCounter | None = None
@@ -111,24 +100,14 @@ class PlainCopies:
         self._host = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
         self._streams = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def copy_out(self) -> None:
-        """Copy out behind the work that the current stream has been given so far."""
-        self._copy(0, self._host, self._device)
-
-    def copy_in(self) -> None:
-        """Copy in behind the work that the current stream has been given so far."""
-        self._copy(1, self._device, self._host)
-
-    def _copy(self, way: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, is_out: bool) -> None:
+        """Copy behind the work that the current stream has been given so far."""
+        way, target, source = (0, self._host, self._device) if is_out else (1, self._device, self._host)
         stream = self._streams[way]
+        counter = nullcontext() if self.counter is None else self.counter.copy(is_out, target[way].nbytes, stream)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), self._counting(way, target[way].nbytes, stream):
+        with torch.cuda.stream(stream), counter:
             target[way].copy_(source[way], non_blocking=True)
-
-    def _counting(self, way: int, nbytes: int, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        if self.counter is None:
-            return nullcontext()
-        return (self.counter.copy_in if way else self.counter.copy_out)(nbytes, stream)
 
 
 class HostCopies:
@@ -149,44 +128,6 @@ class HostCopies:
     def only_bytes(self) -> int:
         """Return the bytes whose storage on the device is gone, or has been emptied."""
         return sum(nbytes for source, nbytes in self._sources.values() if _is_gone(source))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moved:
-    """What one step moved."""
-
-    copied_out_bytes: int = 0
-    copied_in_bytes: int = 0
-    num_copies_out: int = 0
-    host_bytes_max: int = 0
-    """The most bytes that were on the host at once, in the order of issue: with those not released yet."""
-    host_bytes_at_peak: int = 0
-    """Bytes that were on the host only when the most device memory was allocated."""
-    prefetch_misses: int = 0
-    out_gbps: float | None = None
-    in_gbps: float | None = None
-    is_confirmed: bool = False
-    """Whether bytes were moved, and as many as the contender says."""
-    engine: Mapping[str, int] = field(default_factory=dict)
-    """The contender's own counters."""
-
-    def as_record(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def moved_of(counter: CopyCounter, **more: Any) -> Moved:
-    values: dict[str, Any] = dict(
-        is_confirmed=counter.out.nbytes > 0,
-        copied_out_bytes=counter.out.nbytes,
-        copied_in_bytes=counter.back.nbytes,
-        num_copies_out=counter.out.num_copies,
-        host_bytes_max=counter.host_bytes_max,
-        host_bytes_at_peak=counter.at_peak.host_bytes,
-        prefetch_misses=counter.misses,
-        out_gbps=counter.out.gigabytes_per_second,
-        in_gbps=counter.back.gigabytes_per_second,
-    )
-    return Moved(**{**values, **more})
 
 
 def _is_gone(reference: StorageWeakRef) -> bool:

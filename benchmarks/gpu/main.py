@@ -3,30 +3,34 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .leftovers import notice
-from .provenance import provenance
-from .settings import Settings, file_of, in_turn, parse
+from benchmarks.records import Records, provenance
+from benchmarks.tables import MIB, Record, show
 
-if TYPE_CHECKING:
-    from .contenders import Copies
+from .settings import file_of, in_turn, parse
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine")
 # Those that the record of a run has, beside its shape.
 _SETTINGS = ("setup", "rounds", "rotate", "iters", "warmup", "engine", "overlap", "deterministic", "single_thread")
+_NOTICED_BYTES = 64 * MIB  # cuBLAS keeps a workspace of 32 MiB for each stream: not a leak of the contender
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     settings = parse(arguments)
-    _set_environment(settings)
+    # Every preset is for one host, which need not have a network that gloo could find.
+    defaults = {"NVTE_CPU_OFFLOAD_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    if settings.deterministic:
+        defaults |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     import torch  # only now: what it and TransformerEngine read from the environment is set
 
     if not torch.cuda.is_available():
@@ -40,20 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _set_environment(settings: Settings) -> None:
-    # Every preset is for one host, which need not have a network that gloo could find.
-    defaults = {"NVTE_CPU_OFFLOAD_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    if settings.deterministic:
-        defaults |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
 class Run:
     """One run on this rank. Rank 0 writes the records of all, each as soon as it is there."""
 
-    def __init__(self, settings: Settings, ranks: Any) -> None:
+    def __init__(self, settings: argparse.Namespace, ranks: Any) -> None:
         from tqdm import tqdm
+
+        from offload_engine import OffloadConfig
 
         from .measure import Bench, Counts, CudaGauge, MemoryTimeline
         from .model import Training, build_chunks, make_config
@@ -61,163 +58,145 @@ class Run:
         self._settings = settings
         self._ranks = ranks
         self._begin = time.perf_counter()
-        self._records: list[dict[str, Any]] = []
-        self._own_turns: list[dict[str, Any]] = []
+        self._records = Records(settings.json if ranks.rank == 0 else None)
+        self._own_turns: list[Record] = []
         self._timelines: list[MemoryTimeline] = []
         self._failed: set[str] = set()
-        self._copies: list[Copies] = []
-        self._check_engine()
+        self._contenders: list[Any] = []
+        for entry in settings.entries:  # mistakes, before the model is made
+            OffloadConfig.from_flags(**settings.engine | dict(entry.engine))
         counts = Counts(settings.warmup, settings.iters)
-        self._bar = tqdm(
-            total=settings.rounds * len(settings.entries) * counts.total,
-            desc="model",
-            unit="step",
-            disable=ranks.rank != 0,
-        )
-        self._chunks = build_chunks(
-            settings.shape, make_config(settings.shape, settings.deterministic, **settings.overlap)
-        )
-        training = Training(settings.shape, self._chunks)
+        num_steps = settings.rounds * len(settings.entries) * counts.total
+        self._bar = tqdm(total=num_steps, desc="model", unit="step", disable=ranks.rank != 0)
+        config = make_config(settings.shape, settings.deterministic, **settings.overlap)
+        self._chunks = build_chunks(settings.shape, config)
         self._gauge = CudaGauge()
-        self._bench = Bench(training, ranks, self._gauge, counts, self._show)
+        self._bench = Bench(Training(settings.shape, self._chunks), ranks, self._gauge, counts, self._show)
 
     def execute(self) -> int:
         """Run the benchmark; return the exit status."""
         import torch
-        from rich.console import Console
-
-        from .budget import budgets, plot_budgets
-        from .report import plot_memory, summarize, tables
-        from .throughput import plot_trade, throughput, tokens_of_step
 
         self._publish([self._description()])
         self._bar.set_description("the machine")
-        if self._settings.micro:
+        if not self._settings.no_micro:
             self._measure_machine()
         with torch.autograd.set_multithreading_enabled(not self._settings.single_thread):
             self._measure_contenders()
         self._publish(self._bench.parity())
         self._bar.close()
         if self._ranks.rank == 0:
-            summaries = summarize(self._records)
-            found = throughput(summaries, self._records)
-            self._write([*summaries, *found, *budgets(summaries, self._records)])
-            self._write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
-            if self._settings.memory_plot and self._timelines:
-                plot_memory(self._timelines, self._settings.memory_plot)
-            if self._settings.trade_plot and found:
-                plot_trade(found, self._settings.trade_plot)
-            if self._settings.budget_plot:
-                plot_budgets(self._records, tokens_of_step(self._records[0]), self._settings.budget_plot)
-            if summaries:
-                Console(width=max(150, Console().width)).print(tables(self._title(), summaries, self._records))
+            self._report()
         return 1 if self._failed else 0
 
-    def _check_engine(self) -> None:
-        from offload_engine import OffloadConfig
+    def _report(self) -> None:
+        from . import budget, report
 
-        for entry in self._settings.entries:
-            OffloadConfig.from_flags(**self._settings.engine | dict(entry.engine))
+        settings, records = self._settings, self._records
+        summaries = report.summarize(records)
+        found = report.throughput(summaries, records)
+        records.write([*summaries, *found, *budget.budgets(summaries, records)])
+        records.write([{"kind": "end", "seconds": time.perf_counter() - self._begin}])
+        if settings.memory_plot and self._timelines:
+            report.plot_memory(self._timelines, settings.memory_plot)
+        if settings.trade_plot and found:
+            report.plot_trade(found, settings.trade_plot)
+        if settings.budget_plot:
+            budget.plot_budgets(records, report.tokens_of_step(records[0]), settings.budget_plot)
+        show(*report.tables(self._title(), records))
 
     def _measure_machine(self) -> None:
-        from . import host, link
+        from . import machine
 
         activation = self._settings.shape.activation_bytes
-        self._publish(link.measure_link([activation, 2 * activation], self._ranks))
-        self._publish([link.measure_reads(self._ranks)])
+        self._publish(machine.measure_link([activation, 2 * activation], self._ranks))
+        self._publish([machine.measure_reads(self._ranks)])
         # The others wait: these take the host's memory bandwidth and a quiet CPU.
         alone = []
         if self._ranks.rank == 0:
-            alone = [link.measure_pinning(), link.measure_group_cost(), host.measure_host(self._ranks)]
+            alone = [machine.measure_pinning(), machine.measure_group_cost(), machine.measure_host(self._ranks)]
         self._publish(alone)
 
     def _measure_contenders(self) -> None:
-        from .contenders import Copies, make_contender
-
-        contenders = [make_contender(e, self._chunks, self._settings.engine) for e in self._settings.entries]
-        self._copies = [contender for contender in contenders if isinstance(contender, Copies)]
+        self._add(self._settings.entries)
         self._bench.step()  # kernels are chosen and communicators made on the first step
         gc.collect()
         gc.freeze()  # the model is there to stay: no full collection should walk it in the middle of a step
         for number in range(self._settings.rounds):
-            for contender in in_turn(contenders, number, self._settings.rotate):
+            for contender in in_turn(self._contenders, number, self._settings.rotate):
                 if contender.entry.label not in self._failed:
                     self._turn(contender, number)
             if number == 0 and self._settings.budgets:
-                contenders += self._budgets()
+                self._add_budgets()
 
-    def _budgets(self) -> list[Any]:
-        """Return contenders for budgets, the same on all ranks. Collective."""
-        from .budget import entries_between
+    def _add(self, entries: Sequence[Any]) -> None:
         from .contenders import make_contender
+
+        self._contenders += [make_contender(entry, self._chunks, self._settings.engine) for entry in entries]
+
+    def _add_budgets(self) -> None:
+        """Add contenders for budgets, the same on all ranks. Collective."""
+        from .budget import entries_between
 
         turns = [turn for turns in self._ranks.gather(self._own_turns) for turn in turns]
         entries = entries_between(turns, self._settings.budgets)
         self._bar.total += len(entries) * (self._settings.rounds - 1) * self._bench.counts.total
-        return [make_contender(entry, self._chunks, self._settings.engine) for entry in entries]
+        self._add(entries)
 
     def _turn(self, contender: Any, number: int) -> None:
-        is_last = number == self._settings.rounds - 1
+        from .contenders import Copies
+
+        label, is_last = contender.entry.label, number == self._settings.rounds - 1
         extras = (lambda: self._extras(contender)) if is_last else None
         try:
             record = self._bench.turn(contender, number, extras)
         except Exception as error:
             if self._ranks.world_size > 1:  # the other ranks are waiting for this one
                 raise
-            self._failed.add(contender.entry.label)
-            label = contender.entry.label
+            self._failed.add(label)
             self._bar.write(f"{label} failed: {error!r}", file=sys.stderr)
             self._publish([{"kind": "failure", "label": label, "round": number, "error": repr(error)}])
             return
-        if what := notice(record):
-            self._bar.write(f"{contender.entry.label}, rank {self._ranks.rank}: {what}", file=sys.stderr)
-        for copies in self._copies:
-            copies.follow(record, self._settings.shape.nmb)
+        for what, said in {"left": "it left behind", "found": "its peaks include what earlier ones left:"}.items():
+            sizes = {where: record[f"{what}_{where}_bytes"] for where in ("device", "pinned")}
+            if max(sizes.values()) >= _NOTICED_BYTES:
+                self._bar.write(f"{label}, rank {self._ranks.rank}: {said} {sizes} bytes", file=sys.stderr)
+        for other in self._contenders:
+            if isinstance(other, Copies):
+                other.follow(record, self._settings.shape.nmb)
         self._own_turns.append(record)
         self._publish([record])
 
     def _extras(self, contender: Any) -> None:
         from .measure import profile_step, record_history, record_memory
 
-        label = contender.entry.label
-        if self._settings.memory_plot:
-            self._timelines.append(record_memory(label, self._gauge, self._bench.step))
-        profiled = [e for e in self._settings.entries if e.kind in self._settings.profile_contenders]
-        if self._settings.profile and contender.entry in profiled:
-            file = file_of(self._settings.profile, contender.entry, is_only=len(profiled) == 1)
-            profile_step(self._bench.step, file if self._ranks.rank == 0 else None)
-        if self._settings.memory_history:  # last: it empties the caches
-            file = file_of(self._settings.memory_history, contender.entry, is_only=len(self._settings.entries) == 1)
-            record_history(self._gauge, self._bench.step, file if self._ranks.rank == 0 else None)
+        settings, entry, is_first = self._settings, contender.entry, self._ranks.rank == 0
+        if settings.memory_plot:
+            self._timelines.append(record_memory(entry.label, self._gauge, self._bench.step))
+        profiled = [e for e in settings.entries if e.kind in settings.profile_contender]
+        if settings.profile and entry in profiled:
+            file = file_of(settings.profile, entry, is_only=len(profiled) == 1)
+            profile_step(self._bench.step, file if is_first else None)
+        if settings.memory_history:  # last: it empties the caches
+            file = file_of(settings.memory_history, entry, is_only=len(settings.entries) == 1)
+            record_history(self._gauge, self._bench.step, file if is_first else None)
 
     def _show(self, what: str) -> None:
         self._bar.set_description(what, refresh=False)
         self._bar.update(what != "extra")
 
-    def _publish(self, own: list[dict[str, Any]]) -> None:
+    def _publish(self, own: list[Record]) -> None:
         """Gather the records of all ranks on rank 0. Collective."""
-        self._write([record for records in self._ranks.gather(own) for record in records])
-
-    def _write(self, records: list[dict[str, Any]]) -> None:
-        self._records += records
-        if self._ranks.rank == 0 and self._settings.json:
-            with self._settings.json.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+        self._records.write(record for records in self._ranks.gather(own) for record in records)
 
     def _title(self) -> str:
+        run = self._records[0]
+        is_shared = run["num_gpus"] < run["world_size"]
+        shared = f", shared by {run['world_size']} processes: times say nothing" if is_shared else ""
+        return f"setup {self._settings.setup}, {run['num_gpus']} x {run['device']}{shared}"
+
+    def _description(self) -> Record:
         import torch
-
-        from .model import num_gpus
-
-        gpus = f"{num_gpus(self._ranks.world_size)} x {torch.cuda.get_device_name()}"
-        is_shared = num_gpus(self._ranks.world_size) < self._ranks.world_size
-        shared = f", shared by {self._ranks.world_size} processes: times say nothing" if is_shared else ""
-        return f"setup {self._settings.setup}, {gpus}{shared}"
-
-    def _description(self) -> dict[str, Any]:
-        import torch
-
-        from .model import num_gpus
 
         return {
             "kind": "run",
@@ -226,6 +205,6 @@ class Run:
             "shape": asdict(self._settings.shape),
             **{name: getattr(self._settings, name) for name in _SETTINGS},
             "world_size": self._ranks.world_size,
-            "num_gpus": num_gpus(self._ranks.world_size),
+            "num_gpus": min(self._ranks.world_size, torch.cuda.device_count()),
             "device": torch.cuda.get_device_name(),
         }

@@ -10,17 +10,16 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gradients import Fingerprint, compare, fingerprint
+
 from .contenders import Contender
 from .copies import CopyCounter
-from .gradients import Fingerprint, compare, fingerprint
-from .leftovers import Held, leftovers
 from .model import Ranks
 
 _SAMPLE_S = 0.001
@@ -28,27 +27,8 @@ _MAX_WARMUP = 40
 _HISTORY_ENTRIES = 1_000_000
 
 
-class Gauge(Protocol):
-    """Where memory is read from."""
-
-    def wait(self) -> None: ...
-
-    def start(self, *, keeps_cache: bool = False) -> None:
-        """Free unreferenced memory, unless the allocator is to keep its cache, and reset the peaks."""
-
-    def read(self) -> dict[str, int]: ...
-
-    def take_peak(self) -> int:
-        """Return the peak of bytes allocated since the last call, or `start()`; `read()` has that since `start()`."""
-
-    def release(self) -> None:
-        """Free all memory that a contender left behind, pinned memory too."""
-
-    def current(self) -> tuple[int, int]:
-        """Return the bytes allocated and reserved now; cheap."""
-
-    def held(self) -> Held:
-        """Return the bytes that live tensors hold now; zero if no allocator counts them."""
+Held = tuple[int, int]
+"""Bytes that live tensors hold between two contenders: on the device, and pinned by torch's own allocator."""
 
 
 class CudaGauge:
@@ -62,6 +42,7 @@ class CudaGauge:
         torch.cuda.synchronize()
 
     def start(self, *, keeps_cache: bool = False) -> None:
+        """Free unreferenced memory, unless the allocator is to keep its cache, and reset the peaks."""
         self.wait()
         gc.collect()
         if not keeps_cache:
@@ -74,34 +55,38 @@ class CudaGauge:
         import psutil
 
         allocated, reserved = self._peaks()
+        free, total = torch.cuda.mem_get_info()
         return {
             "peak_allocated_bytes": max(allocated, self._peaks_taken[0]),
             "peak_reserved_bytes": max(reserved, self._peaks_taken[1]),
             "torch_pinned_bytes": int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)),
-            "outside_bytes": _outside_bytes(),
+            "outside_bytes": total - free - torch.cuda.memory_reserved(),  # the CUDA context first of all
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **{name: value - self._at_start.get(name, 0) for name, value in self._counters().items()},
         }
 
     def take_peak(self) -> int:
+        """Return the peak of bytes allocated since the last call, or `start()`; `read()` has that since `start()`."""
         allocated, reserved = self._peaks()
         self._peaks_taken = max(allocated, self._peaks_taken[0]), max(reserved, self._peaks_taken[1])
         torch.cuda.reset_peak_memory_stats()
         return allocated
 
     def release(self) -> None:
+        """Free all memory that a contender left behind, pinned memory too."""
         self.wait()
         gc.collect()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
 
     def current(self) -> tuple[int, int]:
+        """Return the bytes allocated and reserved now; cheap."""
         stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
         return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
 
     def held(self) -> Held:
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        return Held(torch.cuda.memory_allocated(), int(pinned))
+        return torch.cuda.memory_allocated(), int(pinned)
 
     def _peaks(self) -> tuple[int, int]:
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -111,23 +96,7 @@ class CudaGauge:
         return {"alloc_retries": stats.get("num_alloc_retries", 0), "device_allocs": stats.get("num_device_alloc", 0)}
 
 
-def _outside_bytes() -> int:
-    """Return what the GPU holds outside of torch's allocator, the CUDA context first of all."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
-
-
-class Step(NamedTuple):
-    """One timed step."""
-
-    milliseconds: float
-    """Until the device is done."""
-    host_milliseconds: float
-    """Until the host has issued it."""
-
-
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """How many steps a turn has."""
 
     warmup: int
@@ -145,20 +114,12 @@ class Bench:
         self,
         training: Any,
         ranks: Ranks,
-        gauge: Gauge,
+        gauge: Any,
         counts: Counts,
         on_step: Callable[[str], None],
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        """
-        Args:
-            training: has `step()` and `gradients()`.
-            ranks: for barriers.
-            gauge: of memory.
-            counts: of steps.
-            on_step: told what comes next, before each step; for the progress bar.
-            new_event: makes the events that time copies; None: those of CUDA.
-        """
+        """`on_step` is told what comes next, for the progress bar; `new_event` makes the events that time copies."""
         self._training = training
         self._ranks = ranks
         self._gauge = gauge
@@ -185,7 +146,9 @@ class Bench:
                 self._gauge.wait()
             counted = self._gauge.read()["peak_allocated_bytes"]
             moved = contender.moved(counter)
-            steps, losses = self._timed(label)
+            step_ms, host_ms, losses = timed_steps(
+                self.counts.iters, self._training.step, self._gauge.wait, lambda: self._prepare(label)
+            )
             memory = self._gauge.read()
             pinned = contender.pinned_bytes(memory["torch_pinned_bytes"], pinned_before)
             after = fingerprint(self._training.gradients(), losses)
@@ -196,20 +159,15 @@ class Bench:
             contender.detach()
             self._gauge.release()
         self._fingerprints.append((label, round_number, after))
+        entry = contender.entry
         return {
-            "kind": "turn",
-            "contender": contender.entry.contender,
-            "label": label,
-            "modules": list(contender.entry.modules),
-            "round": round_number,
-            "rank": self._ranks.rank,
-            "step_ms": [step.milliseconds for step in steps],
-            "host_ms": [step.host_milliseconds for step in steps],
-            "pinned_bytes": pinned,
+            **{"kind": "turn", "contender": entry.contender, "label": label, "modules": list(entry.modules)},
+            **{"round": round_number, "rank": self._ranks.rank, "pinned_bytes": pinned},
+            **{"step_ms": step_ms, "host_ms": host_ms},
             "peak_allocated_bytes_counted": counted,  # of the step of which `host_bytes_at_peak` is
             **memory,
-            **leftovers(self._held_first, held_before, self._gauge.held()),
-            **moved.as_record(),
+            **_leftovers(self._held_first, held_before, self._gauge.held()),
+            **moved,
             "losses": [float.fromhex(loss) for loss in after.losses],
             "gradients": after.digests,
             "between_steps": compare(before, after).as_record(),
@@ -223,16 +181,12 @@ class Bench:
         """
         if not self._fingerprints:
             return []
-        reference = min(self._fingerprints, key=lambda turn: (turn[0] != "none", turn[1]))
+        label, number, reference = min(self._fingerprints, key=lambda turn: (turn[0] != "none", turn[1]))
+        shared = {"kind": "parity", "rank": self._ranks.rank, "reference": f"{label}, round {number}"}
         return [
             {
-                "kind": "parity",
-                "label": label,
-                "round": number,
-                "rank": self._ranks.rank,
-                "reference": f"{reference[0]}, round {reference[1]}",
-                "is_reference": own is reference[2],
-                **compare(reference[2], own).as_record(),
+                **{**shared, "label": label, "round": number, "is_reference": own is reference},
+                **compare(reference, own).as_record(),
             }
             for label, number, own in self._fingerprints
         ]
@@ -252,24 +206,43 @@ class Bench:
                 is_ready = contender.is_ready()
         return fingerprint(self._training.gradients(), losses)
 
-    def _timed(self, label: str) -> tuple[list[Step], list[torch.Tensor]]:
-        steps, losses = [], []
-        for _ in range(self.counts.iters):
-            self._on_step(label)
-            self._ranks.barrier()
-            self._gauge.wait()
-            begin = time.perf_counter()
-            losses = self._training.step()
-            issued = time.perf_counter()
-            self._gauge.wait()
-            end = time.perf_counter()
-            steps.append(Step((end - begin) * 1e3, (issued - begin) * 1e3))
-        return steps, losses
-
-    def _run(self, label: str) -> list[torch.Tensor]:
+    def _prepare(self, label: str) -> None:
         self._on_step(label)
         self._ranks.barrier()
+
+    def _run(self, label: str) -> list[torch.Tensor]:
+        self._prepare(label)
         return list(self._training.step())
+
+
+def timed_steps(
+    num: int, step: Callable[[], list[Any]], wait: Callable[[], None], before: Callable[[], None] = lambda: None
+) -> tuple[list[float], list[float], list[Any]]:
+    """Return the milliseconds of steps until the device is done, those until the host has issued them, and losses.
+
+    What is done `before` each step is not timed.
+    """
+    done_ms, issued_ms, losses = [], [], []
+    for _ in range(num):
+        before()
+        wait()
+        begin = time.perf_counter()
+        losses = step()
+        issued = time.perf_counter()
+        wait()
+        done_ms.append((time.perf_counter() - begin) * 1e3)
+        issued_ms.append((issued - begin) * 1e3)
+    return done_ms, issued_ms, losses
+
+
+def _leftovers(first: Held, before: Held, after: Held) -> dict[str, int]:
+    """Return what a turn left behind, and what it found of earlier ones: it counts as memory of all later ones.
+
+    `first` was held before the first turn of the run, `before` and `after` around this one.
+    """
+    pairs = {"left": zip(before, after, strict=True), "found": zip(first, before, strict=True)}
+    added = {name: [max(0, now - then) for then, now in both] for name, both in pairs.items()}
+    return {f"{name}_{where}_bytes": added[name][i] for name in added for i, where in enumerate(("device", "pinned"))}
 
 
 class MemoryTimeline(NamedTuple):
@@ -281,7 +254,7 @@ class MemoryTimeline(NamedTuple):
     reserved_bytes: list[int]
 
 
-def record_memory(label: str, gauge: Gauge, step: Callable[[], Any]) -> MemoryTimeline:
+def record_memory(label: str, gauge: Any, step: Callable[[], Any]) -> MemoryTimeline:
     """Run one step while a thread reads the allocator's counters every millisecond."""
     samples: list[tuple[float, int, int]] = []
     is_done = threading.Event()
@@ -291,26 +264,19 @@ def record_memory(label: str, gauge: Gauge, step: Callable[[], Any]) -> MemoryTi
             samples.append((time.perf_counter(), *gauge.current()))
 
     thread = threading.Thread(target=poll, daemon=True)
-    begin = time.perf_counter()
-    with _switching_threads_often():
+    begin, interval = time.perf_counter(), sys.getswitchinterval()
+    sys.setswitchinterval(_SAMPLE_S / 10)
+    try:
         thread.start()
         step()
         gauge.wait()
         is_done.set()
         thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     samples.append((time.perf_counter(), *gauge.current()))
     times, allocated, reserved = zip(*samples, strict=True)
     return MemoryTimeline(label, [(t - begin) * 1e3 for t in times], list(allocated), list(reserved))
-
-
-@contextlib.contextmanager
-def _switching_threads_often() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_SAMPLE_S / 10)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def profile_step(step: Callable[[], Any], file: Path | None) -> None:
@@ -325,7 +291,7 @@ def profile_step(step: Callable[[], Any], file: Path | None) -> None:
     profiler.export_chrome_trace(str(file))
 
 
-def record_history(gauge: Gauge, step: Callable[[], Any], file: Path | None) -> None:
+def record_history(gauge: Any, step: Callable[[], Any], file: Path | None) -> None:
     """Run one step from empty caches; where a file is given, write the allocator's history to it."""
     gauge.start()
     if file is None:

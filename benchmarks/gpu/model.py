@@ -36,22 +36,15 @@ class Ranks(NamedTuple):
 
 
 def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
-    """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state.
-
-    Args:
-        shape: of the model, for its parallelism.
-        deterministic: kernels that are, where there are any.
-        share_gpus: there are more processes than GPUs.
-    """
+    """Join the processes of torchrun (or stand alone) and set up megatron-core's parallel state."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    device = _shared_gpu() if share_gpus else _own_gpu()
+    device = _gpu(int(os.environ["LOCAL_RANK"]), share_gpus)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    shape.check(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         1, shape.pp, virtual_pipeline_model_parallel_size=shape.vpp or None, expert_model_parallel_size=shape.ep
     )
@@ -64,32 +57,18 @@ def start_ranks(shape: Shape, deterministic: bool, share_gpus: bool) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
 
 
-def num_gpus(world_size: int) -> int:
-    """Return the number of GPUs that the processes of one node share."""
-    return min(world_size, torch.cuda.device_count())
+def _gpu(rank: int, is_shared: bool) -> torch.device:
+    if is_shared:
+        if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
+            raise SystemExit("--share-gpus is for the processes of one node")
+        return gpu_of(rank)
+    if rank >= torch.cuda.device_count():
+        raise SystemExit(f"process {rank} has no GPU, there are {torch.cuda.device_count()}: pass --share-gpus")
+    return torch.device("cuda", rank)
 
 
-def _own_gpu() -> torch.device:
-    index = int(os.environ["LOCAL_RANK"])
-    if index >= torch.cuda.device_count():
-        raise SystemExit(f"process {index} has no GPU, there are {torch.cuda.device_count()}: pass --share-gpus")
-    return torch.device("cuda", index)
-
-
-def _shared_gpu() -> torch.device:
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]) != os.environ["WORLD_SIZE"]:
-        raise SystemExit("--share-gpus is for the processes of one node")
-    return gpu_of(int(os.environ["LOCAL_RANK"]))
-
-
-def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:
-    """Make the TransformerConfig, with every kind of offload and of recomputation off.
-
-    Args:
-        shape: of the model.
-        deterministic: kernels that are, where there are any.
-        overlap: fields for the overlap of all-to-all with computation.
-    """
+def make_config(shape: Shape, deterministic: bool, **more: Any) -> Any:
+    """Make the TransformerConfig, with every kind of offload and of recomputation off; `more` are fields of it."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
@@ -116,7 +95,7 @@ def make_config(shape: Shape, deterministic: bool, **overlap: bool) -> Any:
         overlap_p2p_comm=bool(shape.vpp),
         deterministic_mode=deterministic,
         **(_expert_settings(shape) if shape.experts else {}),
-        **overlap,
+        **more,
     )
     config.autocast_dtype = torch.bfloat16
     return config
@@ -136,50 +115,39 @@ def _expert_settings(shape: Shape) -> dict[str, Any]:
 
 def build_chunks(shape: Shape, config: Any) -> list[torch.nn.Module]:
     """Build this rank's model chunks, one for each virtual stage."""
-    return [_build_chunk(shape, config, stage) for stage in (range(shape.vpp) if shape.vpp else [None])]
-
-
-def _build_chunk(shape: Shape, config: Any, stage: int | None) -> torch.nn.Module:
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts)
-    )
-    chunk = GPTModel(
-        config,
-        spec,
-        shape.vocab,
-        shape.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        vp_stage=stage,
-    )
-    chunk.model_type = ModelType.encoder_or_decoder
-    return chunk.cuda().bfloat16()
+    experts = dict(num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts))
+    chunks = []
+    for stage in range(shape.vpp) if shape.vpp else [None]:
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_with_transformer_engine_spec(**experts),
+            shape.vocab,
+            shape.seq,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            vp_stage=stage,
+        )
+        chunk.model_type = ModelType.encoder_or_decoder
+        chunks.append(chunk.cuda().bfloat16())
+    return chunks
 
 
 class Training:
-    """Owns the chunks and one batch; `step()` is one forward and backward of all microbatches."""
+    """Owns the chunks and one batch; `step()` is one forward and backward of all microbatches.
+
+    With `keeps_gradients` the caller zeroes them in place.
+    """
 
     def __init__(
-        self,
-        shape: Shape,
-        chunks: Sequence[torch.nn.Module],
-        device: torch.device | str = "cuda",
-        keeps_gradients: bool = False,
+        self, shape: Shape, chunks: Sequence[Any], device: torch.device | str = "cuda", keeps_gradients: bool = False
     ) -> None:
-        """
-        Args:
-            shape: of the model and its batches.
-            chunks: of this rank.
-            device: of the batch.
-            keeps_gradients: the caller zeroes them in place.
-        """
         from megatron.core import parallel_state
 
         self._keeps_gradients = keeps_gradients
@@ -233,9 +201,6 @@ class DelayedGradients:
     """Sums of the weight gradients that TransformerEngine computes behind the backward.
 
     It sets `grad` anew for each microbatch, and leaves adding to data parallelism, which this benchmark has none of.
-
-    Args:
-        modules: those among them that may delay tell when they are done.
     """
 
     def __init__(self, modules: Iterable[Any]) -> None:

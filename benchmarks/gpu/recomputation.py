@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-FULL: Mapping[str, Any] = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 """Every layer, one by one."""
 
 
@@ -53,41 +49,21 @@ def selective(modules: Sequence[str]) -> dict[str, Any]:
 
 
 class Recomputation:
-    """Switches one model.
-
-    Args:
-        chunks: of a model built without recomputation.
-        fields: of the configuration, while it is on.
-
-    Raises:
-        ValueError: if one of `recompute_modules` is nowhere in the model.
-    """
+    """Switches chunks of a model built without recomputation; `fields` are of the configuration, while it is on."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any]) -> None:
         submodules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
         configs = {id(m.config): m.config for m in submodules if hasattr(m, "config")}.values()
-        self._changes: list[tuple[Any, dict[str, Any]]] = [(config, dict(fields)) for config in configs]
-        for name in fields.get("recompute_modules", ()):
-            found = [(m, own) for m in submodules if (own := _cached(m, name))]
+        self._on = [(config, name, value) for config in configs for name, value in fields.items()]
+        for module_name in fields.get("recompute_modules", ()):
+            flags = _CACHED[module_name].items()
+            found = [(m, name, True) for m in submodules for name, is_set in flags if name in vars(m) and is_set(m)]
             if not found:
-                raise ValueError(f"this model has no {name!r} to recompute")
-            self._changes += found
-        self._before = [(owner, {name: getattr(owner, name) for name in own}) for owner, own in self._changes]
+                raise ValueError(f"this model has no {module_name!r} to recompute")
+            self._on += found
+        self._off = [(owner, name, getattr(owner, name)) for owner, name, _ in self._on]
 
-    def on(self) -> None:
-        _set(self._changes)
-
-    def off(self) -> None:
-        """Turn recomputation off. Idempotent."""
-        _set(self._before)
-
-
-def _cached(module: Any, name: str) -> dict[str, Any]:
-    flags = _CACHED[name].items()
-    return {attribute: True for attribute, is_set in flags if attribute in vars(module) and is_set(module)}
-
-
-def _set(changes: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
-    for owner, fields in changes:
-        for name, value in fields.items():
+    def switch(self, is_on: bool) -> None:
+        """Turn recomputation on or off. Idempotent."""
+        for owner, name, value in self._on if is_on else self._off:
             setattr(owner, name, value)

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.flags import add_engine_flag, assignment, engine_settings, settings_of, words
+from benchmarks.flags import (
+    add_engine_flag,
+    add_flags,
+    assignment,
+    engine_settings,
+    new_parser,
+    output_file,
+    refuse,
+    words,
+)
 
 T = TypeVar("T")
 
@@ -51,28 +60,6 @@ class Shape:
     def activation_bytes(self) -> int:
         """Return the bytes of one [sequence, batch, hidden] activation in bf16."""
         return self.seq * self.mbs * self.hidden * BF16_BYTES
-
-    def check(self, world_size: int) -> None:
-        """Reject what megatron-core would reject later and less clearly.
-
-        Raises:
-            ValueError: for a shape that does not fit itself or the number of processes.
-        """
-        if world_size % self.pp or world_size // self.pp % self.ep:
-            raise ValueError(
-                f"{world_size} processes cannot form pipelines of {self.pp} and expert groups of {self.ep}"
-            )
-        chunks = self.pp * max(1, self.vpp)
-        if self.layers % chunks:
-            raise ValueError(
-                f"{self.layers} layers do not divide into {chunks} model chunks (pp {self.pp} vpp {self.vpp})"
-            )
-        if self.vpp and self.pp < 2:
-            raise ValueError(f"vpp {self.vpp} needs pp of at least 2, got {self.pp}")
-        if self.vpp and self.nmb % self.pp:
-            raise ValueError(f"with virtual stages nmb must be a multiple of pp: {self.nmb} is not one of {self.pp}")
-        if self.experts % self.ep:
-            raise ValueError(f"{self.experts} experts do not divide into expert groups of {self.ep}")
 
 
 @dataclass(frozen=True)
@@ -130,62 +117,42 @@ class Entry:
         return f"{self.kind} {names}".strip() + (f" @{settings}" if settings else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that the command line says."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; on a mistake end the process with a message, as argparse does.
 
-    setup: str
-    shape: Shape
-    entries: tuple[Entry, ...]
-    rounds: int
-    rotate: bool
-    iters: int
-    warmup: int
-    engine: dict[str, Any]
-    overlap: dict[str, bool]
-    """Fields of TransformerConfig."""
-    deterministic: bool
-    single_thread: bool
-    share_gpus: bool
-    micro: bool
-    budgets: int
-    budget_plot: Path | None
-    json: Path | None
-    memory_plot: Path | None
-    trade_plot: Path | None
-    memory_history: Path | None
-    profile: Path | None
-    profile_contenders: tuple[str, ...]
-
-
-def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """Read the command line; on a mistake end the process with a message, as argparse does."""
+    Returns:
+        The flags by name, and `shape`, `entries`, `engine` and `overlap` (fields of TransformerConfig).
+    """
     parser = _parser()
     args = parser.parse_args(arguments)
     preset = SETUPS[args.setup]
     changes = {f.name: value for f in dataclasses.fields(Shape) if (value := getattr(args, f.name)) is not None}
-    if min(args.rounds, args.iters, args.warmup) < 1:
-        parser.error("--rounds, --iters-per-round and --warmup must be at least 1")
     try:
-        entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
-        if args.budgets:
-            entries = _with_budget(entries)
-        engine = engine_settings(args)
-        shape = dataclasses.replace(preset.shape, **changes)
-        overlap = _overlap(args, shape, entries)
+        args.shape = dataclasses.replace(preset.shape, **changes)
+        args.entries = make_entries(words(args.contenders), args.modules or [",".join(preset.modules)])
+        args.engine = engine_settings(args)
+        args.overlap = _overlap(args)
     except ValueError as error:
         parser.error(str(error))
-    if args.budget_plot and not args.budgets:
-        parser.error("--budget-plot draws what --budget-curve measures: give that, too")
-    if args.budgets and args.rounds < 2:
-        parser.error("--budget-curve needs --rounds of at least 2: the first one finds the range of budgets")
-    absent = [kind for kind in words(args.profile_contender) if kind not in {e.kind for e in entries}]
-    if args.profile and absent:
-        parser.error(f"--profile-contender {','.join(absent)} is not among --contenders")
-    profiled = words(args.profile_contender)
-    return settings_of(
-        Settings, args, shape=shape, entries=entries, engine=engine, overlap=overlap, profile_contenders=profiled
+    kinds = {entry.kind for entry in args.entries}
+    absent = [kind for kind in args.profile_contender if kind not in kinds]
+    refuse(
+        parser,
+        {
+            "--rounds, --iters-per-round and --warmup must be at least 1": min(args.rounds, args.iters, args.warmup)
+            < 1,
+            "--budget-plot draws what --budget-curve measures: give that, too": args.budget_plot and not args.budgets,
+            "--budget-curve needs --rounds of at least 2: the first one finds the range": args.budgets
+            and args.rounds < 2,
+            "--budget-curve ends where nothing is offloaded: name none among --contenders": (
+                args.budgets and "none" not in kinds
+            ),
+            f"--profile-contender {','.join(absent)} is not among --contenders": args.profile and absent,
+        },
     )
+    if args.budgets:  # one of all that the GPU has: it moves nothing, and tells the lowest that can be reached
+        args.entries = (*args.entries, Entry("budget"))
+    return args
 
 
 def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entry, ...]:
@@ -193,10 +160,6 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
 
     A set with what is recomputed behind a plus is for ours and the incumbent, one with settings of the engine behind an
     @ for ours alone.
-
-    Raises:
-        ValueError: for an unknown kind, no kind at all, copies before ours, modules that the incumbent rejects, what
-            cannot be recomputed, a setting that is not NAME=VALUE, or a set that is for none of the kinds.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:
@@ -208,8 +171,10 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
         names, at, assigned = text.partition("@")
         offloaded, plus, recomputed = names.partition("+")
         entry = Entry("ours", words(offloaded), words(recomputed), tuple(assignment(word) for word in words(assigned)))
-        if plus:
-            _check_recomputed(entry)
+        if plus and (not (entry.modules and entry.recomputed) or set(entry.recomputed) - set(RECOMPUTABLE)):
+            raise ValueError(
+                f"--modules {text}: behind a plus come some of {', '.join(RECOMPUTABLE)}, and modules before"
+            )
         takers = ("ours",) if at else ("ours", "incumbent") if plus else _OFFLOAD
         if (plus or at) and not set(kinds) & set(takers):
             what = f"what is behind {'the @' if at else 'the plus'}"
@@ -218,58 +183,13 @@ def make_entries(kinds: Sequence[str], module_sets: Sequence[str]) -> tuple[Entr
             if kind not in _OFFLOAD:
                 found.append(Entry(kind))
             elif kind in takers:
-                found.append(_entry_of(kind, entry))
+                modules = incumbent_modules(entry.modules) if kind == "incumbent" else entry.modules
+                found.append(dataclasses.replace(entry, kind=kind, modules=modules))
     return tuple(dict.fromkeys(found))
 
 
-def _with_budget(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Add a budget of all that the GPU has: it moves nothing, and tells the lowest that can be reached."""
-    if not any(entry.kind == "none" for entry in entries):
-        raise ValueError("--budget-curve ends where nothing is offloaded: name none among --contenders")
-    return (*entries, Entry("budget"))
-
-
-def _check_recomputed(entry: Entry) -> None:
-    unknown = set(entry.recomputed) - set(RECOMPUTABLE)
-    if unknown or not (entry.modules and entry.recomputed):
-        raise ValueError(
-            f"behind the plus come one or more of {', '.join(RECOMPUTABLE)}, in front of it what is offloaded, got "
-            f"{','.join(entry.modules)}+{','.join(entry.recomputed)}"
-        )
-
-
-def _entry_of(kind: str, ours: Entry) -> Entry:
-    modules = incumbent_modules(ours.modules) if kind == "incumbent" else ours.modules
-    return dataclasses.replace(ours, kind=kind, modules=tuple(modules))
-
-
-def _overlap(args: argparse.Namespace, shape: Shape, entries: Sequence[Entry]) -> dict[str, bool]:
-    if args.delay_wgrad and not args.overlap_a2a:
-        raise ValueError("--delay-wgrad is a part of --overlap-a2a")
-    if not args.overlap_a2a:
-        return {}
-    if shape.ep < 2 or (shape.pp > 1 and not shape.vpp):
-        raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
-    for kind in ("recompute", "copies"):  # the second goes by calls of layers, and none is called
-        if any(entry.kind == kind for entry in entries):
-            raise ValueError(f"--overlap-a2a excludes {kind}: leave it out of --contenders")
-    if any(entry.recomputed for entry in entries):
-        raise ValueError("--overlap-a2a excludes recomputation: leave out what is behind a plus in --modules")
-    return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
-
-
-def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
-    """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
-    first = number % len(contenders) if rotate else 0
-    return (*contenders[first:], *contenders[:first])
-
-
 def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that megatron-core's own offload has for these, without those it cannot offload.
-
-    Raises:
-        ValueError: if none is left, or "attn_proj" comes without "core_attn".
-    """
+    """Return the names that megatron-core's own offload has for these, without those it cannot offload."""
     translated = [_INCUMBENT_NAMES.get(name, name) for name in names]
     known = tuple(name for name in translated if name in _INCUMBENT_KNOWS)
     if not known:
@@ -279,122 +199,23 @@ def incumbent_modules(names: Sequence[str]) -> tuple[str, ...]:
     return known
 
 
-_EXAMPLES = """examples:
-  python3 %(prog)s --setup a
-  torchrun --nproc-per-node 2 %(prog)s --setup fine-2 --no-micro --contenders ours,none,recompute
-  torchrun --nproc-per-node 2 %(prog)s --setup fine-8 --ep 1 --modules core_attn,attn_proj,experts+moe_act \\
-      --contenders none,ours,recompute
-  torchrun --nproc-per-node 8 %(prog)s --setup fine-8 --overlap-a2a --delay-wgrad --contenders ours,none
-  torchrun --nproc-per-node 8 %(prog)s --setup d --share-gpus --no-micro  # on 2 GPUs, for its memory"""
+def _overlap(args: argparse.Namespace) -> dict[str, bool]:
+    if args.delay_wgrad and not args.overlap_a2a:
+        raise ValueError("--delay-wgrad is a part of --overlap-a2a")
+    if not args.overlap_a2a:
+        return {}
+    if args.shape.ep < 2 or (args.shape.pp > 1 and not args.shape.vpp):
+        raise ValueError("--overlap-a2a needs ep of at least 2, and virtual stages where there is a pipeline")
+    # Copies go by calls of layers, and none is called.
+    if any(entry.kind in ("recompute", "copies") or entry.recomputed for entry in args.entries):
+        raise ValueError("--overlap-a2a excludes copies and recomputation, also behind a plus in --modules")
+    return {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": args.delay_wgrad}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks/run.py gpu",
-        description="Ours, no offload, megatron-core's own offload and its full recomputation, interleaved, on GPUs.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
-    parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
-    for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, metavar="N", help="instead of the preset's")
-    parser.add_argument(
-        "--modules",
-        action="append",
-        metavar="A,B[+C,D][@E=F]",
-        help="modules to offload; if repeated, ours and the incumbent run once for each set. After a plus: modules to "
-        f"recompute ({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine",
-    )
-    parser.add_argument(
-        "--contenders",
-        default=",".join(("ours", "none", "incumbent")),
-        metavar="A,B",
-        help=f"in order, of {', '.join(KINDS)} (copies: no offload, beside copies of as many bytes as ours moves, "
-        "behind it; recompute: all layers, one by one)",
-    )
-    parser.add_argument(
-        "--overlap-a2a",
-        action="store_true",
-        help="overlap all-to-all with computation (overlap_moe_expert_parallel_comm)",
-    )
-    parser.add_argument("--delay-wgrad", action="store_true", help="with --overlap-a2a: also delay_wgrad_compute")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="times all contenders take their turn")
-    parser.add_argument(
-        "--rotate", action="store_true", help="each round begins with the next contender: A B C, B C A, C A B"
-    )
-    parser.add_argument(
-        "--iters-per-round", type=int, default=4, dest="iters", metavar="N", help="timed steps of a turn"
-    )
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the turn's peaks are reset")
-    add_engine_flag(parser)
-    parser.add_argument("--deterministic", action="store_true", help="deterministic kernels wherever there are any")
-    parser.add_argument(
-        "--single-thread",
-        action="store_true",
-        help="run every backward in the thread of its schedule (torch.autograd.set_multithreading_enabled(False)): "
-        "faster if the host bounds the step",
-    )
-    parser.add_argument(
-        "--share-gpus",
-        action="store_true",
-        help="allow more processes than GPUs: memory and gradients are as with one GPU per process, step times are not",
-    )
-    parser.add_argument(
-        "--no-micro",
-        dest="micro",
-        action="store_false",
-        help="skip the measurements of the machine: link, host reads, pinning, group cost, host",
-    )
-    parser.add_argument(
-        "--budget-curve",
-        dest="budgets",
-        type=int,
-        default=0,
-        metavar="N",
-        help="from the second round on, beside the contenders: --offload-gpu-budget, with N budgets from everything "
-        "offloaded to no offload, and nothing else set",
-    )
-    parser.add_argument(
-        "--budget-plot", type=_output_file, metavar="PNG", help="the curve: tokens a second over the memory held"
-    )
-    parser.add_argument("--json", type=_output_file, metavar="FILE", help="append one JSON object a figure")
-    parser.add_argument(
-        "--memory-plot", type=_output_file, metavar="PNG", help="memory over one step of each contender, rank 0"
-    )
-    parser.add_argument(
-        "--trade-plot",
-        type=_output_file,
-        metavar="PNG",
-        help="tokens a second over peak reserved memory, a point for each contender",
-    )
-    parser.add_argument(
-        "--memory-history",
-        type=_output_file,
-        metavar="FILE",
-        help="the allocator's history over one step from empty caches, rank 0; with several contenders, each has a "
-        "file with its name at the end (https://pytorch.org/memory_viz reads it)",
-    )
-    parser.add_argument(
-        "--profile",
-        type=_output_file,
-        metavar="FILE",
-        help="chrome trace of one step of a contender, rank 0 (.json or .json.gz; run.py trace_waits reads it)",
-    )
-    parser.add_argument(
-        "--profile-contender",
-        default="ours",
-        metavar="A,B",
-        help="contenders of --profile; with several, each has a file with its name at the end",
-    )
-    return parser
-
-
-def _output_file(text: str) -> Path:
-    """Parse an output file, and check it now rather than at the end of a run, when it is written."""
-    if not Path(text).parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {Path(text).parent}")
-    return Path(text)
+def in_turn(contenders: Sequence[T], number: int, rotate: bool) -> tuple[T, ...]:
+    """Return the contenders in the order of round `number`; the first one finds the GPU as the pause left it."""
+    first = number % len(contenders) if rotate else 0
+    return (*contenders[first:], *contenders[:first])
 
 
 def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
@@ -403,3 +224,49 @@ def file_of(file: Path, entry: Entry, is_only: bool) -> Path:
         return file
     stem, dot, suffixes = file.name.partition(".")
     return file.with_name(f"{stem}-{entry.label.replace(' ', '-').replace(',', '-')}{dot}{suffixes}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    what = "Ours, no offload, megatron-core's own offload and its full recomputation, interleaved, on GPUs."
+    parser = new_parser("gpu", what)
+    presets = "; ".join(f"{name}: {setup.num_gpus} GPU, {','.join(setup.modules)}" for name, setup in SETUPS.items())
+    parser.add_argument("--setup", choices=SETUPS, default="a", help=f"preset ({presets})")
+    add_flags(parser, *((f"--{f.name}", int, None, "instead of the preset's") for f in dataclasses.fields(Shape)))
+    modules = "to offload; if repeated, ours and the incumbent run once for each set. After a plus: to recompute "
+    modules += f"({', '.join(RECOMPUTABLE)}); after an @: settings of ours, as in --engine"
+    parser.add_argument("--modules", action="append", metavar="A,B[+C,D][@E=F]", help=modules)
+    add_engine_flag(parser)
+    kinds = f"in order, of {', '.join(KINDS)} (copies: no offload, beside copies of as many bytes as ours before it; "
+    add_flags(
+        parser,
+        ("--contenders", str, "ours,none,incumbent", f"{kinds}recompute: all layers, one by one)"),
+        ("--overlap-a2a", bool, False, "overlap all-to-all with computation (overlap_moe_expert_parallel_comm)"),
+        ("--delay-wgrad", bool, False, "with --overlap-a2a: also delay_wgrad_compute"),
+        ("--rounds", int, 3, "times all contenders take their turn"),
+        ("--rotate", bool, False, "each round begins with the next contender: A B C, B C A, C A B"),
+        ("--iters --iters-per-round", int, 4, "timed steps of a turn"),
+        ("--warmup", int, 2, "steps before the turn's peaks are reset"),
+        ("--deterministic", bool, False, "deterministic kernels wherever there are any"),
+        (
+            "--single-thread",
+            bool,
+            False,
+            "every backward in the thread of its schedule: faster if the host is the limit",
+        ),
+        ("--share-gpus", bool, False, "allow more processes than GPUs: memory and gradients are right, times are not"),
+        ("--no-micro", bool, False, "skip the measurements of the machine: link, host reads, pinning, group, host"),
+        (
+            "--budgets --budget-curve",
+            int,
+            0,
+            "beside the contenders: so many gpu_budgets, from the floor to no offload",
+        ),
+        ("--budget-plot", output_file, None, "picture of the curve: tokens a second over the memory held"),
+        ("--json", output_file, None, "append one JSON object a figure"),
+        ("--memory-plot", output_file, None, "picture of memory over one step of each contender, rank 0"),
+        ("--trade-plot", output_file, None, "picture of tokens a second over peak reserved memory"),
+        ("--memory-history", output_file, None, "the allocator's history over one step, for pytorch.org/memory_viz"),
+        ("--profile", output_file, None, "chrome trace of one step, rank 0; run.py trace_waits reads it"),
+        ("--profile-contender", words, ("ours",), "of --profile; with several, each has a file with its name"),
+    )
+    return parser

@@ -25,12 +25,7 @@ class Judged(NamedTuple):
 
 
 def judge(trace: Trace, activation_bytes: int) -> list[Judged]:
-    """Judge all waits of a trace.
-
-    Args:
-        trace: of a step.
-        activation_bytes: a copy of so many bytes or more is one of activations; a smaller one is a read.
-    """
+    """Judge all waits of a step; a copy of fewer than `activation_bytes` is a read."""
     large = [copy for copy in trace.copies if copy.nbytes >= activation_bytes]
     small = [copy for copy in trace.copies if copy.nbytes < activation_bytes]
     copying = union(copy.span for copy in large)

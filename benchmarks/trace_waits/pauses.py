@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .spans import Span, union
@@ -36,17 +36,6 @@ def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[
 
     Only kernels of the stream that computes most are looked at. What `other` launches besides counts for the pause in
     front of the next kernel that both have.
-
-    Args:
-        reference: of a step without offload.
-        other: of a step of the same model.
-        activation_bytes: copies of so many bytes or more are of activations.
-
-    Returns:
-        One record for each kind of pause: `pause`, `count`, `reference_us`, `total_us`.
-
-    Raises:
-        ValueError: if a kernel of `reference` is missing in `other`: then they are of different models.
     """
     before = _kernels(reference)
     after = _counterparts(before, _kernels(other))
@@ -54,22 +43,18 @@ def compare(reference: Trace, other: Trace, activation_bytes: int) -> list[dict[
         is_out: union(c.span for c in other.copies if c.is_out is is_out and c.nbytes >= activation_bytes)
         for is_out in (True, False)
     }
-    found = {kind: [0, 0.0, 0.0] for kind in (*KINDS, *KERNEL_KINDS)}
-
-    def add(kind: str, one: Span, two: Span) -> None:
-        row = found[kind]
-        row[0] += 1
-        row[1] += one.length
-        row[2] += two.length
-
-    for pause, longer in zip(_pauses(before), _pauses(after), strict=True):
-        add(_kind(pause, longer, copies[False], copies[True]), pause.span, longer.span)
-    for kernel, same in zip(before, after, strict=True):
-        add(f"{KERNEL} {_beside(same.span, copies[False], copies[True])}", kernel.span, same.span)
-    return [
-        {"pause": kind, "count": count, "reference_us": first, "total_us": second}
-        for kind, (count, first, second) in found.items()
+    found = [
+        (_kind(pause, longer, copies), pause.span.length, longer.span.length)
+        for pause, longer in zip(_pauses(before), _pauses(after), strict=True)
     ]
+    for kernel, same in zip(before, after, strict=True):
+        found.append((f"{KERNEL} {_beside(same.span, copies)}", kernel.span.length, same.span.length))
+    rows = []
+    for kind in (*KINDS, *KERNEL_KINDS):
+        own = [one for one in found if one[0] == kind]
+        sums = {"reference_us": sum(first for _, first, _ in own), "total_us": sum(last for _, _, last in own)}
+        rows.append({"pause": kind, "count": len(own), **sums})
+    return rows
 
 
 def _kernels(trace: Trace) -> list[Kernel]:
@@ -97,17 +82,15 @@ def _pauses(kernels: Sequence[Kernel]) -> list[Pause]:
     ]
 
 
-def _kind(one: Pause, two: Pause, copies_in: Sequence[Span], copies_out: Sequence[Span]) -> str:
+def _kind(one: Pause, two: Pause, copies: Mapping[bool, Sequence[Span]]) -> str:
     if min(one.ahead_us, two.ahead_us) < _AHEAD_US:
         return LATE
-    if one.span.length > _MOMENT_US:
-        return STREAM
-    return _beside(two.span, copies_in, copies_out)
+    return STREAM if one.span.length > _MOMENT_US else _beside(two.span, copies)
 
 
-def _beside(span: Span, copies_in: Sequence[Span], copies_out: Sequence[Span]) -> str:
+def _beside(span: Span, copies: Mapping[bool, Sequence[Span]]) -> str:
     middle = (span.begin + span.end) / 2
-    return IN if _covers(copies_in, middle) else OUT if _covers(copies_out, middle) else QUIET
+    return IN if _covers(copies[False], middle) else OUT if _covers(copies[True], middle) else QUIET
 
 
 def _covers(spans: Sequence[Span], moment: float) -> bool:

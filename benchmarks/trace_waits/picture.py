@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import picture
+from benchmarks.tables import picture
 
 from .caused import Judged
 from .spans import Span, union, within
@@ -15,7 +15,6 @@ from .trace import Trace
 
 _LANES = ("host waits", "copy-in", "copy-out", "other kernels", "compute")
 _COLORS = {"host waits": "tab:gray", "copy-in": "tab:blue", "copy-out": "tab:orange", "other kernels": "tab:olive"}
-_CAUSED = "tab:red"
 
 
 def draw(
@@ -25,24 +24,14 @@ def draw(
     span_us: float,
     noticed_us: float,
 ) -> None:
-    """Draw one panel for each trace.
-
-    Args:
-        traces: by label, with their waits.
-        file: PNG.
-        activation_bytes: copies of so many bytes or more are drawn.
-        span_us: how much time each panel shows.
-        noticed_us: waits of which copies caused more are red.
-    """
+    """Draw a panel of `span_us` for each trace; waits of which copies caused more than `noticed_us` are red."""
     with picture(file, len(traces), 1, figsize=(12, 0.8 + 1.9 * len(traces)), squeeze=False) as (_, panels):
         for axes, (label, (trace, judged)) in zip(panels[:, 0], traces.items(), strict=True):
             bound = window(trace, judged, span_us)
             for height, name in enumerate(_LANES):
-                _bars(
-                    axes, within(union(_lane(trace, name, activation_bytes)), bound), bound, height, _COLORS.get(name)
-                )
+                _bars(axes, _lane(trace, name, activation_bytes), bound, height, _COLORS.get(name, "tab:green"))
             red = [one.wait.span for one in judged if one.caused_us > noticed_us]
-            _bars(axes, within(union(red), bound), bound, 0, _CAUSED)
+            _bars(axes, red, bound, 0, "tab:red")
             longest = max((one.caused_us for one in judged), default=0.0)
             axes.set_title(f"{label}: the longest wait that a copy caused takes {longest / 1e3:.3f} ms", loc="left")
             axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, xlim=(0, bound.length / 1e3))
@@ -68,6 +57,7 @@ def _lane(trace: Trace, name: str, activation_bytes: int) -> list[Span]:
     return [kernel.span for stream in streams for kernel in trace.kernels[stream]]
 
 
-def _bars(axes: Any, spans: Sequence[Span], bound: Span, height: int, color: str | None) -> None:
-    ranges = [((span.begin - bound.begin) / 1e3, span.length / 1e3) for span in spans]
-    axes.broken_barh(ranges, (height - 0.35, 0.7), facecolors=color or "tab:green")
+def _bars(axes: Any, spans: Sequence[Span], bound: Span, height: int, color: str) -> None:
+    parts = within(union(spans), bound)
+    ranges = [((span.begin - bound.begin) / 1e3, span.length / 1e3) for span in parts]
+    axes.broken_barh(ranges, (height - 0.35, 0.7), facecolors=color)

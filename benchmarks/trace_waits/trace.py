@@ -66,13 +66,8 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """Read a file that `torch.profiler` wrote, compressed or not.
-
-    Raises:
-        ValueError: if it is no chrome trace.
-    """
-    opened = gzip.open(file, "rt") if file.suffix == ".gz" else file.open()
-    with opened as text:
+    """Read a file that `torch.profiler` wrote, compressed or not."""
+    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as text:
         content = json.load(text)
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if not isinstance(events, list):
@@ -84,69 +79,46 @@ def make_trace(events: Iterable[Event]) -> Trace:
     """Make a trace from its events."""
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
     start = min((float(event["ts"]) for event in whole), default=0.0)
-    calls = [event for event in whole if event.get("cat") == "cuda_runtime"]
-    launches = [*calls, *(event for event in whole if event.get("cat") == "cuda_driver")]
-    issued = {event["args"]["correlation"]: float(event["ts"]) - start for event in launches if "args" in event}
-    trace = Trace()
+    by_kind: defaultdict[str | None, list[tuple[Event, Span]]] = defaultdict(list)
     for event in whole:
-        _add_device_event(trace, event, start, issued)
-    trace.waits = sorted(_host_waits(calls, whole, start), key=lambda wait: wait.span)
-    trace.end = max((float(event["ts"]) + float(event["dur"]) - start for event in whole), default=0.0)
+        begin = float(event["ts"]) - start
+        by_kind[event.get("cat")].append((event, Span(begin, begin + float(event["dur"]))))
+    launches = by_kind["cuda_runtime"] + by_kind["cuda_driver"]
+    issued = {event["args"]["correlation"]: span.begin for event, span in launches if "args" in event}
+    trace = Trace()
+    for event, span in by_kind["kernel"] + by_kind["gpu_memcpy"] + by_kind["gpu_memset"]:
+        name, args = event.get("name", ""), event.get("args", {})
+        at = issued.get(args.get("correlation"), span.begin)
+        if event["cat"] == "gpu_memcpy" and ("DtoH" in name or "HtoD" in name):
+            trace.copies.append(Copy(span, int(args.get("bytes", 0)), "DtoH" in name, at))
+        else:
+            trace.kernels[int(args.get("stream", 0))].append(Kernel(span, name, at))
+    reads = [(event, span) for event, span in by_kind["cpu_op"] if event["name"] in _READS]
+    calls = by_kind["cuda_runtime"]
+    waits = [HostWait(_name_of(event, span, reads), span) for event, span in calls if event["name"] in _SYNCHRONIZE]
+    trace.waits = sorted(waits + _spins(calls), key=lambda wait: wait.span)
+    trace.end = max((span.end for found in by_kind.values() for _, span in found), default=0.0)
     return trace
 
 
-def _add_device_event(trace: Trace, event: Event, start: float, issued: dict[Any, float]) -> None:
-    kind, name, args = event.get("cat"), event.get("name", ""), event.get("args", {})
-    span = _span(event, start)
-    is_out, is_in = "DtoH" in name, "HtoD" in name
-    at = issued.get(args.get("correlation"), span.begin)
-    if kind == "gpu_memcpy" and (is_out or is_in):
-        trace.copies.append(Copy(span, int(args.get("bytes", 0)), is_out, at))
-    elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-        trace.kernels[int(args.get("stream", 0))].append(Kernel(span, name, at))
-
-
-def _span(event: Event, start: float) -> Span:
-    begin = float(event["ts"]) - start
-    return Span(begin, begin + float(event["dur"]))
-
-
-def _host_waits(calls: Sequence[Event], whole: Sequence[Event], start: float) -> list[HostWait]:
-    reads = [event for event in whole if event.get("cat") == "cpu_op" and event["name"] in _READS]
-    found = []
-    for event in calls:
-        if event["name"] in _SYNCHRONIZE:
-            found.append(HostWait(_name_of(event, reads), _span(event, start)))
-    return found + _spins([event for event in calls if event["name"] == _QUERY], start)
-
-
-def _name_of(call: Event, reads: Sequence[Event]) -> str:
+def _name_of(call: Event, span: Span, reads: Sequence[tuple[Event, Span]]) -> str:
     """Return the name with the operation that made the call: the outermost one that reads on the host."""
     around = [
-        read
-        for read in reads
-        if read.get("tid") == call.get("tid")
-        and read["ts"] <= call["ts"]
-        and call["ts"] + call["dur"] <= read["ts"] + read["dur"]
+        (read_span.length, read["name"])
+        for read, read_span in reads
+        if read.get("tid") == call.get("tid") and read_span.begin <= span.begin and span.end <= read_span.end
     ]
-    outermost = max(around, key=lambda read: float(read["dur"]), default=None)
-    return f"{outermost['name']}, {call['name']}" if outermost else str(call["name"])
+    return f"{max(around)[1]}, {call['name']}" if around else str(call["name"])
 
 
-def _spins(queries: Sequence[Event], start: float) -> list[HostWait]:
+def _spins(calls: Sequence[tuple[Event, Span]]) -> list[HostWait]:
     """Find queries that follow each other closely, of which the engine's small host reads are made."""
-    threads: dict[Any, list[Span]] = defaultdict(list)
-    for query in queries:
-        threads[query.get("tid")].append(_span(query, start))
-    runs = [run for spans in threads.values() for run in _runs(sorted(spans)) if len(run) > 1]
-    return [HostWait(f"spin of {_QUERY}", Span(run[0].begin, run[-1].end)) for run in runs]
-
-
-def _runs(spans: Sequence[Span]) -> list[list[Span]]:
-    runs: list[list[Span]] = []
-    for span in spans:
+    threads: defaultdict[Any, list[list[Span]]] = defaultdict(list)
+    for query, span in sorted((call for call in calls if call[0]["name"] == _QUERY), key=lambda call: call[1]):
+        runs = threads[query.get("tid")]
         if runs and span.begin - runs[-1][-1].end <= _SPIN_GAP_US:
             runs[-1].append(span)
         else:
             runs.append([span])
-    return runs
+    found = [run for runs in threads.values() for run in runs if len(run) > 1]
+    return [HostWait(f"spin of {_QUERY}", Span(run[0].begin, run[-1].end)) for run in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_patches import OneLineParser, add_offload_arguments, offload_config_from_args
@@ -236,17 +237,15 @@ def _add_metrics(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """Parse a flag's value that must be an integer above zero."""
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {value}")
-    return value
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a positive whole number, got {text!r}")
 
 
 def _non_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, got {value}")
-    return value
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number, 0 or more, got {text!r}")
 
 
 def _layer_frequency(text: str) -> int | list[int]:
@@ -255,7 +254,9 @@ def _layer_frequency(text: str) -> int | list[int]:
         return positive(text)
     if not set(text) <= set("01()[]*+, 23456789"):
         raise argparse.ArgumentTypeError(f"expected an integer or a pattern such as '([0]*1+[1]*3)', got {text!r}")
-    pattern = eval(text, {"__builtins__": {}})  # only digits, brackets, * and + get here
+    pattern = None
+    with suppress(SyntaxError, TypeError):
+        pattern = eval(text, {"__builtins__": {}})  # only digits, brackets, * and + get here
     if not isinstance(pattern, list) or not set(pattern) <= {0, 1}:
-        raise argparse.ArgumentTypeError(f"a pattern is a list of 0 (dense) and 1 (experts), got {pattern!r}")
+        raise argparse.ArgumentTypeError(f"a pattern is a list of 0 (dense) and 1 (experts), got {text!r}")
     return pattern

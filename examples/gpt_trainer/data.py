@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from byte_tokenizer import ByteTokenizer, Metadata
@@ -19,7 +20,7 @@ from gpt_trainer.arguments import UsageError
 from gpt_trainer.text import BuiltInText
 
 Batch = dict[str, torch.Tensor]
-Dataset = GPTDataset | BuiltInText
+Dataset: TypeAlias = GPTDataset | BuiltInText
 MOCK_VOCAB_SIZE = 1024
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -72,7 +72,7 @@ class Metrics:
         if ranks is None:
             return
         loss, validation_loss = (_first_known([rank.pop(key) for rank in ranks]) for key in ("loss", "validation_loss"))
-        record = {"step": step, "loss": loss, "grad_norm": result.grad_norm, "step_ms": step_ms}
+        record: dict[str, Any] = {"step": step, "loss": loss, "grad_norm": result.grad_norm, "step_ms": step_ms}
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
             self._bar.write(f"step {step}: validation loss {validation_loss:.4f}")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +126,9 @@ class Steps:
                 forward_only=forward_only,
             )
 
-    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False):
+    def _forward_step(
+        self, batches: Iterator[Batch], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
         """Run one microbatch of one chunk; called by the schedule."""
         batch = next(batches)
         arguments = (batch["tokens"], batch["position_ids"], None)  # the causal mask is made by the attention itself

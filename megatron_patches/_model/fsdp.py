@@ -25,4 +25,4 @@ def gathered_weights(wrapped: Iterable[torch.nn.Module]) -> Iterator[torch.Tenso
 
 def _raw_parameters(module: torch.nn.Module) -> Iterable[torch.Tensor]:
     is_fsdp = hasattr(module, "param_and_grad_buffer") and isinstance(getattr(module, "raw_param", None), dict)
-    return module.raw_param.values() if is_fsdp else ()  # type: ignore[union-attr,operator]
+    return module.raw_param.values() if is_fsdp else ()  # type: ignore[operator]

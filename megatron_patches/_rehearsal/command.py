@@ -15,6 +15,7 @@ from offload_engine.rehearsal.forecast import Forecast
 from offload_engine.rehearsal.options import hardware_of
 from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
+from offload_engine.sizes import Size, parse_size
 
 
 def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
@@ -27,13 +28,19 @@ def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
     try:
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
         job = read_job(script, hardware.num_gpus * args.nodes, args)
-        forecast = _forecast(job, hardware, args.budget.resolve(hardware.gpu_bytes))
+        forecast = _forecast(job, hardware, _budget_in(args).resolve(hardware.gpu_bytes))
         sys.stdout.write(forecast_text(forecast, _notes(job)))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
     except (ScriptError, ValueError, OSError, AssertionError, ImportError) as error:
         return " ".join(str(error).split())
     return None
+
+
+def _budget_in(args: argparse.Namespace) -> Size:
+    """Return `--budget`, or without it the budget that the run itself would have."""
+    is_given = args.budget != Size() or args.offload_gpu_budget is None
+    return args.budget if is_given else parse_size(args.offload_gpu_budget)
 
 
 def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Forecast:

@@ -23,7 +23,7 @@ class RehearsedNorm(torch.nn.Module):
         _mark_split(config, self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Norm.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call,no-any-return]
+        return Norm.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
 
 
 class _LinearBase(torch.nn.Module):
@@ -130,7 +130,7 @@ class RehearsedAttention(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         query, key, value = (t.contiguous() for t in (query, key, value))
         out = Attention.apply(query, key, value, self._is_causal)  # type: ignore[no-untyped-call]
-        return out.reshape(*out.shape[:2], -1)  # type: ignore[no-any-return]
+        return out.reshape(*out.shape[:2], -1)
 
 
 class RehearsedSpecProvider(LocalSpecProvider):

@@ -124,7 +124,7 @@ class BudgetController(BudgetView):
         allowance = self.decider.take(saved, source)
         if allowance is not None:
             self._allow(allowance)
-            self._go(State.HOLD)
+            self.state = State.HOLD  # it may be already, by another plan
 
     @property
     def has_begun(self) -> bool:
@@ -132,7 +132,7 @@ class BudgetController(BudgetView):
         return self._num_steps > 0
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
-        """Note what the iteration took that is over."""
+        """Note what the iteration took that is over; see `LastStep.end`."""
         self._last.end(stats, num_chunks)
         self._idleness.note(self._last.chunk_bytes)
         if self._margin is not None and self.state in (State.FLOOR, State.MEASURE):
@@ -143,7 +143,7 @@ class BudgetController(BudgetView):
         self._last.has_ended, self._recorder = False, None
 
     def close(self) -> None:
-        """Watch optimizers no more. Idempotent."""
+        """Stop watching optimizers. Idempotent."""
         self._optimizers.close()
 
     def _has_ended_everywhere(self) -> bool:

@@ -42,13 +42,19 @@ class LastStep:
         self._begin_mark = self._mark()
 
     def end(self, stats: IterationStats, num_chunks: int) -> None:
-        """Note what the step took that is over."""
+        """Note what an iteration took.
+
+        Args:
+            stats: of the iteration.
+            num_chunks: that saved; 0 without a backward. If groups saved all the same, it was an evaluation that keeps
+                gradients, and is not a step.
+        """
         if isinstance(self.gauge, ResidentGauge):
             self.gauge.restore()
         self.peak_bytes, self._held_bytes = self.gauge.peak_bytes(), self.gauge.held_bytes()
         self.chunk_bytes = stats.managed_bytes / num_chunks if num_chunks else 0.0
         self._end_mark = self._mark()
-        self.has_ended = True
+        self.has_ended = bool(num_chunks) or not stats.managed_bytes
 
     def settle(self) -> None:
         """Take the time of a timed step that is over, when the next one begins. Waits for the device.

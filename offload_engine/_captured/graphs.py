@@ -57,7 +57,7 @@ def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None
         raise OffloadError("captures of layers for two engines at once: one after the other")
     listens = True
 
-    class ToldGraph(base):  # type: ignore[misc]
+    class ToldGraph(base):
         is_told = True
         number = -1  # of its capture; -1: not captured in this context
 

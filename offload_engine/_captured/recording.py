@@ -203,7 +203,7 @@ class Recording:
             self._brought_back[saved] = storage
             self.uses.append(Use(saved, self.number, after, storage.data_ptr()))
         offset, shape, stride, dtype = packed.place
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
 
     # -- what has left -----------------------------------------------------------------------------------------------
 

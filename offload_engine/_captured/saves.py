@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload_engine._compat import torch_private
 from offload_engine._compat.tensor_reads import Reads
 from offload_engine._devices.regions import HostRegion
-from offload_engine._saved.places import Place
+from offload_engine._devices.regions import TensorSpec as Place
 
 
 class CapturedTensor:
@@ -38,7 +38,7 @@ class CapturedTensor:
         """Hold the bytes again."""
         offset, shape, stride, dtype = self.place
         alias = torch.empty(0, dtype=dtype, device=storage.device)
-        self.tensor = alias.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+        self.tensor = alias.set_(storage, offset, shape, stride)
         self._version = self.tensor._version
 
     @property

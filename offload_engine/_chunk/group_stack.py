@@ -50,6 +50,10 @@ class GroupStack:
         """Return the innermost open group, if any."""
         return self.open_groups[-1] if self.open_groups else None
 
+    def has_saved(self) -> bool:
+        """Return whether a graph still holds a storage that one of these groups was the first to save."""
+        return any([saved.group is group for group in self.progress.groups for saved in list(group.storages)])
+
     def open(self, name: str, traits: GroupTraits | None = None) -> TensorGroup:
         """Open a group inside the innermost one, if any."""
         groups, num_parts = self.progress.groups, self.progress.num_parts

@@ -14,6 +14,7 @@ class ChunkProgress:
         key: stage and microbatch.
         groups: in the order of forward.
         has_head: the backward comes at once, and the boundary HEAD comes between the layers and the loss.
+        is_over: its iteration has ended before its backward, which then moves nothing ahead.
         is_forward_done: the list of groups is complete.
         prefetch_index: index of the group to prefetch next; counts down.
         backward_index: index of the group that the backward has reached, or will reach first.
@@ -25,6 +26,7 @@ class ChunkProgress:
         self.key: ChunkKey = key
         self.groups: list[TensorGroup] = []
         self.has_head: bool = has_head
+        self.is_over: bool = False
         self.is_forward_done: bool = False
         self.prefetch_index: int = -1
         self.backward_index: int = 0

@@ -30,8 +30,10 @@ from offload_engine.policies import (
 
 
 def settings_of(config: OffloadConfig) -> PolicySettings:
-    """Return the policy that a configuration chooses; without one the default, which is `Planned` under a budget."""
-    return config.policy or (LowestPeak() if config.gpu_budget is None else Planned())
+    """Return the policy that a configuration chooses; without one the default. Under a budget it is `Planned`."""
+    if config.gpu_budget is not None:
+        return Planned()
+    return config.policy or LowestPeak()
 
 
 def make_policy(chosen: PolicySettings, counters: ByteCounters, leaving: LeavingQueue) -> Policy:

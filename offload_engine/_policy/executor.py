@@ -209,18 +209,19 @@ class Executor:
         group.is_kept = True
         self._count(group)
 
-    def end_iteration(self) -> None:
-        """Perform the policy's moves at the end of the iteration, and forget its groups.
+    def end_iteration(self) -> bool:
+        """Perform the policy's moves at the end of the iteration; return whether a backward of its groups has run.
 
         Raises:
             CopyError: if a copy has failed; names the group.
         """
         self.at(ITERATION_END)
+        has_backward, self._in_backward = self._in_backward is not None, None
         self._produced.clear()
-        self._in_backward = None
         self.policy.clear()
         if self._context.is_captured:
             join_copy_streams(self._context)
+        return has_backward
 
     def _check_last_backward(self, following: TensorGroup) -> None:
         last, self._in_backward = self._in_backward, following

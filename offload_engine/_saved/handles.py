@@ -9,7 +9,7 @@ import torch
 
 from offload_engine._compat import torch_private
 from offload_engine._compat.tensor_reads import Reads
-from offload_engine._saved.places import Place
+from offload_engine._devices.regions import TensorSpec as Place
 from offload_engine._saved.retirement import RetireQueue
 from offload_engine._saved.storage import SavedStorage
 

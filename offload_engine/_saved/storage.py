@@ -13,8 +13,9 @@ from offload_engine._compat import reads, torch_private
 from offload_engine._compat.tensor_reads import Reads
 from offload_engine._devices.base import Event, Stream
 from offload_engine._devices.regions import HostRegion, TensorSpec
+from offload_engine._devices.regions import TensorSpec as Place
 from offload_engine._host.leases import GroupLease
-from offload_engine._saved.places import Place, covers
+from offload_engine._saved.places import covers
 from offload_engine.schedule import ChunkKey
 from offload_engine.traits import GroupTraits
 
@@ -388,7 +389,7 @@ class TensorGroup:
 
     def has_made(self, node: torch.autograd.graph.Node) -> bool:
         """Return whether `node` was created after the group was opened, in the same thread."""
-        number: int = node._sequence_nr()  # type: ignore[attr-defined]
+        number: int = node._sequence_nr()
         return number >= self._first_sequence_nr
 
     def __repr__(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextvars import Token
 from functools import cached_property
 from types import TracebackType
 
@@ -22,7 +21,7 @@ from offload_engine.frontends._common.groups import GROUP_BYTES, AutomaticGroups
 from offload_engine.frontends._common.recording import RecordsSteps
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import weights_of
-from offload_engine.frontends.checkpoint import Checkpoint, checkpoint_in_force, checkpoint_of_all_inputs
+from offload_engine.frontends.checkpoint import checkpoint_of_all_inputs, put_in_force, take_out_of_force
 from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
@@ -58,13 +57,14 @@ def manage_activations(
 
     Raises:
         ValueError: if `group_bytes` is below 1, or both `config` and `engine` are given.
+        TypeError: if `model` is something else, as a configuration.
     """
     if config is not None and engine is not None:
         raise ValueError("manage_activations() takes a config or an engine, which has one already; got both")
     check_group_bytes(group_bytes)
     if isinstance(model, nn.Module):
         _warn_if_compiled(model)
-    parts = (model,) if isinstance(model, nn.Module) else () if model is None else tuple(model)
+    parts = _parts_of(model)
 
     def start() -> AutomaticGroups:
         settings = config if config is not None else OffloadConfig()
@@ -84,7 +84,6 @@ class ManagedActivations(RecordsSteps):
     def __init__(self, start: Callable[[], AutomaticGroups]) -> None:
         self._start = start
         self._hooks: OwnHooks | None = None
-        self._token: Token[Checkpoint | None]
 
     @cached_property
     def _groups(self) -> AutomaticGroups:
@@ -108,7 +107,7 @@ class ManagedActivations(RecordsSteps):
         """Enter the hooks.
 
         Raises:
-            OffloadError: if it is entered already, or inside compiled code.
+            OffloadError: if it is entered already or closed, or inside compiled code.
         """
         refuse_when_compiled("with manage_activations()")
         if self._hooks is not None:
@@ -116,9 +115,10 @@ class ManagedActivations(RecordsSteps):
                 "this manage_activations() is entered already: leave it first, or drop the inner `with`, because the "
                 "outer one covers it. A second model needs a manage_activations() of its own."
             )
+        self._groups.session.check_open("manage_activations()")
         hooks = self._groups.hooks()
         hooks.__enter__()  # raises if saved tensors hooks are disabled: then nothing is entered
-        self._token = checkpoint_in_force.set(checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
+        put_in_force(self, checkpoint_of_all_inputs)  # the hooks pack the inputs of checkpoints
         self._hooks = hooks  # last of all: until then an interrupt leaves this not entered
         return self
 
@@ -128,7 +128,7 @@ class ManagedActivations(RecordsSteps):
         hooks, self._hooks = self._hooks, None
         assert hooks is not None
         hooks.__exit__(exc_type, exc, traceback)
-        checkpoint_in_force.reset(self._token)
+        take_out_of_force(self)
         if exc is not None:
             self._groups.abandon_forward()
             return
@@ -140,6 +140,19 @@ class ManagedActivations(RecordsSteps):
         if self._hooks is None:
             self._groups.take_off_left()
         self._groups.session.close()
+
+
+def _parts_of(model: nn.Module | Iterable[torch.Tensor] | None) -> tuple[nn.Module | torch.Tensor, ...]:
+    if model is None:
+        return ()
+    if isinstance(model, nn.Module):
+        return (model,)
+    if isinstance(model, Iterable):
+        return tuple(model)
+    raise TypeError(
+        f"manage_activations() takes a model, an iterable of its parameters and buffers, or nothing in front, got "
+        f"{type(model).__name__}. An OffloadConfig comes second: manage_activations(model, config)"
+    )
 
 
 def _warn_if_compiled(model: nn.Module) -> None:

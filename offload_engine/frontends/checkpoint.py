@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -35,8 +35,28 @@ logger = logging.getLogger(__name__)
 Checkpoint = Callable[..., Any]
 """A function called like `torch.utils.checkpoint.checkpoint`."""
 
-checkpoint_in_force: ContextVar[Checkpoint | None] = ContextVar("checkpoint_in_force", default=None)
-"""The function that `checkpoint` calls; set inside a `with`, in its own thread."""
+
+class _InForce(NamedTuple):
+    """A checkpoint function, and the object whose `with` has put it in force."""
+
+    owner: object
+    function: Checkpoint
+
+
+_in_force: ContextVar[tuple[_InForce, ...]] = ContextVar("checkpoints_in_force", default=())
+"""One for each `with` that this thread is in; `checkpoint` calls the last one."""
+
+
+def put_in_force(owner: object, function: Checkpoint) -> None:
+    """Make `checkpoint` call `function` in this thread, until `owner` takes it out of force."""
+    _in_force.set((*_in_force.get(), _InForce(owner, function)))
+
+
+def take_out_of_force(owner: object) -> None:
+    """Undo the owner's last `put_in_force`, also where others have come after it. Otherwise without an effect."""
+    entries = _in_force.get()
+    last = max((i for i, entry in enumerate(entries) if entry.owner is owner), default=len(entries))
+    _in_force.set(entries[:last] + entries[last + 1 :])
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **options: Any) -> Any:
@@ -67,9 +87,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
         OffloadError: if there is no enclosing `with`.
         CopyError: if a copy has failed.
     """
-    in_force = checkpoint_in_force.get()
-    if in_force is not None:
-        return in_force(function, *args, use_reentrant=use_reentrant, **options)
+    if in_force := _in_force.get():
+        return in_force[-1].function(function, *args, use_reentrant=use_reentrant, **options)
     if torch.is_grad_enabled() and not is_in_backward():
         raise OffloadError(
             "offload_engine.checkpoint() does not know which engine to use: call it inside `with CheckpointOffload():` "
@@ -108,7 +127,6 @@ class CheckpointOffload(RecordsSteps):
         if engine is None:
             engine = OffloadEngine((config or OffloadConfig()).with_default(GroupWindow(2)))
         self._session = Session(engine, weights)
-        self._tokens: list[Token[Checkpoint | None]] = []
         self._running: ChunkOffloadHandler | None = None  # the forward in which a checkpointed function is running
         self._has_warned = False
 
@@ -133,18 +151,20 @@ class CheckpointOffload(RecordsSteps):
 
         Raises:
             CopyError: if a copy has failed.
-            OffloadError: in code that torch.compile compiles.
+            OffloadError: in code that torch.compile compiles, or after `close`.
         """
         if self._is_inside or not torch.is_grad_enabled():
             return original(function, *args, **options)
         refuse_when_compiled("a checkpoint that offloads its inputs")
         if is_in_backward():
             return original(function, *args, **options)
+        self._session.check_open("CheckpointOffload()")
         function, args, options = _keywords_as_inputs(function, args, options)
         self._take_off_left()
         chunk = self._session.chunk or self._session.start_forward()
-        assert chunk is not None
-        token = checkpoint_in_force.set(self.checkpoint)
+        if chunk is None:  # by the budget's decision nothing leaves in this step
+            return original(function, *args, **options)
+        put_in_force(self, self.checkpoint)
         self._running = chunk
         try:
             # Now, and not when autograd saves the inputs, possibly after the function: so the copy-out overlaps it.
@@ -158,7 +178,7 @@ class CheckpointOffload(RecordsSteps):
             raise
         finally:
             self._running = None
-            checkpoint_in_force.reset(token)
+            take_out_of_force(self)
         self._check_saved(inputs, outputs)
         return outputs
 
@@ -174,11 +194,11 @@ class CheckpointOffload(RecordsSteps):
         self._session.close()
 
     def __enter__(self) -> CheckpointOffload:
-        self._tokens.append(checkpoint_in_force.set(self.checkpoint))
+        put_in_force(self, self.checkpoint)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        checkpoint_in_force.reset(self._tokens.pop())
+        take_out_of_force(self)
         self.end_forward()
 
     @property
@@ -192,12 +212,12 @@ class CheckpointOffload(RecordsSteps):
 
     def _unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
         if is_in_backward():
+            self._session.note_backward(saved.chunk if isinstance(saved, SavedInGroup) else None)
             self._turn_around()
         return saved.unpack()
 
     def _turn_around(self) -> None:
         """End the forward, because a backward runs: `end_forward` may not have been called."""
-        self._session.note_backward()
         if self._session.chunk is not None:
             self._session.chunk.recall_groups()
             self.end_forward()

@@ -69,8 +69,10 @@ class LayerOffload(RecordsSteps):
     def forward(self) -> AbstractContextManager[None]:
         """Return a context manager for code that calls the layers one by one, outside the forward of their module.
 
-        Not needed for the forward of the module that contains the layers.
+        Not needed for the forward of the module that contains the layers. Inside another one of the same thread it has
+        no effect: the outermost one is the forward.
         """
+        self._session.check_open("enable_activation_offloading()")
         return self._groups.forward()
 
     def remove(self) -> None:
@@ -117,17 +119,17 @@ def enable_activation_offloading(
         meter: counts resident bytes as well.
 
     Raises:
-        ValueError: if a strategy is given and unknown or does not fit the model, or the layers are not found.
-        OffloadError: if the model is offloaded already.
+        ValueError: if a strategy is given and unknown or does not fit the model, or the layers are not found or are
+            lists, which are never called.
+        TypeError: if the strategy is a configuration.
+        OffloadError: if the model, or a part of it, is offloaded already.
     """
+    if isinstance(strategy, OffloadConfig):
+        raise TypeError("enable_activation_offloading() got an OffloadConfig as strategy: pass it as config=...")
     if strategy is not None:
         check_strategy(model, strategy)
     found = find_layers(model, layers)
-    if any(map(_has_groups, found)):
-        raise OffloadError(
-            f"this {type(model).__name__} is offloaded already: call remove() on the handle that "
-            "enable_activation_offloading() returned"
-        )
+    _check_not_offloaded(model)
     config = (config or OffloadConfig()).with_default(ResidentLayers())
     engine = OffloadEngine(config, device_for((model,), config), meter)
     handle = LayerOffload(model, found, engine, enable_ckpt)
@@ -141,5 +143,11 @@ def enable_activation_offloading(
     return handle
 
 
-def _has_groups(layer: Layer) -> bool:
-    return any(isinstance(hook, GroupHook) and hook.function for hook in layer.module._forward_hooks.values())
+def _check_not_offloaded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(isinstance(hook, GroupHook) and hook.function for hook in module._forward_hooks.values()):
+            where = f", in {name}" if name else ""
+            raise OffloadError(
+                f"this {type(model).__name__} is offloaded already{where}: call remove() on the handle that "
+                "enable_activation_offloading() returned. All layers to offload go into one call, layers=[...]"
+            )

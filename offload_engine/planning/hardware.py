@@ -74,7 +74,12 @@ class Hardware:
         Args:
             num_copying: GPUs of a host that copy at the same time; one is alone, and more share what eight get.
             is_both_ways: copies go out and in at once, as in a pipeline.
+
+        Raises:
+            ValueError: if `num_copying` is below 1.
         """
+        if num_copying < 1:
+            raise ValueError(f"num_copying={num_copying}: a link is of at least one GPU")
         alone = (self.both_gbps, self.both_gbps) if is_both_ways else (self.out_gbps, self.in_gbps)
         shared = (self.all_both_gbps,) * 2 if is_both_ways else (self.all_out_gbps, self.all_in_gbps)
         if num_copying == 1:

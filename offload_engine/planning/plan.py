@@ -33,7 +33,7 @@ from offload_engine.planning.moves import (
     parse_boundary,
     parse_group,
 )
-from offload_engine.planning.shapes import Shapes, group_keys, step_boundaries
+from offload_engine.planning.shapes import Shapes, check_step, group_keys, step_boundaries
 from offload_engine.schedule import Action, ChunkKey
 
 _OPS = {op.value: op for op in Op}
@@ -121,8 +121,9 @@ def validate_plan(plan: Plan, actions: Sequence[Action], shapes: Shapes) -> None
     Raises:
         ValueError: naming line and move: a boundary or group that the step does not have, or out of order; an OUT
             before its commit, or after an OUT that has not come back; a DROP of a group that has not left, or twice; an
-            IN of a group that has not left, or after its own backward; an OUT without an IN.
+            IN of a group that has not left, or after its own backward; an OUT without an IN. Also as `check_step`.
     """
+    check_step(actions)
     order = {boundary: position for position, boundary in enumerate(step_boundaries(actions, shapes))}
     checker = _Checker(order, frozenset(group_keys(actions, shapes)))
     for number, line in enumerate(plan.lines, 1):
@@ -188,7 +189,10 @@ class _Checker:
             return "it has left before and not come back"
         if self._position < self._order[Boundary(COMMIT, *group)]:
             return "it has not committed"
-        return "its backward has begun before" if self._position >= self._order[Boundary(BACKWARD, *group)] else ""
+        backward = self._order.get(Boundary(BACKWARD, *group))
+        if backward is None:
+            return "the step has no backward of its chunk"
+        return "its backward has begun before" if self._position >= backward else ""
 
     def _apply(self, op: Op, group: GroupKey, boundary: Boundary) -> None:
         if op is IN:

@@ -35,7 +35,7 @@ from offload_engine.planning.moves import (
 )
 from offload_engine.planning.plan import Line, Plan, make_plan
 from offload_engine.planning.releases import Releases
-from offload_engine.planning.shapes import Bounds, Shapes, largest_bytes, step_boundaries
+from offload_engine.planning.shapes import Bounds, Shapes, check_step, largest_bytes, step_boundaries
 from offload_engine.schedule import Action, backward_at_once
 
 _FLUSHES: Final = (FORWARD, TAIL, LAUNCH, HELD, FORWARD_END, BACKWARD, ITERATION_END)
@@ -63,8 +63,10 @@ def plan_step(
         boundaries: of the step, if they are known, as `step_boundaries` lists them.
 
     Raises:
-        ValueError: for a name in `skip` that is none of them, and for an action without a shape.
+        ValueError: for a name in `skip` that is none of them, for an action without a shape, and as `check_step`.
     """
+    if boundaries is None:
+        check_step(actions)
     names = [each.__name__ for each in PASSES]
     if unknown := [name for name in skip if name not in names]:
         raise ValueError(f"skip names {unknown[0]!r}; the passes are {', '.join(names)}")

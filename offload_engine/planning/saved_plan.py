@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -47,11 +47,21 @@ def parse_saved(text: str, source: str) -> SavedPlan:
             (Slot(stage, layer, name, part), Choice(choice), kept)
             for stage, layer, name, part, choice, kept in data["slots"]
         ]
+        _check_numbers(
+            [data["held_bytes"], *(number for slot, *_ in rows for number in (slot.stage, slot.layer, slot.part))]
+        )
+        _check_numbers([kept for *_, kept in rows if kept is not None])
         return SavedPlan(_allowance(rows, {name: data[name] for name in _NUMBERS}), data["held_bytes"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{source} is no plan of this version ({type(error).__name__}: {error}): remove it, and a new one is made"
         ) from None
+
+
+def _check_numbers(values: Iterable[object]) -> None:
+    for value in values:
+        if type(value) is not int:
+            raise TypeError(f"{value!r} where a whole number is expected")
 
 
 def check_same_model(saved: SavedPlan, slots: Collection[Slot], source: str) -> None:

@@ -156,6 +156,22 @@ def largest_bytes(shapes: Iterable[ChunkShape]) -> int:
     return max((group.nbytes for shape in shapes for group in shape.groups), default=0)
 
 
+def check_step(actions: Sequence[Action]) -> None:
+    """Check that these are the actions of a step.
+
+    Raises:
+        ValueError: if one is listed twice, or a backward comes before its forward.
+    """
+    seen: set[Action] = set()
+    for action in actions:
+        kind, key = action
+        if action in seen:
+            raise ValueError(f"{kind}{key.stage}.{key.microbatch} is listed twice")
+        if kind == "B" and Action("F", key) not in seen:
+            raise ValueError(f"B{key.stage}.{key.microbatch} comes before its forward, or without it")
+        seen.add(action)
+
+
 def step_boundaries(actions: Sequence[Action], shapes: Shapes) -> list[Boundary]:
     """List every boundary of one step of one rank, in order.
 

@@ -146,6 +146,6 @@ class RehearsalDevice:
         return _HOST_BYTES
 
     def new_slab(self, nbytes: int) -> HostSlab:
-        return _Slab(nbytes)  # type: ignore[return-value]
+        return _Slab(nbytes)
 
     def close(self) -> None: ...

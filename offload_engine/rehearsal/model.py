@@ -141,7 +141,7 @@ class ModelRehearsal:
             for _ in range(_NUM_STEPS):
                 hollow.allocated.reset_peak()
                 device.clocks.begin_step()
-                self._run_forward(model).backward()  # type: ignore[no-untyped-call]
+                self._run_forward(model).backward()
                 milliseconds = device.clocks.now.compute
                 peak = max(engine.peak_bytes, hollow.allocated.peak_bytes)
             stats = engine.stats

@@ -49,7 +49,7 @@ class HollowTensors(TorchDispatchMode):
     """
 
     def __init__(self, costs: KernelCosts, peer_gbps: float) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._hollow: set[int] = set()
         self.allocated = AllocatedBytes(self._hollow.discard)
         self.run: Callable[[float, str], None] = _nothing
@@ -196,7 +196,7 @@ class HollowTensors(TorchDispatchMode):
             self.run(nbytes / self._peer_gbps / 1e6, operator.name)
         if all(not tensor.is_floating_point() for tensor in tensors):
             return operator.func(*args, **kwargs)
-        done: Any = torch.futures.Future()  # type: ignore[no-untyped-call]
+        done: Any = torch.futures.Future()
         done.set_result(None)
         c10d: Any = torch._C._distributed_c10d
         work = c10d._create_work_from_future(done).boxed()

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_patches import add_offload_arguments, offload_config_from_args
-from megatron_patches._arguments import Settings, resolve
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._devices import affinity
 from offload_engine._devices.affinity import bind_to_gpu
@@ -79,41 +74,30 @@ def test_each_rank_gets_the_cpus_of_its_gpu(root: Path, threads: Threads, gpu: i
     assert bind_to_gpu(torch.device("cuda", gpu), root) == binding, "a second engine of the process"
 
 
-def test_what_was_forbidden_before_stays_forbidden(root: Path, threads: Threads) -> None:
-    threads.cpus = {7: {2, 3, 4, 5}, 8: {5}}
-    assert bind_to_gpu(torch.device("cuda", 0), root).cpus == {2, 3}
-    assert threads.cpus == {7: {2, 3}, 8: {5}}, "the second thread has none that is near"
-
-
-def test_no_near_cpu_is_allowed(root: Path, threads: Threads) -> None:
-    threads.cpus = {7: {4, 6}, 8: {4}}
-    binding = bind_to_gpu(torch.device("cuda", 0), root)
-    assert not binding.cpus and threads.cpus == {7: {4, 6}, 8: {4}}
-    assert "may use CPUs 4,6 only, and near cuda:0 are 0-3,8-11: it is not bound" in binding.text
-
-
-def no_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    next(root.rglob("local_cpulist")).unlink()
-
-
-def garbled(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(root, 0, "all of them\n")
-
-
-def empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(root, 0, "\n")
-
-
-def older_torch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
-
-
-@pytest.mark.parametrize("spoil", [no_file, garbled, empty, older_torch])
-def test_a_machine_that_does_not_tell_changes_nothing(
-    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path, Any], None]
+@pytest.mark.parametrize(
+    ("before", "after", "bound"),
+    [({7: {2, 3, 4, 5}, 8: {5}}, {7: {2, 3}, 8: {5}}, {2, 3}), ({7: {4, 6}, 8: {4}}, {7: {4, 6}, 8: {4}}, set())],
+    ids=["the second thread has none that is near", "no thread has one that is near"],
+)
+def test_what_was_forbidden_before_stays_forbidden(
+    root: Path, threads: Threads, before: dict[int, set[int]], after: dict[int, set[int]], bound: set[int]
 ) -> None:
-    write(tmp_path, 0, "0-3\n")
-    spoil(tmp_path, monkeypatch)
+    threads.cpus = before
+    binding = bind_to_gpu(torch.device("cuda", 0), root)
+    assert binding.cpus == bound and threads.cpus == after
+    assert bound or "may use CPUs 4,6 only, and near cuda:0 are 0-3,8-11: it is not bound" in binding.text
+
+
+@pytest.mark.parametrize(
+    "cpus", [None, "all of them\n", "\n", "0-3\n"], ids=["no file", "garbled", "empty", "older torch"]
+)
+def test_a_machine_that_does_not_tell_changes_nothing(
+    tmp_path: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch, cpus: str | None
+) -> None:
+    if cpus is not None:
+        write(tmp_path, 0, cpus)
+    if cpus == "0-3\n":  # there, but torch does not say at which address the GPU is
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
     binding = bind_to_gpu(torch.device("cuda", 0), tmp_path)
     assert not binding.cpus and threads.cpus == {7: set(range(16)), 8: set(range(16))}
     assert binding.text.endswith("not bound to the CPUs near cuda:0: this machine does not tell which CPUs are near it")
@@ -168,34 +152,3 @@ def _bind_for_real(root: Path) -> list[set[int]]:
 def test_threads_that_run_and_threads_that_come_are_bound(tmp_path: Path) -> None:
     write(tmp_path, 0, f"{CPUS[-1]}\n")
     assert run_ranks(_bind_for_real, tmp_path, pipeline=None) == [[{CPUS[-1]}] * 3]
-
-
-def test_the_flag_and_the_field_ask_for_it() -> None:
-    parser = add_offload_arguments(argparse.ArgumentParser())
-    for flags, is_asked in (([], False), (["--offload-cpu-affinity"], True)):
-        args = parser.parse_args(["--offload-activation", *flags])
-        assert offload_config_from_args(args).cpu_affinity is is_asked
-        settings = resolve(args, Settings(OffloadConfig(), ()))
-        assert settings is not None and settings.engine.cpu_affinity is is_asked
-    assert OffloadConfig.from_flags(cpu_affinity=True).cpu_affinity
-    with pytest.raises(TypeError, match="cpu_affinity must be True or False, got 'yes'"):
-        OffloadConfig(cpu_affinity="yes")  # type: ignore[arg-type]
-
-
-def test_the_benchmark_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import affinity as benchmark
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        benchmark.main([])
-    assert "needs a GPU" in capsys.readouterr().err
-
-
-def test_the_benchmark_takes_places_in_turn(root: Path, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import affinity as benchmark
-
-    monkeypatch.setattr(affinity.bind_to_gpu, "__defaults__", (root,))
-    monkeypatch.setattr(os, "listdir", lambda _: ["7", "8"])
-    seen = {place: set(threads.cpus[8]) for place in benchmark._places(torch.device("cuda", 0), rank=0)}
-    near = {0, 1, 2, 3, 8, 9, 10, 11}
-    assert seen == {"as started": set(range(16)), "far": set(range(16)) - near, "near": near}

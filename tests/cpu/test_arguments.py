@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings as configuration fields and as flags."""
+"""The settings as configuration fields and as flags, and what a mistake among them looks like."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import dataclasses
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,38 +19,31 @@ pytest.importorskip("megatron.core")
 import torch  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from megatron_patches import Handle, PatchError, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
-from megatron_patches import _handle as handle_module  # noqa: E402
+from megatron_patches import (  # noqa: E402
+    Handle,
+    OneLineParser,
+    PatchError,
+    add_offload_arguments,
+    apply,
+    end_run,
+    offload_config_from_args,
+)
 from megatron_patches._arguments import Settings, check_fields, has_report, resolve, split_flags  # noqa: E402
+from megatron_patches._command_line import as_typed  # noqa: E402
+from megatron_patches._model.modules import canonical_names  # noqa: E402
 from offload_engine import (  # noqa: E402
     FixedBounds,
     OffloadConfig,  # noqa: E402
-    ResidentBudget,
 )
 from offload_engine.sizes import Size, parse_size  # noqa: E402
 
 FIELDS = {
-    "offload_activation",
-    "offload_engine",
-    "offload_fraction",
-    "offload_num_layers",
-    "offload_rank_delta_bytes",
-    "offload_min_tensor_bytes",
-    "offload_host_limit_bytes",
-    "offload_host_policy",
-    "offload_gpu_budget",
-    "offload_horizon_bytes",
-    "offload_plan",
-    "offload_plan_plot",
-    "offload_planned",
-    "offload_recompute",
-    "offload_report",
-    "offload_trace",
-    "offload_resident_bytes",
-    "offload_max_inflight_bytes",
-    "offload_dir",
-    "offload_cpu_affinity",
-    "offload_dry_run",
+    f"offload_{name}"
+    for name in (
+        "activation engine fraction num_layers rank_delta_bytes min_tensor_bytes host_limit_bytes host_policy "
+        "gpu_budget horizon_bytes plan plan_plot planned recompute report trace resident_bytes max_inflight_bytes dir "
+        "cpu_affinity dry_run"
+    ).split()
 }
 CONFIGS = pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])
 NO_DEFAULTS = Settings(OffloadConfig(), ())
@@ -63,13 +59,22 @@ def make(config_class: type = TransformerConfig, **settings: Any) -> Any:
     return config_class(num_layers=2, hidden_size=8, num_attention_heads=2, **settings)
 
 
+def parse(*words: str) -> argparse.Namespace:
+    return add_offload_arguments(argparse.ArgumentParser()).parse_args(words)
+
+
 @CONFIGS
 def test_fields_are_there_as_long_as_applied(config_class: type) -> None:
     before = {field.name for field in dataclasses.fields(config_class)}
-    init = config_class.__init__
+    init, early = config_class.__init__, make(config_class)
     with apply():
         assert {field.name for field in dataclasses.fields(config_class)} - before == FIELDS
         assert make(config_class).offload_activation is False
+        assert resolve(early, NO_DEFAULTS) is None  # made before: it counts as off
+        assert dataclasses.replace(early, num_layers=4).offload_activation is False
+        with pytest.raises(PatchError, match="already"):
+            apply()
+        assert make(config_class, offload_activation=True).offload_activation
     assert {field.name for field in dataclasses.fields(config_class)} == before
     assert config_class.__init__ is init and not hasattr(config_class, "offload_dir")
     with pytest.raises(TypeError, match="offload_activation"):
@@ -77,92 +82,45 @@ def test_fields_are_there_as_long_as_applied(config_class: type) -> None:
 
 
 @CONFIGS
-def test_values_survive_copies(config_class: type, applied: Handle) -> None:
-    config = make(config_class, offload_activation=True, offload_modules=["core_attn"], offload_horizon_bytes=5)
+def test_values_survive_copies_and_a_subclass_made_later_has_them(config_class: Any, applied: Handle) -> None:
+    @dataclasses.dataclass
+    class Own(config_class):
+        mine: int = 3
+
+    config = make(Own, offload_activation=True, offload_modules=["core_attn"], offload_horizon_bytes=5, mine=4)
     assert dataclasses.asdict(config)["offload_horizon_bytes"] == 5
     assert copy.deepcopy(config).offload_horizon_bytes == 5
     replaced = dataclasses.replace(config, offload_horizon_bytes=6)
-    assert (replaced.offload_horizon_bytes, replaced.offload_activation, config.offload_horizon_bytes) == (6, True, 5)
-
-
-def test_a_subclass_made_later_has_the_fields(applied: Handle) -> None:
-    @dataclasses.dataclass
-    class Own(TransformerConfig):
-        mine: int = 3
-
-    config = make(Own, offload_activation=True, mine=4)
-    assert (config.offload_activation, config.mine) == (True, 4)
+    assert (replaced.offload_horizon_bytes, replaced.offload_activation, replaced.mine) == (6, True, 4)
     with pytest.raises(ValueError, match="unknown module name"):
         make(Own, offload_activation=True, offload_modules=["nonsense"])
-
-
-def test_a_configuration_from_before_counts_as_off() -> None:
-    config = make()
-    with apply():
-        assert resolve(config, NO_DEFAULTS) is None
-        assert dataclasses.replace(config, num_layers=4).offload_activation is False
-
-
-def test_the_same_patches_are_not_applied_twice(applied: Handle) -> None:
-    with pytest.raises(PatchError, match="already"):
-        apply()
-    assert make(offload_activation=True).offload_activation
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"offload_modules": ["core_attn"]}, "without offload_activation"),
-        (
-            {"offload_activation": True, "offload_modules": ["core_atn"]},
-            "unknown module name 'core_atn'.*did you mean 'core_attn'",
-        ),
-        ({"offload_activation": True, "offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
-        ({"offload_activation": True, "offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
-        ({"offload_activation": True, "offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
-        (
-            {"offload_activation": True, "offload_host_policy": "spill"},
-            "offload_host_policy must be one of keep, error",
-        ),
+        ({"offload_activation": False, "offload_modules": ["core_attn"]}, "without offload_activation"),
+        ({"offload_modules": ["core_atn"]}, "unknown module name 'core_atn'.*did you mean 'core_attn'"),
+        ({"offload_modules": "core_attn"}, "must be a list of names"),
+        ({"offload_min_tensor_bytes": -1}, "offload_min_tensor_bytes must not be negative"),
+        ({"offload_horizon_bytes": 1.5}, "offload_horizon_bytes must be a whole number"),
+        ({"offload_host_limit_bytes": True}, "offload_host_limit_bytes must be a whole"),
+        ({"offload_host_policy": "spill"}, "offload_host_policy must be one of keep, error"),
         ({"offload_activation": "false"}, "offload_activation must be True or False, got 'false'"),
-        ({"offload_dry_run": 1}, "offload_dry_run must be True or False"),
+        ({"offload_report": "no"}, "offload_report must be True or False"),
         ({"offload_max_inflight_bytes": "1 GiBB"}, "offload_max_inflight_bytes: '1 GiBB' is not a size"),
         ({"offload_host_limit_bytes": "50%"}, "offload_host_limit_bytes: '50%' depends on how much there is"),
-        (
-            {"offload_activation": True, "offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11},
-            "nothing could ever be offloaded",
-        ),
-        ({"offload_activation": True, "cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
-        (
-            {
-                "offload_activation": True,
-                "fine_grained_activation_offloading": True,
-                "offload_modules": ["core_attn"],
-            },
-            "own fine_grained_activation_offloading",
-        ),
+        ({"offload_host_limit_bytes": 10, "offload_min_tensor_bytes": 11}, "nothing could ever be offloaded"),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, "own cpu_offloading"),
+        ({"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}, "own fine_grained_activation"),
+        ({"offload_gpu_budget": 0.9}, "must be a size, such as '60GiB'"),
+        ({"offload_recompute": "auto"}, "^offload_recompute=auto is about what a budget decides: give --offload-gpu"),
+        ({"offload_gpu_budget": "1G", "offload_recompute": "on"}, "^offload_recompute must be one of auto, off, got"),
     ],
 )
-@CONFIGS
-def test_bad_settings_are_rejected(config_class: type, settings: dict[str, Any], message: str, applied: Handle) -> None:
+def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
     with pytest.raises(ValueError, match=message):
-        make(config_class, **settings)
-
-
-def test_an_unknown_name_lists_what_such_a_model_can_have(applied: Handle) -> None:
-    def names_listed(**settings: Any) -> list[str]:
-        with pytest.raises(ValueError, match="unknown module name 'x'") as error:
-            make(offload_activation=True, offload_modules=["x"], **settings)
-        return str(error.value).partition("known for this configuration: ")[2].split(", ")
-
-    experts = {"num_moe_experts": 2, "add_bias_linear": False}
-    dense, sparse, mixed = names_listed(), names_listed(**experts), names_listed(**experts, moe_layer_freq=[0, 1])
-    assert ("mlp_fc1" in dense, "router_fc1" in dense) == (True, False)
-    assert ("mlp_fc1" in sparse, "router_fc1" in sparse, "shared_fc1" in sparse) == (False, True, False)
-    assert ("mlp_fc1" in mixed, "router_fc1" in mixed) == (True, True)
-    assert "shared_fc1" in names_listed(**experts, moe_shared_expert_intermediate_size=8)
-    with pytest.raises(ValueError, match="must be a list of names"):
-        make(offload_activation=True, offload_modules="core_attn")
+        make(**{"offload_activation": True, **settings})
 
 
 def test_megatrons_own_offload_keeps_its_modules(applied: Handle) -> None:
@@ -186,150 +144,123 @@ def test_modules_of_megatrons_paged_stash_are_refused(applied: Handle) -> None:
 def test_the_configuration_goes_before_the_defaults(applied: Handle) -> None:
     defaults = Settings(OffloadConfig(min_tensor_bytes=7, policy=FixedBounds(horizon_bytes=9)), ("core_attn",))
     assert resolve(make(), defaults) == defaults
-    own = make(offload_activation=True, offload_modules=["expert_fc1"], offload_min_tensor_bytes=0, offload_dir="none")
-    wanted = OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(horizon_bytes=9), directory="none")
+    own = make(
+        offload_activation=True,
+        offload_modules=["expert_fc1"],
+        offload_min_tensor_bytes=0,
+        offload_dir="none",
+        offload_cpu_affinity=True,
+    )
+    policy = FixedBounds(horizon_bytes=9)
+    wanted = OffloadConfig(min_tensor_bytes=0, policy=policy, directory="none", cpu_affinity=True)
     assert resolve(own, defaults) == Settings(wanted, ("router_fc1",))
     assert resolve(make(offload_activation=True), NO_DEFAULTS) == Settings(OffloadConfig(), ("core_attn",))
 
 
 def test_flags() -> None:
-    parser = add_offload_arguments(argparse.ArgumentParser())
     words = (
         "--offload-activation --offload-modules core_attn router_fc1 --offload-min-tensor-bytes 4 --offload-dir none "
-        "--offload-host-policy error"
+        "--offload-host-policy error --offload-cpu-affinity"
     )
-    args = parser.parse_args(words.split())
+    args = parse(*words.split())
     assert args.offload_modules == ["core_attn", "router_fc1"] and args.offload_activation
-    assert offload_config_from_args(args) == OffloadConfig(min_tensor_bytes=4, directory="none", host_policy="error")
-    assert offload_config_from_args(parser.parse_args([])) == OffloadConfig()
-    assert parser.parse_args([]).offload_report and not parser.parse_args(["--no-offload-report"]).offload_report
+    expected = OffloadConfig(min_tensor_bytes=4, directory="none", host_policy="error", cpu_affinity=True)
+    assert offload_config_from_args(args) == expected
+    assert offload_config_from_args(parse()) == OffloadConfig()
+    assert parse().offload_report and not parse("--no-offload-report").offload_report
     with pytest.raises(ValueError, match="--no-offload-report without --offload-activation"):
-        offload_config_from_args(parser.parse_args(["--no-offload-report"]))
-
-
-def test_a_report_is_refused_by_the_configuration_or_the_defaults(applied: Handle) -> None:
-    for config, defaults, expected in (
-        (make(), Settings(OffloadConfig(), ()), True),
-        (make(offload_report=False), Settings(OffloadConfig(), ()), False),
-        (make(), Settings(OffloadConfig(), (), has_report=False), False),
-    ):
-        assert has_report(config, defaults) is expected
-    with pytest.raises(ValueError, match="offload_report must be True or False"):
-        make(offload_report="no")
+        offload_config_from_args(parse("--no-offload-report"))
+    budget = parse("--offload-gpu-budget", "60GiB", "--offload-modules", "core_attn")
+    assert budget.offload_gpu_budget == "60GiB" and offload_config_from_args(budget) == OffloadConfig()
+    theirs = argparse.ArgumentParser()
+    theirs.add_argument("--offload-modules", nargs="*", default=["theirs"])  # is there already
+    assert add_offload_arguments(add_offload_arguments(theirs)).parse_args([]).offload_modules == ["theirs"]
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [("-1", "is negative"), ("1e6", "is not a size"), ("x", "is not a size"), ("90%", "has no meaning here")],
+    ("flag", "value", "message"),
+    [
+        ("host-limit-bytes", "-1", "'-1' is negative"),
+        ("host-limit-bytes", "90%", "'90%' depends on how much there is, which has no meaning here"),
+        ("gpu-budget", "120%", "'120%' is not a share"),
+        ("recompute", "on", "invalid choice: 'on'"),
+    ],
 )
-def test_flags_reject_bad_sizes(value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = add_offload_arguments(argparse.ArgumentParser())
+def test_flags_reject_bad_values(flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parser.parse_args([f"--offload-host-limit-bytes={value}"])
-    told = capsys.readouterr().err
-    assert f"argument --offload-host-limit-bytes: {value!r}" in told and message in told
+        parse(f"--offload-{flag}={value}")
+    assert f"argument --offload-{flag}: {message}" in capsys.readouterr().err
+
+
+def test_a_report_is_refused_by_the_configuration_or_the_defaults(applied: Handle) -> None:
+    assert has_report(make(), NO_DEFAULTS)
+    assert not has_report(make(offload_report=False), NO_DEFAULTS)
+    assert not has_report(make(), NO_DEFAULTS._replace(has_report=False))
 
 
 @pytest.mark.parametrize("flag", ["min-tensor", "host-limit", "horizon", "resident", "max-inflight"])
 def test_every_size_is_taken_as_people_type_it(flag: str, applied: Handle) -> None:
-    parser = add_offload_arguments(argparse.ArgumentParser())
     field = f"offload_{flag.replace('-', '_')}_bytes"
-    for text, nbytes in (("2GiB", 2 << 30), ("512m", 512 << 20), ("1.5 GB", 1_500_000_000), ("3000000", 3_000_000)):
-        args = parser.parse_args(["--offload-activation", f"--offload-{flag}-bytes", text])
+    for text, nbytes in (("1.5 GB", 1_500_000_000), ("3000000", 3_000_000)):
+        args = parse("--offload-activation", f"--offload-{flag}-bytes", text)
         assert getattr(args, field) == nbytes
         typed = resolve(make(offload_activation=True, **{field: text}), NO_DEFAULTS)
         assert typed == resolve(make(offload_activation=True, **{field: nbytes}), NO_DEFAULTS)
         assert typed is not None and typed.engine == offload_config_from_args(args) != OffloadConfig()
 
 
-@pytest.mark.parametrize("other", ["offload_horizon_bytes", "offload_max_inflight_bytes"])
-def test_a_budget_beside_what_it_bounds_is_rejected(other: str, applied: Handle) -> None:
-    budget = {"offload_activation": True, "offload_resident_bytes": 1 << 30}
-    assert resolve(make(**budget), NO_DEFAULTS).engine == OffloadConfig(policy=ResidentBudget(1 << 30))
-    with pytest.raises(ValueError, match=f"offload_resident_bytes bounds what {other} does"):
-        make(**budget, **{other: 1})
+# -- budgets ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", ["offload_resident_bytes", "offload_horizon_bytes", "offload_max_inflight_bytes"])
-def test_a_budget_of_the_gpu_beside_another_bound_is_rejected(other: str, applied: Handle) -> None:
+def test_a_budget_beside_another_bound_is_rejected(other: str, applied: Handle) -> None:
     flag = f"--{other.replace('_', '-')}"
     message = (
         f"offload_gpu_budget=60GiB decides what stays.*{other}=1: leave one of --offload-gpu-budget and {flag} out"
     )
     with pytest.raises(ValueError, match=message):
         make(offload_gpu_budget="60GiB", **{other: 1})
-    args = add_offload_arguments(argparse.ArgumentParser()).parse_args(["--offload-gpu-budget", "60GiB", flag, "1"])
     with pytest.raises(ValueError, match=message):
-        offload_config_from_args(args)
+        offload_config_from_args(parse("--offload-gpu-budget", "60GiB", flag, "1"))
+    if other != "offload_resident_bytes":
+        with pytest.raises(ValueError, match=f"offload_resident_bytes bounds what {other} does"):
+            make(offload_activation=True, offload_resident_bytes=1 << 30, **{other: 1})
 
 
 def test_a_budget_of_the_gpu_switches_the_offload_on(applied: Handle) -> None:
     for typed, size in (("60G", Size(60 << 30)), ("90%", parse_size("90%")), ("auto", Size()), (5000, Size(5000))):
-        settings = resolve(make(offload_gpu_budget=typed), NO_DEFAULTS)
-        assert settings == Settings(OffloadConfig(), (), gpu_budget=size)
+        assert resolve(make(offload_gpu_budget=typed), NO_DEFAULTS) == NO_DEFAULTS._replace(gpu_budget=size)
     named = make(offload_gpu_budget="60G", offload_modules=["expert_fc1"])
     assert resolve(named, NO_DEFAULTS) == Settings(OffloadConfig(), ("router_fc1",), gpu_budget=Size(60 << 30))
-    defaults = Settings(OffloadConfig(), (), gpu_budget=Size(7))
-    assert resolve(make(), defaults) == defaults
-    assert resolve(make(offload_activation=True), defaults) == defaults
-
-
-@pytest.mark.parametrize("text", ["60g b", "-3GiB", "0%", "120%", "nan", "-1"])
-def test_what_is_no_budget_is_refused(text: str, applied: Handle, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="offload_gpu_budget .--offload-gpu-budget.: ") as error:
-        make(offload_gpu_budget=text)
-    assert repr(text) in str(error.value)
-    with pytest.raises(SystemExit):
-        add_offload_arguments(argparse.ArgumentParser()).parse_args([f"--offload-gpu-budget={text}"])
-    assert f"argument --offload-gpu-budget: {text!r}" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="must be a size, such as '60GiB'"):
-        make(offload_gpu_budget=0.9)
+    defaults = NO_DEFAULTS._replace(gpu_budget=Size(7))
+    assert resolve(make(), defaults) == resolve(make(offload_activation=True), defaults) == defaults
 
 
 @pytest.mark.parametrize("name", ["offload_plan", "offload_plan_plot"])
 def test_a_plan_without_a_budget_is_refused(name: str, applied: Handle) -> None:
     flag = f"--{name.replace('_', '-')}"
-    with pytest.raises(ValueError, match=f"{name}=f is about what a budget decides: give .* leave {flag} out"):
+    message = f"{name}=f is about what a budget decides: give .* leave {flag} out"
+    with pytest.raises(ValueError, match=message):
         make(**{name: "f"})
-    args = add_offload_arguments(argparse.ArgumentParser()).parse_args([flag, "f"])
-    with pytest.raises(ValueError, match=f"{name}=f is about what a budget decides"):
-        offload_config_from_args(args)
+    with pytest.raises(ValueError, match=message):
+        offload_config_from_args(parse(flag, "f"))
     settings = resolve(make(offload_gpu_budget="1G", **{name: "f"}), NO_DEFAULTS)
     assert settings is not None and [settings.plan, settings.plan_plot].count("f") == 1
 
 
-def test_recomputation_is_chosen_within_a_budget_only(applied: Handle, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"^offload_recompute=auto is about what a budget decides: give --offload-gpu"):
-        make(offload_recompute="auto")
-    with pytest.raises(ValueError, match=r"^offload_recompute must be one of auto, off, got 'on'$"):
-        make(offload_gpu_budget="1G", offload_recompute="on")
-    parser = add_offload_arguments(argparse.ArgumentParser())
-    with pytest.raises(ValueError, match=r"^offload_recompute=off is about what a budget decides"):
-        offload_config_from_args(parser.parse_args(["--offload-recompute", "off"]))
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--offload-recompute", "on"])
-    assert "argument --offload-recompute: invalid choice: 'on'" in capsys.readouterr().err
-    for given, default, expected in (
-        (None, True, True),
-        (None, False, False),
-        ("auto", False, True),
-        ("off", True, False),
-    ):
-        defaults = NO_DEFAULTS._replace(may_recompute=default)
-        settings = resolve(make(offload_gpu_budget="1G", offload_recompute=given), defaults)
-        assert settings is not None and settings.may_recompute is expected
+@pytest.mark.parametrize(
+    ("given", "default", "expected"),
+    [(None, True, True), (None, False, False), ("auto", False, True), ("off", True, False)],
+)
+def test_recomputation_is_chosen_within_a_budget(
+    given: str | None, default: bool, expected: bool, applied: Handle
+) -> None:
+    config = make(offload_gpu_budget="1G", offload_recompute=given)
+    settings = resolve(config, NO_DEFAULTS._replace(may_recompute=default))
+    assert settings is not None and settings.may_recompute is expected
 
 
-def test_a_budget_of_the_gpu_is_a_flag() -> None:
-    parser = add_offload_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--offload-gpu-budget", "60GiB", "--offload-modules", "core_attn"])
-    assert args.offload_gpu_budget == "60GiB" and offload_config_from_args(args) == OffloadConfig()
-
-
-def test_flags_that_are_there_already_are_reused() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--offload-modules", nargs="*", default=["theirs"])
-    assert add_offload_arguments(add_offload_arguments(parser)).parse_args([]).offload_modules == ["theirs"]
+# -- other programs ---------------------------------------------------------------------------------------------------
 
 
 def test_the_launcher_finds_the_script() -> None:
@@ -357,11 +288,83 @@ def test_megatron_training_makes_flags_of_the_fields_and_fields_of_the_flags(app
     assert resolve(config, NO_DEFAULTS) == Settings(engine, ("core_attn", "router_fc1"), has_report=False)
 
 
-def test_unsupported_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> str:
-        raise RuntimeError("megatron-core 0.15.0 is not supported: the patches know >=0.16.1,<0.21")
+# -- what a mistake looks like: one line, once, in the words that were typed ------------------------------------------
 
-    monkeypatch.setattr(handle_module, "check_supported", refuse)
-    with pytest.raises(RuntimeError, match="0.15.0 is not supported"):
-        apply()
-    assert not hasattr(TransformerConfig, "offload_activation")
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_ERROR_FILE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--offload-module", "did you mean --offload-modules?"),
+        ("--offload_modules", "it is written --offload-modules"),
+        ("--fine-grained-activation-offloading", "is --offload-activation, or --offload-engine"),
+        ("--cpu-offloading-num-layers=3", "--cpu-offloading-num-layers is --offload-num-layers here"),
+        ("--num-layers-per-virtual-pipeline-stage", "is --num-virtual-stages-per-pipeline-rank here"),
+    ],
+)
+def test_hints_for_unknown_flags(typed: str, hint: str, alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = OneLineParser(prog="train.py", allow_abbrev=False)
+    add_offload_arguments(parser)
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args([typed])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train.py: error: unrecognized arguments: {typed} (") and hint in line
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("all", "give --offload-gpu-budget, such as auto"),
+        ("mlp", "did you mean mlp_norm mlp_fc1 mlp_act mlp_fc2?"),
+        ("core_atn", "did you mean 'core_attn'?"),
+    ],
+)
+def test_hints_for_unknown_names(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match="unknown module name") as error:
+        canonical_names([name])
+    assert hint in str(error.value)
+    assert canonical_names(["core_attn,qkv_linear"]) == canonical_names(["qkv_linear", "core_attn"])
+
+
+def test_settings_are_named_as_flags_and_modules_as_typed() -> None:
+    text = "offload_modules has 'router_fc1', but recompute_granularity='full' (('expert_fc1' stands for 'router_fc1')"
+    assert as_typed(text.replace("((", "("), ["expert_fc1,core_attn"]) == (
+        "--offload-modules has 'expert_fc1', but --recompute-granularity 'full'"
+    )
+    text = "set offload_activation=True (--offload-activation): host_limit_bytes=1,024 is below min_tensor_bytes=2"
+    assert as_typed(text, []) == (
+        "set --offload-activation: --offload-host-limit-bytes 1,024 is below --offload-min-tensor-bytes 2"
+    )
+
+
+def test_under_torchrun_the_line_is_in_the_report_and_the_first_rank_comes_first(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank that has an error of its own still speaks, later."""
+    waits: list[float] = []
+    monkeypatch.setattr("megatron_patches._command_line.time.sleep", waits.append)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for rank, waited in (("0", []), ("3", [5.0])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            end_run("train.py", "offload_activation is off")
+        assert end.value.code == 1 and waits == waited
+        report = json.loads((tmp_path / "error.json").read_text())
+        assert report["message"] == "train.py: error: --offload-activation is off"
+        (tmp_path / "error.json").unlink()
+
+
+def test_without_torchrun_only_rank_0_speaks(
+    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit):
+        end_run("train.py", "no room")
+    assert capsys.readouterr().err == ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,58 +16,46 @@ from benchmarks.frontends import link_bound, longest, main, settings
 from benchmarks.frontends.workload import Attached, Workload
 from offload_engine import ResidencyMeter, SavedTensorTracker
 
-pytest.importorskip("tqdm")
-pytest.importorskip("psutil")
-pytest.importorskip(
-    "transformers", reason="the benchmark's model is one of transformers: pip install '.[integrations]'"
-)
-
-TINY = dict(hidden=64, ffn=128, heads=4, kv_heads=2, vocab=256)
-ON_A_CPU = ("--device", "cpu", "--tiny")
-ON_CPU = [name for name in settings.CONTENDERS if name not in settings.NEED_GPU]
+for package in ("tqdm", "psutil", "transformers"):
+    pytest.importorskip(package)
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run the program with these flags; return its records by their kind and label."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")  # as the program sets it
+    file, plot = tmp_path / "records.jsonl", tmp_path / "plot.png"
+
+    def run(flags: str) -> dict[str, dict[str, dict[str, Any]]]:
+        main.main(f"--device cpu --tiny {flags} --json {file} --plot {plot}".split())
+        assert plot.read_bytes().startswith(b"\x89PNG")
+        found: dict[str, dict[str, Any]] = {}
+        for record in map(json.loads, file.read_text().splitlines()):
+            found.setdefault(record["kind"], {})[record.get("label", "")] = record
+        return found
+
+    return run
 
 
-def test_all_that_run_without_a_gpu_agree_to_the_last_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "records.jsonl"
-    plot = tmp_path / "plot.png"
-    main.main(
-        [*ON_A_CPU, "--rounds", "1", "--iters-per-round", "1", "--json", str(file), "--markdown", "--plot", str(plot)]
-    )
-    printed = capsys.readouterr().out
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    summaries = {record["label"]: record for record in records if record["kind"] == "summary"}
-    assert set(summaries) == set(ON_CPU)
-    for name, summary in summaries.items():
+def test_all_that_run_without_a_gpu_agree_to_the_last_bit(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("--rounds 1 --iters-per-round 1 --markdown")
+    assert set(found["missing"]) == settings.NEED_GPU
+    assert set(found["summary"]) == set(settings.CONTENDERS) - settings.NEED_GPU
+    printed = " ".join(capsys.readouterr().out.split())
+    for name, summary in found["summary"].items():
         assert summary["failure"] is None and summary["num_steps"] == 1, name
         assert summary["is_bitwise_equal"] or name == "none", name
         if name in settings.OURS:
             # What is needed before its copy-out is over stays: how much that is depends on the machine.
             assert summary["engine"]["copied_out_bytes"] >= summary["engine"]["copied_in_bytes"] > 0, name
-    missing = {record["label"] for record in records if record["kind"] == "missing"}
-    assert missing == settings.NEED_GPU
-    assert all(f"| {name}: " in printed for name in ON_CPU)
+        assert f"| {name}: " in printed
 
 
-def test_the_longest_sequence_of_two_contenders(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    plot = tmp_path / "plot.png"
-    flags = ("--longest-upper", "128", "--json", str(file), "--plot", str(plot))
-    main.main([*ON_A_CPU, "--longest", "--contenders", "none,any_model", *flags])
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    found = {record["label"]: record for record in records if record["kind"] == "longest"}
+def test_the_longest_sequence_of_two_contenders(run: Any) -> None:
+    found = run("--longest --contenders none,any_model --longest-upper 128")["longest"]
     assert list(found) == ["none", "any_model"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
     for one in found.values():
         assert (one["trained"], one["failed"], one["is_final"]) == (128, None, True)
-
-
-# ---- processes ----
 
 
 def wait_for(seconds: float, nbytes: int) -> int:
@@ -91,11 +80,8 @@ def test_a_process_is_bounded(work: tuple[float, int], seconds: float, limit: in
     assert (ended.value, ended.failure) == (5, None) if failure is None else failure in (ended.failure or "")
 
 
-# ---- the longest ----
-
-
-@pytest.mark.parametrize("limit", [0, 4, 5, 63, 64, 100, 1000, 4095, 5000])
-@pytest.mark.parametrize("first", [4, 60, 64, 2000, 4096, 10_000])
+@pytest.mark.parametrize("limit", [0, 4, 5, 64, 1000, 4095, 5000])
+@pytest.mark.parametrize("first", [4, 64, 2000, 10_000])
 @pytest.mark.parametrize("known", [(), (4, 8)])
 def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int, known: tuple[int, ...]) -> None:
     search = longest.Search(first, 4, 4096, {seq: seq <= limit for seq in known})
@@ -110,7 +96,7 @@ def test_the_longest_that_trains_is_found_from_any_guess(limit: int, first: int,
 
 
 def test_attention_within_documents_is_attention_to_each_of_them() -> None:
-    shape = settings.Shape(layers=2, seq=64, **TINY)
+    shape = settings.Shape(layers=2, seq=64, **settings.TINY)
     packed = Workload(shape, "cpu", documents=16)
     whole = Workload(shape, "cpu")
     whole.model.load_state_dict(packed.model.state_dict())
@@ -122,12 +108,9 @@ def test_attention_within_documents_is_attention_to_each_of_them() -> None:
         torch.testing.assert_close(found[:, cut], alone)
 
 
-# ---- arithmetic ----
-
-
 def test_saved_bytes_of_a_layer_are_those_that_autograd_saves() -> None:
     def saved_bytes(layers: int) -> int:
-        workload = Workload(settings.Shape(layers=layers, seq=32, **TINY), "cpu")
+        workload = Workload(settings.Shape(layers=layers, seq=32, **settings.TINY), "cpu")
         workload.model.to(torch.bfloat16)
         workload.set_length(32)
         meter = ResidencyMeter()
@@ -135,8 +118,5 @@ def test_saved_bytes_of_a_layer_are_those_that_autograd_saves() -> None:
         workload.step(Attached(around_forward=lambda: tracker))
         return meter.peak_bytes
 
-    shape = settings.Shape(layers=1, seq=32, **TINY)
+    shape = settings.Shape(layers=1, seq=32, **settings.TINY)
     assert saved_bytes(3) - saved_bytes(2) == 32 * link_bound.saved_bytes_per_token(shape)
-
-
-# ---- rivals ----

@@ -3,61 +3,42 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import io
 import json
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 
-pytest.importorskip("rich")
 pytest.importorskip("tqdm")
 
-
-from benchmarks.gpu import contenders, gradients, leftovers, measure, model, report, settings, throughput
-
-# ---- the command line ----
-
-
-def test_every_preset_fits_its_gpus() -> None:
-    for setup in settings.SETUPS.values():
-        setup.shape.check(setup.num_gpus)
-        settings.incumbent_modules(setup.modules)
-
-
-class Delaying(torch.nn.Linear):
-    """Sets the gradient of its weight behind the backward, as TransformerEngine's modules do."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 1)
-        self.weight.skip_backward_post_hook = True
-        self.hooks: list[Any] = []
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
-        self.hooks.append(hook)
-
-    def backward_dw(self, value: float) -> None:
-        self.weight.grad = torch.full_like(self.weight, value)
-        for hook in self.hooks:
-            hook()
+from benchmarks import gradients
+from benchmarks.gpu import contenders, copies, measure, model, report, settings
 
 
 def test_gradients_of_all_microbatches_are_added_where_they_come_behind_the_backward() -> None:
-    module, plain = Delaying(), torch.nn.Linear(1, 1)
+    """As TransformerEngine's modules do it: `backward_dw` sets the gradient of a weight anew, and calls hooks."""
+    module, plain, hooks = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), []
+    module.weight.skip_backward_post_hook = True
+    module.register_wgrad_accumulation_and_reduce_hooks = hooks.append
     delayed = model.DelayedGradients([module, plain])
     module.bias.grad = torch.ones(1)  # added up by autograd
+
+    def backward_dw(value: float) -> None:
+        module.weight.grad = torch.full_like(module.weight, value)
+        hooks[0]()
+
     for value in (1.0, 2.0, 4.0):
-        module.backward_dw(value)
+        backward_dw(value)
     assert [float(delayed.of(p)) for p in (module.weight, module.bias)] == [7.0, 1.0]
     delayed.clear()
-    module.backward_dw(8.0)
+    backward_dw(8.0)
     assert float(delayed.of(module.weight)) == 8.0 and delayed.of(plain.weight) is None
-
-
-# ---- gradients ----
 
 
 def test_fingerprints_notice_one_bit_and_the_order() -> None:
@@ -65,140 +46,101 @@ def test_fingerprints_notice_one_bit_and_the_order() -> None:
     flipped, swapped = grad.clone(), grad.clone()
     flipped.view(torch.int16)[500] ^= 1
     swapped[[0, 1]] = grad[[1, 0]]
-    own = gradients.fingerprint({"w": grad, "b": None}, [torch.tensor(1.5)])
-    assert gradients.compare(own, gradients.fingerprint({"w": grad.clone(), "b": None}, [torch.tensor(1.5)])) == (
-        gradients.Difference(2, 0, 0.0, True)
-    )
-    for other in (flipped, swapped):
-        difference = gradients.compare(own, gradients.fingerprint({"w": other, "b": None}, [torch.tensor(1.5)]))
-        assert difference.num_differing == 1 and difference.max_relative > 0
-        assert not difference.is_bitwise_equal
+    tensors = grad, grad.clone(), flipped, swapped
+    own, same, *others = (gradients.fingerprint({"w": one, "b": None}, [torch.tensor(1.5)]) for one in tensors)
+    assert gradients.compare(own, same) == gradients.Difference(2, 0, 0.0, True)
+    for other in others:
+        difference = gradients.compare(own, other)
+        assert difference.num_differing == 1 and difference.max_relative > 0 and not difference.is_bitwise_equal
 
 
-# ---- statistics and tables ----
+# ---- copies ----
+
+
+def test_a_copy_counts_when_its_twin_on_the_device_is_gone_or_empty() -> None:
+    held = copies.HostCopies()
+    sources = [torch.ones(8) for _ in range(3)]
+    twins = [tensor.clone() for tensor in sources]
+    for copy, source in zip(twins, sources, strict=True):
+        held.add(copy, source)
+    del source
+    found = [held.only_bytes]
+    sources.pop(0)
+    found.append(held.only_bytes)
+    sources[0].untyped_storage().resize_(0)
+    found.append(held.only_bytes)
+    held.remove(twins[0])
+    held.remove(twins[0])
+    assert [*found, held.only_bytes] == [0, 32, 64, 32]
+
+
+def test_the_stretch_with_the_most_memory_counts() -> None:
+    peaks = iter((5, 9, 9, 7))
+    found = copies.HostAtPeak(lambda: next(peaks))
+    for host_bytes in (1, 2, 3, 4):
+        found.mark(host_bytes)
+    assert (found.peak_allocated_bytes, found.host_bytes) == (9, 2)
+
+
+# ---- statistics ----
 
 MIB = 1 << 20
 
 
 def turn(contender: str, rank: int, number: int, step_ms: list[float], **more: Any) -> dict[str, Any]:
-    modules = [] if contender == "none" else ["qkv_linear"]
-    record = {
-        "kind": "turn",
-        "contender": contender,
-        "label": " ".join([contender, *modules]),
-        "modules": modules,
-        "round": number,
-        "rank": rank,
-        "step_ms": step_ms,
-        "host_ms": step_ms,
-        "peak_allocated_bytes": 1000 * MIB,
-        "peak_allocated_bytes_counted": 990 * MIB,
-        "peak_reserved_bytes": 1100 * MIB,
-        "pinned_bytes": 0,
-        "host_rss_bytes": 50 * MIB,
-        "alloc_retries": 0,
-        "device_allocs": 0,
-        "between_steps": {"is_bitwise_equal": True},
-        **contenders.Moved().as_record(),
-    }
-    return {**record, **more}
-
-
-def ours(rank: int, number: int, step_ms: list[float]) -> dict[str, Any]:
-    return turn(
-        "ours",
-        rank,
-        number,
-        step_ms,
-        peak_allocated_bytes=900 * MIB,
-        peak_allocated_bytes_counted=(890 - 5 * number) * MIB,
-        peak_reserved_bytes=1010 * MIB,
-        pinned_bytes=105 * MIB,
-        copied_out_bytes=400 * MIB,
-        copied_in_bytes=400 * MIB,
-        host_bytes_max=125 * MIB,
-        host_bytes_at_peak=100 * MIB,
-        is_confirmed=True,
-        out_gbps=50.0,
-        in_gbps=54.0,
-    )
-
-
-def parity(label: str, number: int, is_reference: bool, num_differing: int = 0) -> dict[str, Any]:
-    difference = gradients.Difference(10, num_differing, 0.0, True)
+    sizes = {"peak_allocated_bytes": 1000, "peak_allocated_bytes_counted": 990, "peak_reserved_bytes": 1100}
     return {
-        "kind": "parity",
-        "label": label,
-        "round": number,
-        "rank": 0,
-        "is_reference": is_reference,
-        **difference.as_record(),
+        **{"kind": "turn", "contender": contender, "label": contender, "modules": [], "round": number, "rank": rank},
+        **{"step_ms": step_ms, "host_ms": step_ms, "between_steps": {"is_bitwise_equal": True}},
+        **dict.fromkeys(("pinned_bytes", "host_rss_bytes", "alloc_retries", "device_allocs"), 0),
+        **copies.CopyCounter(None, lambda: 0).moved(),
+        **{name: size * MIB for name, size in sizes.items()},
+        **more,
     }
 
 
-def run_records() -> list[dict[str, Any]]:
-    link = {"kind": "link", "rank": 0, "copy_bytes": 64 * MIB, "out_gbps": 55.0, "in_gbps": 55.0}
-    return [
-        {**link, "both_out_gbps": 50.0, "both_in_gbps": 50.0},
-        {"kind": "host_read", "rank": 0, "cpu_idle_ms": 0.04, "cpu_busy_ms": 8.6},
-        {"kind": "pinning", "slab_gbps": 7.0, "host_alloc_gbps": 1.6},
-        {"kind": "group_cost", "us": 33.0},
+def ours(rank: int, number: int, step_ms: list[float], moved: int = 400) -> dict[str, Any]:
+    counted = 890 - 5 * number
+    sizes = {"peak_allocated_bytes": 900, "peak_allocated_bytes_counted": counted, "peak_reserved_bytes": 1010}
+    sizes |= {"copied_out_bytes": moved, "copied_in_bytes": moved, "host_bytes_max": 125, "host_bytes_at_peak": 100}
+    rates = {"out_gbps": 50.0, "in_gbps": 54.0}
+    return turn("ours", rank, number, step_ms, **{name: size * MIB for name, size in sizes.items()}, **rates)
+
+
+LINK = {"kind": "link", "rank": 0, "out_gbps": 55.0, "in_gbps": 55.0, "both_out_gbps": 50.0, "both_in_gbps": 50.0}
+
+
+def test_summaries_have_ratios_falls_and_throughput() -> None:
+    parity = {"kind": "parity", "rank": 0, "is_bitwise_equal": False, "num_differing": 1, "max_relative": 0.5}
+    records = [
+        {"kind": "run", "shape": {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}, "world_size": 4},
+        LINK,
         *(turn("none", rank, number, [100.0, 101.0]) for number in (0, 1) for rank in (0, 1)),
-        ours(0, 0, [100.0, 104.0]),
-        ours(1, 0, [102.0, 101.0]),
-        ours(0, 1, [101.0, 101.0]),
-        ours(1, 1, [100.0, 100.0]),
-        turn("incumbent", 0, 0, [107.0, 107.0]),
-        parity("none", 0, True),
-        parity("none", 1, False),
-        parity("ours qkv_linear", 0, False),
-        parity("ours qkv_linear", 1, False),
+        *(ours(0, 0, [100.0, 104.0]), ours(1, 0, [102.0, 101.0])),
+        *(ours(0, 1, [101.0, 101.0]), ours(1, 1, [100.0, 100.0])),
+        *(turn("recompute", rank, 0, [134.0], peak_reserved_bytes=505 * MIB) for rank in (0, 1)),
+        *({**parity, "label": label, "is_reference": label == "none"} for label in ("none", "ours")),
     ]
-
-
-def test_a_step_takes_as_long_as_on_the_slowest_rank() -> None:
-    turns = [r for r in run_records() if r["kind"] == "turn" and r["contender"] == "ours"]
-    assert report.slowest_of_ranks(turns) == [[102.0, 104.0], [101.0, 101.0]]
-
-
-def test_summary_has_ratios_and_falls() -> None:
-    found = {(s["label"], s["rank"]): s for s in report.summarize(run_records())}
-    assert len(found) == 5
-    own = found["ours qkv_linear", 0]
-    assert own["step_ms_median"] == 101.5
-    assert own["ratio"] == pytest.approx(101.5 / 100.5)
+    summaries = report.summarize(records)
+    found = {(s["label"], s["rank"]): s for s in summaries}
+    own = found["ours", 0]
+    assert own["step_ms_median"] == 101.5, "of each step, the time on the slowest rank"
     assert own["round_ratios"] == pytest.approx([103 / 100.5, 101 / 100.5])
-    assert own["fall_allocated_over_at_peak"] == 1.0 and own["fall_reserved_over_at_peak"] == 0.9
-    assert own["fall_allocated_over_max"] == 0.8 and own["fall_reserved_over_max"] == 0.72
+    falls = [own[f"fall_{what}"] for what in ("allocated_over_at_peak", "allocated_over_max", "reserved_over_max")]
+    assert falls == [1.0, 0.8, 0.72]
     assert own["link_out_ms"] == pytest.approx(400 * MIB / 55e6)
-    assert own["link_both_ms"] == pytest.approx(400 * MIB / 50e6)
-    assert own["is_bitwise_equal"] is True
-    assert found["none", 0]["is_bitwise_equal"] is True
-    assert found["none", 0]["fall_allocated_over_at_peak"] is found["none", 0]["fall_allocated_over_max"] is None
+    assert own["is_bitwise_equal"] is False and found["none", 0]["is_bitwise_equal"] is None
+    rates = {one["contender"]: one for one in report.throughput(summaries, records)}
+    assert rates["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
+    assert rates["ours"]["over_recompute"] == pytest.approx(134.0 / 101.5)
+    assert rates["ours"]["reserved_over_recompute"] == 2.0
 
 
 @pytest.mark.parametrize("pp, bound_ms", [(1, 2 * 8000 * MIB / 55e6), (2, 8000 * MIB / 50e6)])
 def test_where_the_bytes_do_not_fit_the_time_the_limit_is_the_link(pp: int, bound_ms: float) -> None:
-    records = [{"kind": "run", "shape": {"pp": pp}}, *run_records()]
-    for record in records:
-        if record.get("contender") == "ours":
-            record.update(copied_out_bytes=8000 * MIB, copied_in_bytes=8000 * MIB, step_ms=[bound_ms * 1.04] * 2)
-    summaries = report.summarize(records)
-    own = next(s for s in summaries if s["contender"] == "ours" and s["rank"] == 0)
+    records = [{"kind": "run", "shape": {"pp": pp}}, LINK, turn("none", 0, 0, [100.0])]
+    own = report.summarize([*records, ours(0, 0, [bound_ms * 1.04], moved=8000)])[1]
     assert own["is_link_bound"] and own["bound_ms"] == pytest.approx(bound_ms)
-
-
-def test_throughput_is_compared_with_recomputation_and_its_memory() -> None:
-    shape = {"seq": 1000, "mbs": 2, "nmb": 4, "pp": 2}
-    records = [{"kind": "run", "shape": shape, "world_size": 4}, *run_records()]
-    records += [turn("recompute", rank, 0, [134.0], modules=[], peak_reserved_bytes=505 * MIB) for rank in (0, 1)]
-    summaries = report.summarize(records)
-    found = {one["contender"]: one for one in throughput.throughput(summaries, records)}
-    assert found["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
-    own = found["ours"]
-    assert own["over_recompute"] == pytest.approx(134.0 / 101.5) and own["reserved_over_recompute"] == 2.0
-    assert len(throughput.throughput_table(list(found.values())).rows) == 4
-    assert throughput.throughput(summaries, run_records()) == [], "its shape is unknown"
 
 
 # ---- turns, on a tiny model without a GPU ----
@@ -212,85 +154,29 @@ class FakeEvent:
 
 
 class FakeGauge:
-    def wait(self) -> None: ...
+    threads: ClassVar[set[bool]] = set()  # whether a backward had threads of its own while something was measured
 
-    def start(self, *, keeps_cache: bool = False) -> None: ...
+    def wait(self, **options: bool) -> None: ...
+
+    start = release = wait
 
     def read(self) -> dict[str, int]:
-        return {name: 0 for name in ("torch_pinned_bytes", "peak_allocated_bytes", "peak_reserved_bytes")}
+        self.threads.add(torch._C._is_multithreading_enabled())
+        names = "torch_pinned peak_allocated peak_reserved host_rss".split()
+        sizes = {f"{name}_bytes": 0 for name in names}
+        return {**sizes, "outside_bytes": 2 << 20, "alloc_retries": 0, "device_allocs": 0}
 
     def take_peak(self) -> int:
         return 1
 
-    def release(self) -> None: ...
-
     def current(self) -> tuple[int, int]:
         return 1, 2
 
-    def held(self) -> leftovers.Held:
-        return leftovers.Held(0, 0)
-
-
-class Alone:
-    rank, world_size = 0, 1
-
-    def barrier(self) -> None: ...
+    def held(self) -> tuple[int, int]:
+        return 0, 0
 
 
 TINY = settings.Shape(layers=4, hidden=32, heads=2, seq=16, mbs=2, nmb=3, vocab=64, ffn=128)
-OURS = settings.Entry("ours", ("qkv_linear", "core_attn"))
-
-
-def take_turns() -> dict[str, Any]:
-    """Run in a process with megatron-core's parallel state: ours and none, and once ours with a step that raises."""
-    from tests.dist import tiny
-
-    chunks = tiny.make_chunks(tiny.make_config())
-    training = model.Training(TINY, chunks, "cpu")
-    steps: list[str] = []
-    bench = measure.Bench(training, Alone(), FakeGauge(), measure.Counts(1, 2), steps.append, FakeEvent)
-    none = contenders.NoOffload(settings.Entry("none"))
-    own = contenders.Ours(OURS, chunks, {"min_tensor_bytes": 0, "directory": "none"})
-    hooks = _num_hooks(chunks)
-    turns = [bench.turn(contender, number) for number in (0, 1) for contender in (own, none)]
-    training.step, whole = _raise, training.step
-    with pytest.raises(ZeroDivisionError):
-        bench.turn(own, 2)
-    training.step = whole
-    timeline = measure.record_memory("none", FakeGauge(), bench.step)
-    assert timeline.allocated_bytes[-1] == 1
-    assert _num_hooks(chunks) == hooks
-    return {"turns": turns, "parity": bench.parity(), "steps": len(steps)}
-
-
-def _raise() -> Any:
-    raise ZeroDivisionError
-
-
-def _num_hooks(chunks: list[torch.nn.Module]) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
-
-
-@pytest.mark.dist
-def test_turns_on_one_model_switch_ours_on_and_off() -> None:
-    pytest.importorskip("megatron.core")
-    from tests.dist.launch import run_ranks
-
-    (found,) = run_ranks(take_turns)
-    json.dumps(found)
-    own, none = found["turns"][0], found["turns"][1]
-    assert own["is_confirmed"] and own["copied_out_bytes"] == own["copied_in_bytes"] > 0
-    assert own["engine"]["copied_out_bytes"] == own["copied_out_bytes"]
-    assert own["engine"]["peak_host_bytes"] == own["host_bytes_max"] > own["host_bytes_at_peak"] == 0  # at its first
-    num_calls = own["engine"]["num_offloaded_groups"]
-    assert own["num_copies_out"] >= num_calls > 0
-    assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * num_calls) / 1e6)
-    assert own["pinned_bytes"] > 0
-    assert (none["copied_out_bytes"], none["is_confirmed"]) == (0, False)
-    assert len(own["step_ms"]) == 2 and len(own["losses"]) == TINY.nmb
-    assert [p["is_bitwise_equal"] for p in found["parity"]] == [True] * 4
-    assert [p["label"] for p in found["parity"] if p["is_reference"]] == ["none"]
-    assert found["steps"] == 4 * (1 + 1 + 2) + 1 + 1
 
 
 def switch_flags(kind: str) -> list[Any]:
@@ -340,30 +226,30 @@ def run_everything(directory: str) -> list[str]:
 
     torch.cuda.Event = lambda enable_timing: FakeEvent()
     torch.cuda.get_device_name = lambda: "no GPU"
-    measure.CudaGauge = SmallGauge
+    measure.CudaGauge = FakeGauge
     model.make_config = lambda shape, deterministic: tiny.make_config(hidden_size=shape.hidden)
     model.build_chunks = lambda shape, config: tiny.make_chunks(config)
     model.Training = lambda shape, chunks, training=model.Training: training(shape, chunks, "cpu")
-    flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro".split()
-    flags += ["--single-thread", "--budget-curve", "2"]
-    files = ["--json", f"{directory}/out.jsonl", "--memory-plot", f"{directory}/memory.png"]
-    files += ["--trade-plot", f"{directory}/trade.png", "--budget-plot", f"{directory}/budgets.png"]
-    engine = ["--engine", "min_tensor_bytes=0", "--engine", "directory=none"]
-    shape = [f for name, value in dataclasses.asdict(TINY).items() for f in (f"--{name}", str(value))]
-    parsed = settings.parse([*flags, *files, *engine, *shape, "--pp", "2"])
-    ranks = model.Ranks(dist.get_rank(), dist.get_world_size(), None)
+    flags = "--contenders ours,none --modules core_attn --rounds 2 --rotate --iters 1 --warmup 1 --no-micro "
+    flags += "--single-thread --budget-curve 2 --engine min_tensor_bytes=0 --engine directory=none "
+    flags += f"--json {directory}/out.jsonl "
+    flags += " ".join(f"--{name}-plot {directory}/{name}.png" for name in ("memory", "trade", "budget"))
+    shape = " ".join(f"--{name} {value}" for name, value in dataclasses.asdict(TINY).items())
+    parsed = settings.parse(f"{flags} {shape} --pp 2".split())
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
-        status = main.Run(parsed, ranks).execute()
-    return [str(status), screen.getvalue(), str(SmallGauge.threads)]
+        run = main.Run(parsed, model.Ranks(dist.get_rank(), dist.get_world_size(), None))
+        hooks = num_hooks(run._chunks)
+        found = [str(run.execute()), str(FakeGauge.threads)]
+    step = mock.patch.object(run._bench._training, "step", side_effect=ZeroDivisionError)
+    with step, pytest.raises(ZeroDivisionError):  # in a step of ours
+        run._bench.turn(run._contenders[0], 2)
+    assert num_hooks(run._chunks) == hooks
+    return [*found, screen.getvalue()]
 
 
-class SmallGauge(FakeGauge):
-    threads: ClassVar[set[bool]] = set()  # whether a backward had threads of its own while something was measured
-
-    def read(self) -> dict[str, int]:
-        self.threads.add(torch._C._is_multithreading_enabled())
-        return {**super().read(), "outside_bytes": 2 << 20, "host_rss_bytes": 1, "alloc_retries": 0, "device_allocs": 0}
+def num_hooks(chunks: list[torch.nn.Module]) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for chunk in chunks for m in chunk.modules())
 
 
 @pytest.mark.dist
@@ -371,21 +257,19 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     from tests.dist.launch import Pipeline, run_ranks
 
-    (status, shown, threads), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
-    assert (status, threads) == ("0", "{False}")
-    assert other == ["0", "", threads]
+    (*found, shown), other = run_ranks(run_everything, str(tmp_path), pipeline=Pipeline(2))
+    assert found == ["0", "{False}"] and other == [*found, ""]
     assert "ours core_attn" in shown
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    kinds = [record["kind"] for record in records]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "run": 2,
-        "turn": 16,
-        "parity": 16,
-        "summary": 10,
-        "throughput": 5,
-        "budget": 3,
-        "end": 1,
-    }
+    counts = collections.Counter(record["kind"] for record in records)
+    assert counts == {"run": 2, "turn": 16, "parity": 16, "summary": 10, "throughput": 5, "budget": 3, "end": 1}
+    own, none = [record for record in records if record["kind"] == "turn" and record["rank"] == 0][:2]
+    engine = own["engine"]
+    assert own["is_confirmed"] and own["copied_out_bytes"] == own["copied_in_bytes"] == engine["copied_out_bytes"] > 0
+    assert engine["peak_host_bytes"] == own["host_bytes_max"] > own["host_bytes_at_peak"] == 0  # at its first
+    assert own["num_copies_out"] >= engine["num_offloaded_groups"] > 0 and own["pinned_bytes"] > 0
+    assert own["out_gbps"] == pytest.approx(own["copied_out_bytes"] / (0.5 * engine["num_offloaded_groups"]) / 1e6)
+    assert (none["copied_out_bytes"], none["is_confirmed"]) == (0, False)
     assert all(record["is_bitwise_equal"] for record in records if record["kind"] == "parity")
     of_first = [r["contender"] for r in records if r["kind"] == "turn" and r["rank"] == 0]
     assert of_first == ["ours", "none", "budget", "none", "budget", "budget", "budget", "ours"]
@@ -394,5 +278,5 @@ def test_the_whole_program_on_two_ranks(tmp_path: Path) -> None:
     assert tight["predicted_bytes"] <= tight["budget_bytes"] < loose["budget_bytes"]
     assert [one["planning_steps"] for one in (everything, tight)] == [5, 5]
     assert tight["is_above"] and not loose["is_above"]  # its gauge says that 2 MiB are held, whatever moves
-    for name in ("memory.png", "trade.png", "budgets.png"):
+    for name in ("memory.png", "trade.png", "budget.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

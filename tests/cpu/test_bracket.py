@@ -13,14 +13,10 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from megatron_patches._hooks.attach import Attachment  # noqa: E402
 from megatron_patches._model.sites import Site  # noqa: E402
 from offload_engine import (  # noqa: E402
-    ChunkKey,
-    FixedBounds,  # noqa: E402
     OffloadConfig,
     OffloadEngine,
 )
@@ -43,6 +39,18 @@ class Part(torch.nn.Module):
 
     def forward(self, flag: object = None, *, hidden: torch.Tensor) -> Any:
         return self.wrap(hidden * hidden.sin())
+
+
+class Around(torch.nn.Module):
+    """A chunk that calls its part as `run` says."""
+
+    def __init__(self, part: torch.nn.Module, run: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.part = part
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.part, x)
 
 
 class Mlp(torch.nn.Module):
@@ -74,22 +82,30 @@ def attach(engine: OffloadEngine, chunk: torch.nn.Module, *sites: Site) -> Attac
     return attachment
 
 
-def step(attachment: Attachment, chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Forward, backward; returns the gradient of the input."""
+def gradient(backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
     x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
-    actions = no_pipelining(1)
-    attachment.begin_iteration(())  # so that nothing is kept for a backward that comes at once
-    with attachment.engine.iteration(actions):
-        chunk(x * 1, *args, **kwargs).sum().backward()
+    backward(x * 1)
     assert x.grad is not None
     return x.grad
 
 
 def without(chunk: Callable[..., Any]) -> torch.Tensor:
-    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
-    chunk(x * 1).sum().backward()
-    assert x.grad is not None
-    return x.grad
+    return gradient(lambda x: chunk(x).sum().backward())
+
+
+def step(attachment: Attachment, chunk: Callable[..., Any]) -> torch.Tensor:
+    """Forward, backward; returns the gradient of the input."""
+    attachment.begin_iteration(())  # so that nothing is kept for a backward that comes at once
+    with attachment.engine.iteration(no_pipelining(1)):
+        return without(chunk)
+
+
+def check_same_gradient(engine: OffloadEngine, chunk: torch.nn.Module, *sites: Site) -> Attachment:
+    expected = without(chunk)
+    attachment = attach(engine, chunk, *sites)
+    assert torch.equal(step(attachment, chunk), expected)
+    check_no_hook_in_force()
+    return attachment
 
 
 def check_no_hook_in_force() -> None:
@@ -105,107 +121,27 @@ OUTPUTS = {
 }
 
 
+PART = Site("part", "part", None)
+FC1 = Site("fc1", "0.linear_fc1", None)
+ACT = Site("act", "0.linear_fc1", "0.linear_fc2")
+FC2 = Site("fc2", "0.linear_fc2", None)
+
+
 @pytest.mark.parametrize("shape", OUTPUTS)
 def test_keywords_and_every_shape_of_output(engine: OffloadEngine, shape: str) -> None:
     wrap, unwrap = OUTPUTS[shape]
 
-    class Chunk(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Part(wrap)
+    def run(part: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = part("flag", hidden=x)
+        assert type(out) is type(wrap(x))
+        return unwrap(out)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out = self.part("flag", hidden=x)
-            assert type(out) is type(wrap(x))
-            return unwrap(out)
-
-    chunk = Chunk()
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("part", "part", None))
-    assert torch.equal(step(attachment, chunk), expected)
+    attachment = check_same_gradient(engine, Around(Part(wrap), run), PART)
     assert engine.stats.num_offloaded_groups == 1 and attachment.num_groups == Counter(part=1)
 
 
-def test_gradients_of_an_input_with_many_readers_are_summed_in_the_models_own_order(engine: OffloadEngine) -> None:
-    """Also to the last bit: a mark on the input would sum those of the bracketed part first."""
-
-    class Readers(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 1e7).sin() + (x * 3.3).cos() + x.exp()
-
-    class Chunk(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Readers()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.part(x) + (x * 1e-3).tanh() + (x * 77).sin()
-
-    chunk = Chunk()
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("part", "part", None))
-    assert torch.equal(step(attachment, chunk), expected)
-    assert engine.stats.num_offloaded_groups == 1
-
-
-def test_storage_saved_outside_the_group_too_leaves_with_it() -> None:
-    class Chunk(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Part()
-            self.shared: StorageWeakRef | None = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            shared = x + 1
-            self.shared = StorageWeakRef(shared.untyped_storage())
-            return shared.cos() + self.part(hidden=shared) + shared.exp().sin() * shared
-
-    chunk, engine = (
-        Chunk(),
-        OffloadEngine(OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=0), directory="none")),
-    )
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("part", "part", None))
-    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
-    attachment.begin_iteration(())
-    with engine.iteration(no_pipelining(1)):
-        total = chunk(x * 1).sum()
-        assert chunk.shared is not None and chunk.shared.expired()
-        total.backward()
-    assert x.grad is not None and torch.equal(x.grad, expected)
-    check_no_hook_in_force()
-    engine.close()
-
-
-def test_input_and_output_without_gradient(engine: OffloadEngine) -> None:
-    class Frozen(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.inner(x.detach()).detach() + self.inner(x.detach())
-
-    chunk = Frozen()
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("inner", "inner", None))
-    assert torch.equal(step(attachment, chunk), expected)
-    assert engine.stats.num_groups == 2 and engine.pool.num_leases == 0
-
-
 def test_a_stretch_beside_the_brackets_of_its_ends(engine: OffloadEngine) -> None:
-    chunk = Mlp()
-    expected = without(chunk)
-    fc1, act, fc2 = (
-        Site("fc1", "linear_fc1", None),
-        Site("act", "linear_fc1", "linear_fc2"),
-        Site("fc2", "linear_fc2", None),
-    )
-    # at the top of a chunk a site's owner is the chunk itself
-    chunk_holder = torch.nn.Sequential(chunk)
-    sites = [site._replace(path=f"0.{site.path}", until=site.until and f"0.{site.until}") for site in (fc1, act, fc2)]
-    attachment = attach(engine, chunk_holder, *sites)
-    assert torch.equal(step(attachment, chunk_holder), expected)
+    attachment = check_same_gradient(engine, torch.nn.Sequential(Mlp()), FC1, ACT, FC2)
     assert attachment.num_groups == Counter(fc1=1, act=1, fc2=1)
     assert engine.stats.num_offloaded_groups == 2  # fc2 saves what act has saved before, and a view of its weight
 
@@ -215,18 +151,14 @@ def test_a_stretch_that_begins_twice_before_it_ends(engine: OffloadEngine) -> No
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear_fc2((self.linear_fc1(x).exp() + self.linear_fc1(x.sin())).exp().tanh())
 
-    chunk = torch.nn.Sequential(Twice())
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("act", "0.linear_fc1", "0.linear_fc2"))
-    assert torch.equal(step(attachment, chunk), expected)
+    check_same_gradient(engine, torch.nn.Sequential(Twice()), ACT)
     assert engine.stats.num_groups == 1 and engine.stats.num_offloaded_groups == 1
-    check_no_hook_in_force()
 
 
 def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
     chunk = torch.nn.Sequential(Mlp())
     expected = without(chunk)
-    attachment = attach(engine, chunk, Site("act", "0.linear_fc1", "0.linear_fc2"))
+    attachment = attach(engine, chunk, ACT)
     chunk[0].fault = True
     with pytest.raises(ArithmeticError):
         step(attachment, chunk)
@@ -235,51 +167,25 @@ def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
     assert torch.equal(step(attachment, chunk), expected)
 
 
-def test_passive_without_gradients_and_outside_an_iteration(engine: OffloadEngine) -> None:
-    chunk = torch.nn.Sequential(Mlp())
-    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
-    without(chunk)
-    with engine.iteration(), torch.no_grad():
-        chunk(torch.ones(4, 8))
-    assert not attachment.num_groups
-
-
-def test_passive_while_backward_recomputes(engine: OffloadEngine) -> None:
-    chunk = torch.nn.Sequential(Mlp())
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
-
-    def recomputed(x: torch.Tensor) -> torch.Tensor:
-        engine.start_chunk(ChunkKey(0, 0))
-        return checkpoint(chunk[0], x, use_reentrant=True)
-
-    assert torch.equal(step(attachment, recomputed), expected)
-    assert not attachment.num_groups
-
-
 def test_more_chunks_than_the_actions_say(engine: OffloadEngine) -> None:
     """The order of the chunks is for prefetch only."""
     chunk = torch.nn.Sequential(Mlp())
-    expected = without(chunk)
-    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None), Site("fc2", "0.linear_fc2", None))
-    x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
-    attachment.begin_iteration(no_pipelining(1))
+
+    def backward(x: torch.Tensor) -> None:
+        for out in [chunk(x).sum() for _ in range(3)]:
+            out.backward(retain_graph=True)
+
+    expected = gradient(backward)
+    attach(engine, chunk, FC1, FC2).begin_iteration(no_pipelining(1))
     with engine.iteration(no_pipelining(1)):
-        for out in [chunk(x * 1).sum() for _ in range(3)]:
-            out.backward()
-    assert x.grad is not None and torch.equal(x.grad, expected + expected + expected)
+        assert torch.equal(gradient(backward), expected)
 
 
-def test_a_copy_of_the_model_does_not_copy_the_engine(engine: OffloadEngine) -> None:
+def test_a_copy_of_the_model_does_not_copy_the_engine_and_closing_takes_every_hook_off(engine: OffloadEngine) -> None:
     chunk = torch.nn.Sequential(Mlp())
-    attach(engine, chunk, Site("fc1", "0.linear_fc1", None))
+    attachment = attach(engine, chunk, FC1, ACT)
     twin = copy.deepcopy(chunk)
     assert torch.equal(without(twin), without(chunk))
-
-
-def test_closing_takes_every_hook_off(engine: OffloadEngine) -> None:
-    chunk = torch.nn.Sequential(Mlp())
-    attachment = attach(engine, chunk, Site("fc1", "0.linear_fc1", None), Site("act", "0.linear_fc1", "0.linear_fc2"))
     attachment.close()
     attachment.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in chunk.modules())

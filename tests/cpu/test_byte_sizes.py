@@ -21,19 +21,13 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("60GiB", 60 << 30),
-        ("60G", 60 << 30),
-        ("60 g", 60 << 30),
-        ("60gib", 60 << 30),
+        *((text, 60 << 30) for text in ("60GiB", "60G", "60 g", "60gib")),
         ("60GB", 60_000_000_000),
         ("1.5 GB", 1_500_000_000),
-        ("512MiB", 512 << 20),
-        ("0.5KiB", 512),
         (".5k", 512),
         ("1.3KiB", 1331),
         ("2T", 2 << 40),
         ("1P", 1 << 50),
-        ("1048576", 1 << 20),
         (" 1_048_576 ", 1 << 20),
         ("7B", 7),
         ("7.0", 7),
@@ -45,11 +39,6 @@ def test_bytes(text: str, nbytes: int) -> None:
     assert parse_size(text) == Size(nbytes)
 
 
-def test_a_number_alone_may_have_another_unit() -> None:
-    assert [parse_bytes(text, "MiB") for text in ("2", "1.5", "2GiB", "8B")] == [2 << 20, 3 << 19, 2 << 30, 8]
-    assert parse_bytes("0.25", "GiB") == 1 << 28
-
-
 @pytest.mark.parametrize(
     ("text", "percent"), [("90%", "90"), ("12.5 %", "12.5"), ("100%", "100"), ("0.001%", "0.001"), ("auto", None)]
 )
@@ -59,26 +48,17 @@ def test_what_depends_on_how_much_there_is(text: str, percent: str | None) -> No
         parse_bytes(text)
 
 
+NO_SIZES = ("60g b", "nan", "inf", "", "%", "GiB", "1e6", "1,5 GB", "60 GiBytes", "٣GiB", "automatic")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("60g b", "'60g b' is not a size: give a number of bytes"),
-        ("-3GiB", "'-3GiB' is negative"),
-        ("-1", "'-1' is negative"),
-        ("-5%", "'-5%' is negative"),
+        *((text, f"{text!r} is not a size: give a number of bytes") for text in NO_SIZES),
+        *((text, f"{text!r} is negative") for text in ("-3GiB", "-1", "-5%")),
         ("0%", "'0%' is not a share: give more than 0% and at most 100%"),
         ("120%", "'120%' is not a share"),
-        ("nan", "'nan' is not a size"),
-        ("inf", "'inf' is not a size"),
-        ("", "'' is not a size"),
-        ("%", "'%' is not a size"),
-        ("GiB", "'GiB' is not a size"),
-        ("1e6", "'1e6' is not a size"),
-        ("1,5 GB", "'1,5 GB' is not a size"),
-        ("60 GiBytes", "'60 GiBytes' is not a size"),
-        ("٣GiB", "'٣GiB' is not a size"),
         ("1.5", "'1.5' is not a whole number of bytes"),
-        ("automatic", "'automatic' is not a size"),
     ],
 )
 def test_errors_name_what_was_given_and_what_is_accepted(text: str, message: str) -> None:
@@ -86,14 +66,15 @@ def test_errors_name_what_was_given_and_what_is_accepted(text: str, message: str
         parse_size(text)
     told = str(error.value)
     assert told.startswith(message) and "give" in told and "\n" not in told
-    if "is not a size" in message or "negative" in message:
+    if "share:" not in told and "whole" not in told:
         assert told.endswith("(512MiB, 60GiB, 60G, 1.5 GB), a share (90%), or auto")
 
 
 def test_flags_say_it_as_argparse_does(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", type=bytes_flag("MiB"))
-    assert parser.parse_args(["--size", "3"]).size == 3 << 20
+    sizes = [parser.parse_args(["--size", text]).size for text in ("3", "1.5", "2GiB", "8B")]
+    assert sizes == [3 << 20, 3 << 19, 2 << 30, 8]
     with pytest.raises(SystemExit):
         parser.parse_args(["--size", "3 x"])
     told = "argument --size: '3 x' is not a size: give a number of MiB (2), or one with a unit (512MiB, 60GiB, 60G, 1.5"
@@ -121,12 +102,10 @@ def test_the_text_of_a_share_is_that_share(percent: Decimal) -> None:
 
 
 def test_texts() -> None:
-    assert [str(parse_size(text)) for text in ("60G", "1.5GiB", "1000", "0", "90.0%", "AUTO")] == [
-        "60GiB", "1536MiB", "1000B", "0B", "90.0%", "auto",
-    ]  # fmt: skip
-    assert [format_bytes(nbytes) for nbytes in (60 << 30, 1_500_000_000, 0, 5000 << 30)] == [
-        "60.00 GiB", "1.40 GiB", "0.00 GiB", "5,000.00 GiB",
-    ]  # fmt: skip
+    texts = {"60G": "60GiB", "1.5GiB": "1536MiB", "1000": "1000B", "0": "0B", "90.0%": "90.0%", "AUTO": "auto"}
+    assert {typed: str(parse_size(typed)) for typed in texts} == texts
+    sizes = {60 << 30: "60.00 GiB", 1_500_000_000: "1.40 GiB", 0: "0.00 GiB", 5000 << 30: "5,000.00 GiB"}
+    assert {nbytes: format_bytes(nbytes) for nbytes in sizes} == sizes
 
 
 def test_tools_parse_sizes_before_torch_is_imported() -> None:
@@ -134,8 +113,6 @@ def test_tools_parse_sizes_before_torch_is_imported() -> None:
         "import sys; import benchmarks.frontends.settings as s; "
         "found = s.parse(['--host-gib', '2', '--device-gib', '500MiB', '--group-bytes', '64KiB']); "
         "assert (found.host_bytes, found.device_bytes, found.group_bytes) == (2 << 30, 500 << 20, 65536); "
-        "import benchmarks.trace_waits.main as t; "
-        "assert t._parse(['--activation-bytes', '2M', sys.argv[1]]).activation_bytes == 2 << 20; "
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code, __file__], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import offload_engine
 from offload_engine import (
     CheckpointOffload,
     CopyError,
@@ -32,24 +29,23 @@ from tests.checkpointed import (
     HIDDEN,
     INPUT_BYTES,
     LENGTH,
-    Block,
     Stack,
     WatchedStack,
     all_equal,
     first_recomputation,  # noqa: F401 (a fixture)
-    make_language_model,
-    random_tokens,
-    train,
-    watch_inputs,
 )
 
 Checkpoint = Callable[..., Any]
 
 
+def make_offload(device: Any, horizon: int = 2, meter: ResidencyMeter | None = None) -> CheckpointOffload:
+    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(horizon))
+    return CheckpointOffload(engine=OffloadEngine(config, device, meter))
+
+
 @pytest.fixture
 def offload(device: AdversarialDevice) -> Iterator[CheckpointOffload]:
-    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(2))
-    offload = CheckpointOffload(engine=OffloadEngine(config, device))
+    offload = make_offload(device)
     yield offload
     offload.close()
 
@@ -98,29 +94,6 @@ def test_the_function_in_a_with_statement(offload: CheckpointOffload, is_reentra
     assert all_equal(found, expected)
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed; pip install transformers")
-def test_as_the_function_of_transformers(offload: CheckpointOffload) -> None:
-    model = make_language_model("qwen2")
-    model._set_gradient_checkpointing(True, offload_engine.checkpoint)
-    with offload:
-        found = train(model)
-    assert offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
-    assert all_equal(found, train(make_language_model("qwen2", "transformers")))
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed; pip install transformers")
-def test_in_a_wrapped_model(device: AdversarialDevice) -> None:
-    """The engine is that of `offload_wrapper`."""
-    model = make_language_model("llama")
-    model._set_gradient_checkpointing(True, offload_engine.checkpoint)
-    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(2))
-    model = offload_engine.offload_wrapper(model, engine=OffloadEngine(config, device))
-    tokens = random_tokens(0)
-    model(tokens, labels=tokens).loss.backward()
-    assert model.activation_offload.stats.copied_out_bytes == DEPTH * INPUT_BYTES
-    model.activation_offload.remove()
-
-
 def test_inside_manage_activations(device: AdversarialDevice) -> None:
     """Its hooks take charge of the inputs, as of everything else."""
     activations = manage_activations(engine=OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device), group_bytes=1)
@@ -133,40 +106,24 @@ def test_inside_manage_activations(device: AdversarialDevice) -> None:
     activations.close()
 
 
-@pytest.mark.parametrize("is_reentrant", [False, True])
-def test_the_storages_really_go(offload: CheckpointOffload, is_reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = Stack(call=lambda block, x: offload.checkpoint(block, x, use_reentrant=is_reentrant))
-    with watch_inputs(model.blocks) as alive:  # type: ignore[arg-type]
-        loss = model(torch.randn(2, LENGTH, HIDDEN))
-    assert alive[:DEPTH] == [[i] for i in range(DEPTH)]
-    loss.backward()
+@pytest.mark.parametrize(("kind", "horizon"), [("adversarial", 1), ("cpu", 2), ("adversarial", 3)])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_an_input_goes_when_it_has_been_read(
+    device: AdversarialDevice, kind: str, horizon: int, is_saved: bool
+) -> None:
+    """In the rest of its layer's backward only those are there that come next, of which one less than the horizon.
 
-
-@pytest.mark.parametrize("horizon", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["cpu", "adversarial"])
-def test_an_input_goes_when_it_has_been_read(device: AdversarialDevice, kind: str, horizon: int) -> None:
-    """In the rest of its layer's backward only those are there that come next, of which one less than the horizon."""
+    What its layer saves leaves with the layer, as without offload: it counts with the recomputation, which does not.
+    """
     meter = ResidencyMeter()
-    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(horizon))
-    offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none") if kind == "cpu" else device, meter))
-    model = WatchedStack(lambda block, x: offload.checkpoint(block, x))
+    offload = make_offload(CpuDevice("none") if kind == "cpu" else device, horizon, meter)
+    begin = {"begin": torch.square} if is_saved else {}
+    model = WatchedStack(lambda block, x: offload.checkpoint(block, x), **begin)
     model.look = lambda: meter.current_bytes
     model(torch.randn(2, LENGTH, HIDDEN)).backward()
-    assert model.seen == [(0, min(horizon - 1, left) * INPUT_BYTES) for left in reversed(range(DEPTH))]
+    ahead = [min(horizon - 1, left) * INPUT_BYTES for left in reversed(range(DEPTH))]
+    assert model.seen == [(int(is_saved), nbytes) for nbytes in ahead]
     assert meter.current_bytes == 0 and offload.engine.pool.num_leases == 0
-    offload.close()
-
-
-def test_input_that_its_layer_saves_leaves_with_the_layer() -> None:
-    """As without offload; it counts with the recomputation, which is not counted."""
-    meter = ResidencyMeter()
-    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(1))
-    offload = CheckpointOffload(engine=OffloadEngine(config, CpuDevice("none"), meter))
-    model = WatchedStack(lambda block, x: offload.checkpoint(block, x), begin=torch.square)
-    model.look = lambda: meter.current_bytes
-    model(torch.randn(2, LENGTH, HIDDEN)).backward()
-    assert model.seen == [(1, 0)] * DEPTH
     offload.close()
 
 
@@ -183,47 +140,57 @@ def test_an_input_of_several_checkpoints_goes_with_the_last(offload: CheckpointO
     assert offload.engine.pool.num_leases == 0
 
 
-def test_an_input_that_is_passed_twice(offload: CheckpointOffload) -> None:
-    def gradient(function: Checkpoint) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        x = torch.randn(4, 1024).requires_grad_()
-        y = x
-        for _ in range(3):
-            y = 2 * y
-            y = function(lambda a, b: a.sin() * b.cos(), y, y, use_reentrant=False)
-        return list(torch.autograd.grad(y.sum(), x))
-
-    assert all_equal(gradient(offload.checkpoint), gradient(torch_checkpoint))
-    assert offload.stats.copied_in_bytes == 2 * 4 * 4096
+def passed_twice(function: Checkpoint, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = function(lambda a, b: a.sin() * b.cos(), *[2 * x] * 2, use_reentrant=False)
+    return x
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_inputs_that_are_views(offload: CheckpointOffload, is_shared: bool) -> None:
-    """Strided and with an offset, one of a storage or two of it, which is copied as a whole."""
-
-    def cut(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.t().split(32) if is_shared else (x.t()[32:],)
-
+def views(function: Checkpoint, x: torch.Tensor, cut: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     def sines(*parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.sin() for part in parts])
 
-    def gradient(function: Checkpoint) -> list[torch.Tensor]:
+    first = function(sines, *cut((2 * x).t()), use_reentrant=False)
+    return function(sines, *cut(torch.cat([first, first])[:64].t()), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def by_keyword(function: Checkpoint, x: torch.Tensor) -> torch.Tensor:
+    """One activation is passed by position, one by keyword, beside PyTorch's own."""
+
+    def scaled(x: torch.Tensor, *, by: torch.Tensor, power: int) -> torch.Tensor:
+        return (x * by).tanh() ** power
+
+    options = {"use_reentrant": False, "preserve_rng_state": False, "early_stop": False}
+    return function(scaled, 2 * x, by=3 * x, power=2, **options)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("run_once", "num_out", "num_in"),
+    [
+        pytest.param(passed_twice, 3, 2, id="passed twice"),
+        pytest.param(lambda f, x: views(f, x, lambda y: (y[32:],)), 2, 1, id="strided, with an offset"),
+        pytest.param(lambda f, x: views(f, x, lambda y: y.split(32)), 3, 1, id="two views of a storage"),
+        pytest.param(by_keyword, 2, 0, id="keywords"),
+    ],
+)
+def test_whatever_the_inputs_are_each_storage_moves_once(
+    offload: CheckpointOffload, run_once: Callable[..., torch.Tensor], num_out: int, num_in: int
+) -> None:
+    def gradient(function: Checkpoint) -> torch.Tensor:
         torch.manual_seed(0)
         x = torch.randn(64, 64).requires_grad_()
-        first = function(sines, *cut(2 * x), use_reentrant=False)
-        second = function(sines, *cut(torch.cat([first, first])[:64]), use_reentrant=False)
-        return list(torch.autograd.grad(second.sum(), x))
+        return torch.autograd.grad(run_once(function, x).sum(), x)[0]
 
-    assert all_equal(gradient(offload.checkpoint), gradient(torch_checkpoint))
+    assert torch.equal(gradient(offload.checkpoint), gradient(torch_checkpoint))
     stats = offload.stats
-    assert stats.copied_out_bytes == stats.managed_bytes and stats.copied_in_bytes == 4 * 64 * 64
+    assert stats.copied_out_bytes == stats.managed_bytes == num_out * 4 * 64 * 64
+    assert stats.copied_in_bytes == num_in * 4 * 64 * 64
 
 
 @pytest.mark.parametrize("horizon", [1, 2])
 def test_a_retained_graph_gets_its_inputs_again(device: AdversarialDevice, horizon: int) -> None:
     """From the host: each backward behind the first copies all of them in."""
-    config = OffloadConfig(min_tensor_bytes=1024, policy=GroupWindow(horizon))
-    offload = CheckpointOffload(engine=OffloadEngine(config, device))
+    offload = make_offload(device, horizon)
 
     def gradients(function: Checkpoint) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -268,24 +235,6 @@ def test_a_recomputation_that_raises(offload: CheckpointOffload) -> None:
     assert offload.engine.pool.num_leases == 0 and not offload.engine.has_saved
 
 
-def gradients_of_keywords(function: Checkpoint) -> list[torch.Tensor]:
-    """One activation is passed by position, one by keyword; 8 KiB each."""
-
-    def scaled(x: torch.Tensor, *, by: torch.Tensor, power: int) -> torch.Tensor:
-        return (x * by).tanh() ** power
-
-    torch.manual_seed(0)
-    x, by = torch.randn(2, 1024).requires_grad_(), torch.randn(2, 1024).requires_grad_()
-    y = function(scaled, 2 * x, by=3 * by, power=2, use_reentrant=False, preserve_rng_state=False, early_stop=False)
-    return list(torch.autograd.grad(y.sum(), (x, by)))
-
-
-def test_keywords(offload: CheckpointOffload) -> None:
-    """Of the function, and PyTorch's own; an activation passed by keyword leaves as well."""
-    assert all_equal(gradients_of_keywords(offload.checkpoint), gradients_of_keywords(torch_checkpoint))
-    assert offload.stats.copied_out_bytes == 2 * 2 * 1024 * 4
-
-
 def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
     """The outer one saves no input of the inner one, so there is nothing to offload."""
 
@@ -301,57 +250,12 @@ def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
     assert all_equal(found, nest(torch_checkpoint))
 
 
-def test_inputs_too_small_to_leave(offload: CheckpointOffload) -> None:
-    """They stay, and the step ends all the same."""
-    for _ in range(3):
-        offload.checkpoint(torch.tanh, 2 * torch.ones(3, requires_grad=True)).sum().backward()
-        assert not offload.engine.is_in_iteration
-    assert offload.stats.num_groups == 1 and offload.stats.managed_bytes == 0
-
-
-def test_an_input_modified_in_place_is_an_error(offload: CheckpointOffload) -> None:
-    x = 2 * torch.ones(1024, requires_grad=True)
-    y = offload.checkpoint(torch.sin, x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-# -- the checks and the contexts of PyTorch's checkpoint ---------------------------------------------------------------
-
-
-def test_determinism_is_checked(offload: CheckpointOffload) -> None:
-    sizes = iter((1024, 2048))
-
-    def changing(x: torch.Tensor) -> torch.Tensor:
-        return x[: next(sizes)].sin().cos()
-
-    y = offload.checkpoint(changing, 2 * torch.ones(4096, requires_grad=True))
-    with pytest.raises(CheckpointError, match="different metadata"):
-        y.sum().backward()
-
-
-def test_autocast_is_that_of_the_forward(offload: CheckpointOffload) -> None:
-    def outputs(function: Checkpoint) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        block, x = Block(), torch.randn(2, LENGTH, HIDDEN).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = function(block, 2 * x, use_reentrant=False)
-        y.sum().backward()  # outside of it
-        return [y, x.grad, *(p.grad for p in block.parameters())]  # type: ignore[list-item]
-
-    assert all_equal(outputs(offload.checkpoint), outputs(torch_checkpoint))
-
-
 # -- outside, errors ---------------------------------------------------------------------------------------------------
 
 
-def test_outside_is_an_error_that_says_what_to_do() -> None:
+def test_outside_is_an_error_that_says_what_to_do_and_without_gradients_it_just_runs() -> None:
     with pytest.raises(OffloadError, match=r"call it inside `with CheckpointOffload\(\):` or as a method of one"):
         checkpoint(torch.sin, torch.ones(3, requires_grad=True))
-
-
-def test_outside_without_gradients_it_just_runs() -> None:
     with torch.no_grad():
         assert torch.equal(checkpoint(torch.sin, torch.ones(3)), torch.ones(3).sin())
 
@@ -407,12 +311,9 @@ def test_a_failed_copy_is_told_and_overcome(offload: CheckpointOffload, device: 
     assert all_equal(run(offload.checkpoint), run(torch_checkpoint))
 
 
-def test_a_config_and_an_engine_are_an_error(device: AdversarialDevice) -> None:
-    with pytest.raises(ValueError, match="a config or an engine"):
-        CheckpointOffload(OffloadConfig(), engine=OffloadEngine(OffloadConfig(), device))
-
-
-def test_the_default_is_two_inputs_on_the_device() -> None:
+def test_the_default_is_two_inputs_on_the_device_and_an_engine_has_its_own_config() -> None:
     offload = CheckpointOffload()
     assert offload.engine.config.policy == GroupWindow(2)
+    with pytest.raises(ValueError, match="a config or an engine"):
+        CheckpointOffload(OffloadConfig(), engine=offload.engine)
     offload.close()

@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from offload_engine import ChunkKey, GroupTraits, LowestPeak, OffloadConfig, OffloadEngine, Planned, ResidentBudget
+from offload_engine import (
+    ChunkKey,
+    ChunkOffloadHandler,
+    GroupTraits,
+    LowestPeak,
+    OffloadConfig,
+    OffloadEngine,
+    Planned,
+    ResidentBudget,
+)
 from offload_engine.planning.choices import Allowance, Choice, Choices, Slot, slots_of
 from offload_engine.planning.plan import validate_plan
 from offload_engine.planning.planner import Planner, plan_step
@@ -22,12 +33,9 @@ UP, DOWN = Slot(0, 0, "up", 0), Slot(0, 0, "down", 0)
 GROUP_BYTES = 256
 
 
-def test_slots_count_the_groups_of_one_name_in_one_layer() -> None:
+def test_slots_count_the_groups_of_one_name_in_one_layer_and_each_has_a_choice() -> None:
     groups = [GroupShape("a", 0), GroupShape("b", 0), GroupShape("a", 0), GroupShape("a", 1)]
     assert slots_of(2, groups) == [Slot(2, 0, "a", 0), Slot(2, 0, "b", 0), Slot(2, 0, "a", 1), Slot(2, 1, "a", 0)]
-
-
-def test_the_choice_of_a_slot() -> None:
     choices = Choices(frozenset({UP}), frozenset({DOWN}))
     found = [choices.of(slot) for slot in (UP, DOWN, Slot(0, 1, "up", 0))]
     assert found == [Choice.KEEP, Choice.RECOMPUTE, Choice.OFFLOAD]
@@ -55,11 +63,16 @@ def test_of_what_is_recomputed_only_what_is_still_saved_moves() -> None:
     [rank] = ONE_RANK.ranks
     slots = slots_of(0, rank.shapes[0].groups)
     mlp = frozenset(slots[3:5])  # mlp_fc1 has 128, mlp_act 448 MiB
-    options = [RecomputeOption("mlp", mlp, 500 * MIB, 1.0)]
-    plan = plan_step(rank.actions, with_recomputation(rank.shapes, options), choices=Choices(recomputed=mlp))
+    shapes = with_recomputation(rank.shapes, [RecomputeOption("mlp", mlp, 500 * MIB, 3.0)])
+    before, after = (each[0].groups[3:5] for each in (rank.shapes, shapes))
+    assert [group.nbytes // MIB for group in after] == [76, 0]
+    assert [a.backward_ms - b.backward_ms for a, b in zip(after, before, strict=True)] == [0, 3]
+    plan = plan_step(rank.actions, shapes, choices=Choices(recomputed=mlp))
     without = plan_step(rank.actions, rank.shapes)
     moved, could = ({slots[g.index] for _, (_, g) in each.moves()} for each in (plan, without))
     assert slots[3] in moved and moved == could - {slots[4]}
+    with pytest.raises(ValueError, match="it must replace a group"):
+        RecomputeOption("mlp", frozenset(), 1, 1.0)
 
 
 def test_plans_are_remembered_by_choices_too() -> None:
@@ -95,24 +108,24 @@ class Bench:
                     self._backward(chunks.pop(key), saved.pop(key))
 
     @staticmethod
-    def _save(chunk: object, layer: int, name: str, scale: int) -> tuple[object, object, int]:
+    def _save(chunk: ChunkOffloadHandler, layer: int, name: str, scale: int) -> tuple[Any, object, int]:
         size, value = scale * GROUP_BYTES * (4 if name == "up" else 1), layer + 7 * (name == "up")
-        group = chunk.open_group(name, GroupTraits(layer=layer))  # type: ignore[attr-defined]
-        handle = chunk.tensor_push(torch.full((size,), value, dtype=torch.uint8))  # type: ignore[attr-defined]
-        chunk.close_group()  # type: ignore[attr-defined]
+        group = chunk.open_group(name, GroupTraits(layer=layer))
+        handle = chunk.tensor_push(torch.full((size,), value, dtype=torch.uint8))
+        chunk.close_group()
         return group, handle, value
 
-    def _backward(self, chunk: object, saved: list[tuple[object, object, int]]) -> None:
-        chunk.begin_backward()  # type: ignore[attr-defined]
-        for group in chunk.groups:  # type: ignore[attr-defined]
+    def _backward(self, chunk: ChunkOffloadHandler, saved: list[tuple[Any, object, int]]) -> None:
+        chunk.begin_backward()
+        for group in chunk.groups:
             if group.on_host_bytes or group.leaving_bytes:
                 self.left.add(Slot(0, group.layer, group.name, group.part))
         while saved:
             group, handle, value = saved.pop()
-            chunk.on_group_commit_backward(group)  # type: ignore[attr-defined]
-            assert (chunk.tensor_pop(handle) == value).all()  # type: ignore[attr-defined]
+            chunk.on_group_commit_backward(group)
+            assert (chunk.tensor_pop(handle) == value).all()
             del handle
-            chunk.on_group_start_backward()  # type: ignore[attr-defined]
+            chunk.on_group_start_backward()
 
 
 SLOTS = frozenset(Slot(0, layer, name, 0) for layer in range(3) for name in ("up", "down"))
@@ -145,27 +158,14 @@ def test_what_is_kept_stays_under_every_policy(policy: PolicySettings) -> None:
     bench.engine._keeping.allow(allowance(SLOTS))
     bench.step()
     assert bench.engine.stats.copied_out_bytes == 0
+    bench.step(scale=2)  # what has grown leaves and is counted
+    assert bench.engine.stats.num_outgrown_groups == 4 * len(SLOTS) and bench.left
+    bench.engine._keeping.allow(allowance(SLOTS, resident_bytes=9 * GROUP_BYTES))
+    bench.step()  # no more stays than there is room for
+    assert bench.engine.stats.num_outgrown_groups > 0 and bench.left
     bench.engine._keeping.allow(Allowance())
     bench.step()
     assert bench.left & KEPT
-
-
-@each_policy
-def test_what_has_grown_leaves_and_is_counted(policy: PolicySettings) -> None:
-    bench = trained(policy)
-    bench.engine._keeping.allow(allowance(SLOTS))
-    bench.step(scale=2)
-    assert bench.engine.stats.num_outgrown_groups == 4 * len(SLOTS)
-    assert bench.left
-
-
-@each_policy
-def test_no_more_stays_than_there_is_room_for(policy: PolicySettings) -> None:
-    bench = trained(policy)
-    bench.engine._keeping.allow(allowance(SLOTS, resident_bytes=9 * GROUP_BYTES))
-    bench.step()
-    assert bench.engine.stats.num_outgrown_groups > 0
-    assert bench.left
 
 
 def test_room_is_given_to_plans_only() -> None:

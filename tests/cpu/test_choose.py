@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of memory and the choice, without an engine; and engines on the simulator's clocks, which do as told."""
+"""The model of memory and the choice; and an engine on the simulator's clocks.
+
+It measures times and the link there, and predicts what follows.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,16 @@ from functools import cache
 
 import pytest
 
+from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._budget.decide import Decider
+from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
-from offload_engine.planning.choices import Allowance, Choices, Slot, slots_of
+from offload_engine.planning.choices import Choices, Slot, slots_of
 from offload_engine.planning.choose import Chosen, choose, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MeasuredBoundary, MeasuredMemory, MemoryModel, make_memory_model
 from offload_engine.planning.moves import (
-    BACKWARD,
-    BACKWARD_END,
     CHUNK_BACKWARD,
-    COMMIT,
-    ITERATION_END,
-    Boundary,
 )
 from offload_engine.planning.planner import plan_step
 from offload_engine.planning.predict import Costs, Prediction, Predictor
@@ -29,7 +29,7 @@ from offload_engine.planning.simulate import PipelineJob, RankJob, simulate
 from offload_engine.planning.steps import Decision, Outcome, Steps
 from offload_engine.schedule import no_pipelining
 from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
-from tests.engine_on_clocks import SCALE, EngineRank, _run_step
+from tests.engine_on_clocks import SCALE, EngineRank, _run_rank
 
 GIB = 1 << 30
 JOBS = {"all names": dense_job(ALL), "five names": dense_job(MOST), "four ranks": DEEP, "one rank": ONE_RANK}
@@ -47,6 +47,12 @@ def flat_model(job: Job, more_bytes: int = GIB // 2) -> MemoryModel:
     more = {boundary: more_bytes if boundary.kind is CHUNK_BACKWARD else 0 for boundary in residents}
     measured = [MeasuredBoundary(b, n + 5 * GIB + more[b], n) for b, n in residents.items()]
     return make_memory_model(job, MeasuredMemory(tuple(measured), 0, GIB), is_early_certain=True)
+
+
+@cache
+def one_rank(more_bytes: int = GIB // 2) -> tuple[Job, MemoryModel]:
+    job = job_of(ONE_RANK.ranks[0])
+    return job, flat_model(job, more_bytes)
 
 
 @cache
@@ -80,14 +86,10 @@ def test_every_budget_holds_and_more_memory_takes_no_longer(name: str) -> None:
         assert top.step_ms <= best.step_ms <= 1.001 * before
         before = best.step_ms
     assert best == top and best.num_moves == 0
-
-
-@each_job
-def test_budgets_are_used_where_compute_waits(name: str) -> None:
-    """A quarter of the way is worth more than a quarter of the waits."""
-    floor, top = ends(name)
-    best = chosen_for(name, budgets(name, 5)[1]).best
-    assert best.step_ms - top.step_ms < 0.7 * (floor.step_ms - top.step_ms)
+    curve = chosen_for(name, budgets(name)[2]).curve
+    assert curve[0].held_bytes <= floor.held_bytes and curve[-1].step_ms == top.step_ms
+    sizes, times = [each.held_bytes for each in curve], [each.step_ms for each in curve]
+    assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +105,6 @@ def test_golden(name: str, golden: list[tuple[float, int]]) -> None:
     assert [(round(each.step_ms, 1), each.num_moves) for each in found] == golden
 
 
-@each_job
-def test_the_curve_goes_from_the_lowest_budget_to_the_shortest_step(name: str) -> None:
-    floor, top = ends(name)
-    curve = chosen_for(name, budgets(name)[2]).curve
-    assert curve[0].held_bytes <= floor.held_bytes and curve[-1].step_ms == top.step_ms
-    sizes, times = [each.held_bytes for each in curve], [each.step_ms for each in curve]
-    assert sizes == sorted(sizes) and times == sorted(times, reverse=True)
-
-
 def test_a_budget_below_the_floor_says_by_how_much() -> None:
     floor, _ = ends("all names")
     with pytest.raises(BudgetError, match=r"is 4.00 GiB, 4.06 GiB less than the 8.06 GiB of a step .* 6.12 GiB"):
@@ -121,52 +114,8 @@ def test_a_budget_below_the_floor_says_by_how_much() -> None:
     assert chosen.best is chosen.floor and chosen.floor == floor
 
 
-def test_where_the_link_has_slack_fewer_groups_move_in_the_same_time() -> None:
-    job = job_of(dense_job(("core_attn", "mlp_fc1")).ranks[0])
-    model = flat_model(job)
-    budget = 9 * GIB
-    chosen = choose(job, model, budget, Costs(Link(500.0, 500.0)))
-    assert chosen.best.stalled_ms == chosen.floor.stalled_ms == 0
-    assert chosen.best.num_moves < chosen.floor.num_moves
-
-
-def test_a_peak_where_no_group_is_takes_no_room() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model = flat_model(job, more_bytes=0)
-    budget = model.held_bytes(job, Choices()) + 2 * GIB
-    most = max(model.other_bytes.values())
-    end = Boundary(ITERATION_END)
-    spiked = dataclasses.replace(model, other_bytes={**model.other_bytes, end: most + 3 * GIB})
-    assert spiked.room_bytes(budget) < choose(job, model, budget, COSTS).floor.resident_bytes
-    plain, found = (choose(job, each, budget, COSTS).best for each in (model, spiked))
-    assert found.step_ms <= 1.01 * plain.step_ms and found.decision.resident_bytes is not None
-
-
-def test_measured_time_shifts_every_prediction() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model, budget = flat_model(job), budgets("one rank")[2]
-    simulated, measured = (choose(job, model, budget, Costs(floor_ms=ms)) for ms in (None, 2000.0))
-    assert measured.floor.step_ms == 2000.0
-    shift = 2000.0 - simulated.floor.step_ms
-    assert measured.best.step_ms == pytest.approx(simulated.best.step_ms + shift)
-
-
-def test_waits_are_as_long_as_those_of_the_measured_step() -> None:
-    """Half of the simulated waits were measured: each prediction has half of its own, and compute is as it was."""
-    job = job_of(ONE_RANK.ranks[0])
-    model, budget = flat_model(job), budgets("one rank")[2]
-    simulated = choose(job, model, budget, COSTS)
-    waits = simulated.floor.stalled_ms
-    assert waits > 0 and simulated.best.stalled_ms < waits
-    measured = choose(job, model, budget, Costs(floor_ms=simulated.floor.step_ms - waits / 2))
-    assert measured.floor.step_ms == pytest.approx(simulated.floor.step_ms - waits / 2)
-    compute = measured.best.step_ms - measured.best.stalled_ms / 2
-    assert compute == pytest.approx(simulated.floor.step_ms - waits)
-
-
 def test_compute_is_slower_the_less_it_waits() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model, budget = flat_model(job), budgets("one rank")[2]
+    (job, model), budget = one_rank(), budgets("one rank")[2]
     plain = choose(job, model, budget, COSTS)
     slower = choose(job, model, budget, dataclasses.replace(COSTS, busy_ratio=1.2))
     assert slower.floor.step_ms == plain.floor.step_ms and plain.top.stalled_ms == 0.0
@@ -175,13 +124,12 @@ def test_compute_is_slower_the_less_it_waits() -> None:
     again = retimed(plain, 1.2)
     assert [each.step_ms for each in again.curve] == pytest.approx([each.step_ms for each in slower.curve])
     assert again.best.step_ms == pytest.approx(slower.best.step_ms) and again.floor == plain.floor
-    assert retimed(again, 1.0).best.step_ms == pytest.approx(plain.best.step_ms)
 
 
 def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_the_floor() -> None:
-    job, budget = job_of(ONE_RANK.ranks[0]), budgets("one rank")[2]
+    (job, model), budget = one_rank(), budgets("one rank")[2]
     decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
-    before = decider.chosen = decider._decisions[()] = choose(job, flat_model(job), budget, COSTS)
+    before = decider.chosen = decider._decisions[()] = choose(job, model, budget, COSTS)
     for measured_ms in (1.1 * before.best.step_ms, before.best.step_ms):
         decider.correct_time(measured_ms)
         after = decider.chosen
@@ -211,30 +159,21 @@ def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
             assert steps.outcome(decision) == Outcome(outcome.milliseconds, outcome.stalls)
 
 
-@each_job
-def test_steps_that_were_planned_before_change_no_choice(name: str) -> None:
-    job, budget = job_of(JOBS[name].ranks[0]), budgets(name)[2]
-    costs = dataclasses.replace(COSTS, options=options(job, "mlp_act", 0.5))
-    model, steps = flat_model(job), Steps(job, costs.link, costs.options)
-    for corrected in (model, model.corrected(300 * MIB), model.corrected(-300 * MIB)):
-        assert choose(job, corrected, budget, costs, steps=steps) == choose(job, corrected, budget, costs)
-
-
 # -- recomputation ----------------------------------------------------------------------------------------------------
 
 
 def options(job: Job, name: str, milliseconds: float) -> tuple[RecomputeOption, ...]:
-    slots = [
-        (s, g)
-        for v, shape in enumerate(job.shapes)
-        for s, g in zip(slots_of(v, shape.groups), shape.groups, strict=True)
-    ]
-    return tuple(RecomputeOption(name, frozenset({s}), g.nbytes, milliseconds) for s, g in slots if s.name == name)
+    found = []
+    for stage, shape in enumerate(job.shapes):
+        for slot, group in zip(slots_of(stage, shape.groups), shape.groups, strict=True):
+            if slot.name == name:
+                found.append(RecomputeOption(name, frozenset({slot}), group.nbytes, milliseconds))
+    return tuple(found)
 
 
 def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> None:
-    job, budget = job_of(ONE_RANK.ranks[0]), budgets("one rank")[1]
-    model, plain = flat_model(job), chosen_for("one rank", budget)
+    (job, model), budget = one_rank(), budgets("one rank")[1]
+    plain = chosen_for("one rank", budget)
     cheap = choose(job, model, budget, Costs(options=options(job, "mlp_act", 0.5)))
     assert cheap.best.recomputed_bytes and set(cheap.best.recomputed_bytes) == {"mlp_act"}
     assert cheap.best.held_bytes <= budget
@@ -243,40 +182,6 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
     assert dear.best == plain.best
     fitting = choose(job, model, 1 << 50, Costs(options=options(job, "mlp_act", 0.5)))
     assert not fitting.best.recomputed_bytes
-
-
-@pytest.mark.parametrize("must_fit", [True, False])
-def test_what_others_recompute_too_stays_as_it_is(must_fit: bool) -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model, costs = flat_model(job), Costs(options=options(job, "mlp_act", 0.5))
-    pinned = costs.options[0].replaces | costs.options[3].replaces
-    for budget in (1 << 50, *budgets("one rank")[1:3]):
-        for recomputed in (frozenset(), pinned):
-            best = choose(job, model, budget, costs, recomputed=recomputed).best
-            assert best.decision.choices.recomputed == recomputed and best.held_bytes <= budget
-    if not must_fit:
-        assert choose(job, model, 1, costs, must_fit=False, recomputed=pinned).best.recomputed_bytes
-
-
-def test_a_budget_below_what_moves_is_met_by_recomputation() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model, costs = flat_model(job), Costs(options=options(job, "mlp_act", 50.0))
-    floor = choose(job, model, 1 << 50, COSTS).floor.held_bytes
-    with pytest.raises(BudgetError):
-        choose(job, model, floor - 1, COSTS)
-    found = choose(job, model, floor - 1, costs)
-    assert found.best.recomputed_bytes and found.best.held_bytes < floor
-
-
-def test_recomputation_takes_bytes_and_adds_time() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    slots = slots_of(0, job.shapes[0].groups)
-    both = RecomputeOption("mlp", frozenset(slots[3:5]), 500 * MIB, 3.0)  # mlp_fc1 has 128, mlp_act 448 MiB
-    [before], [after] = job.shapes, with_recomputation(job.shapes, [both])
-    assert [g.nbytes // MIB for g in after.groups[3:5]] == [76, 0]
-    assert [a.backward_ms - b.backward_ms for a, b in zip(after.groups[3:5], before.groups[3:5], strict=True)] == [0, 3]
-    with pytest.raises(ValueError, match="it must replace a group"):
-        RecomputeOption("mlp", frozenset(), 1, 1.0)
 
 
 def layer_options(job: Job, milliseconds: float = 1.0, *, comes_back: bool = True) -> tuple[RecomputeOption, ...]:
@@ -291,30 +196,8 @@ def layer_options(job: Job, milliseconds: float = 1.0, *, comes_back: bool = Tru
     return tuple(found)
 
 
-def test_what_is_recomputed_is_on_the_device_again_from_its_layers_backward_on() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    option = layer_options(job)[2]
-    choices = Choices(recomputed=option.replaces)
-    there, not_there = (
-        dataclasses.replace(job, shapes=with_recomputation(job.shapes, [dataclasses.replace(option, comes_back=back)]))
-        for back in (True, False)
-    )
-    again, saved = there.residents(choices), not_there.residents(choices)
-    assert again.most == saved.most
-    indices = [i for i, slot in enumerate(slots_of(0, job.shapes[0].groups)) if slot in option.replaces]
-    sizes = [there.shapes[0].groups[i].recomputed_bytes for i in indices]
-    assert sum(sizes) == option.freed_bytes
-    chunk = job.actions[0].chunk
-    for position, index in enumerate(indices):
-        end = Boundary(BACKWARD_END, chunk, index)
-        assert again.before[end] - saved.before[end] == sum(sizes[:position])
-    for kind, index in ((BACKWARD, indices[-1]), (COMMIT, indices[-1]), (BACKWARD_END, indices[0])):
-        assert again.before[Boundary(kind, chunk, index)] == saved.before[Boundary(kind, chunk, index)]
-
-
 def test_a_budget_below_the_floor_of_offload_is_reached_by_recomputing() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model = flat_model(job, more_bytes=0)
+    job, model = one_rank(more_bytes=0)
     plain = choose(job, model, 1 << 50, COSTS)
     costs = Costs(options=layer_options(job, comes_back=False))
     budget = plain.floor.held_bytes - 256 * MIB
@@ -355,19 +238,21 @@ def test_the_measured_step_is_predicted_exactly() -> None:
 
 
 def test_bytes_leave_the_peak_one_for_one() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model = flat_model(job, more_bytes=0)
+    job, model = one_rank(more_bytes=0)
     everything = Choices(frozenset(slots_of(0, job.shapes[0].groups)))
     grown = model.held_bytes(job, everything) - model.held_bytes(job, Choices())
     most, least = (max(job.residents(choices).before.values()) for choices in (everything, Choices()))
     assert grown == most - least
     assert model.corrected(5).corrected(-2).held_bytes(job, everything) == model.held_bytes(job, everything) + 3
+    between = dataclasses.replace(model, between_bytes=100 * GIB)  # between steps
+    assert between.held_bytes(job, Choices()) == 101 * GIB
+    longer = dataclasses.replace(job, actions=tuple(no_pipelining(9)))
+    assert model.held_bytes(longer, Choices()) == model.held_bytes(job, Choices())
 
 
 def test_a_correction_downwards_says_nothing_of_what_does_not_leave() -> None:
     """It is found where copies complete early: a step in which nothing moves holds all that it saves."""
-    job = job_of(ONE_RANK.ranks[0])
-    model = flat_model(job)
+    job, model = one_rank()
     everything = Choices(frozenset(slots_of(0, job.shapes[0].groups)))
     assert model.corrected(-GIB).held_bytes(job, everything) == model.held_bytes(job, everything)
     assert model.corrected(-GIB).held_bytes(job, Choices()) == model.held_bytes(job, Choices()) - GIB
@@ -377,63 +262,72 @@ def test_a_correction_downwards_says_nothing_of_what_does_not_leave() -> None:
         assert predictor.predict(decision).held_bytes == model.held_bytes(job, everything)
 
 
-def test_what_lies_between_steps_counts_too() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    model = dataclasses.replace(flat_model(job), between_bytes=100 * GIB)
-    assert model.held_bytes(job, Choices()) == 101 * GIB
+# -- the whole budget on the simulator's clocks -----------------------------------------------------------------------
+
+LEAST_BYTES, MOST_BYTES = 1985 * MIB // SCALE, 9480 * MIB // SCALE
+"""Of the resident bytes of `ONE_RANK`, in bytes of the engine."""
 
 
-def test_other_microbatches_are_predicted_by_the_same_boundaries() -> None:
-    job = job_of(ONE_RANK.ranks[0])
-    longer = dataclasses.replace(job, actions=tuple(no_pipelining(9)))
-    model = flat_model(job)
-    assert model.held_bytes(longer, Choices()) == model.held_bytes(job, Choices())
+class BudgetRank(EngineRank):
+    """A rank with a budget; its clocks run on from step to step, and the host begins each with the device."""
+
+    def __init__(self, job: RankJob, budget: int) -> None:
+        super().__init__(job, ONE_RANK.link)
+        self.engine.close()
+        self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)  # type: ignore[arg-type]
+        self.engine.pool._slab_bytes //= SCALE
+        controller = self.engine.budget
+        assert controller is not None
+        self.controller = controller
+        self.controller._optimizers._has_stepped = True
+
+    def begin_step(self) -> None:
+        clocks = self.device.clocks
+        clocks.host = clocks.compute = max(clocks.host, clocks.compute, *self.device._copied.values())
+        self.engine.pool.take_all_back()
+        self.engine.begin_iteration(self.job.actions)
+
+    def step(self) -> float:
+        """Run a step; return its milliseconds."""
+        running = _run_rank(self, 0, 1, 0, {})
+        for _ in running:
+            raise AssertionError("it waits for itself")
+        self.engine.end_iteration()
+        return self.device.clocks.compute
 
 
-# -- the engine does as told ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.4, 0.6, 0.8, 1.01])
+def test_time_and_memory_are_as_predicted(share: float) -> None:
+    [job] = ONE_RANK.ranks
+    rank = BudgetRank(job, round(LEAST_BYTES + share * (MOST_BYTES - LEAST_BYTES)))
+    while rank.controller.state is not State.HOLD:
+        rank.step()
+        assert rank.controller._num_steps < 9
+    rank.step()
+    summary = rank.controller.summary
+    assert summary is not None
+    assert summary.measured_step_ms == pytest.approx(summary.predicted_step_ms, rel=0.01)
+    assert rank.engine.stats.peak_resident_bytes <= summary.predicted_peak_bytes <= summary.budget_bytes
+    assert summary.predicted_step_ms <= summary.lowest_step_ms
+    link = rank.controller.decider._costs.link
+    assert (link.out_gbps * SCALE, link.in_gbps * SCALE) == pytest.approx((50.0, 48.0), rel=0.01)
+    rank.engine.close()
 
 
-def run_decision(job: PipelineJob, decisions: list[Decision]) -> list[EngineRank]:
-    """Run a pipeline in engines on clocks, two steps with everything offloaded and two as decided."""
-    ranks = [EngineRank(rank, job.link, planned=True) for rank in job.ranks]
-    for _ in range(2):
-        _run_step(ranks)
-    for rank, (choices, room) in zip(ranks, decisions, strict=True):
-        kept = dict.fromkeys(choices.kept, 1 << 40)
-        rank.engine._keeping.allow(Allowance(choices, kept, 1 << 40, None if room is None else room // SCALE))
-    for _ in range(2):
-        _run_step(ranks)
-    for rank in ranks:
-        rank.engine.close()
-    return ranks
-
-
-@pytest.mark.parametrize("share", [1, 2, 4])
-@each_job
-def test_the_engine_runs_what_was_decided(name: str, share: int) -> None:
-    """No more memory and no more moves than predicted; and no rank of a pipeline makes it slower."""
-    job = JOBS[name]
-    predictions = []
-    for rank in job.ranks:
-        of_rank = job_of(rank)
-        model = flat_model(of_rank)
-        ends_of = Predictor(of_rank, model, COSTS)
-        top = ends_of.predict(Decision(Choices(frozenset(ends_of.nbytes))))
-        budget = ends_of.floor.held_bytes + (top.held_bytes - ends_of.floor.held_bytes) * share // 5
-        predictions.append(choose(of_rank, model, budget, COSTS).best)
-    ranks = run_decision(job, [each.decision for each in predictions])
-    for rank, predicted in zip(ranks, predictions, strict=True):
-        stats = rank.engine.stats
-        assert stats.peak_resident_bytes * SCALE <= predicted.resident_bytes + MIB
-        assert stats.num_outgrown_groups == stats.num_unplanned_groups == stats.prefetch_misses == 0
-        assert stats.num_offloaded_groups <= predicted.num_moves
-    everything = run_decision(job, [Decision()] * len(job.ranks))
-    slowest = max(rank.device.clocks.compute for rank in ranks)
-    assert slowest <= 1.0001 * max(rank.device.clocks.compute for rank in everything)
-
-
-def test_one_rank_alone_takes_the_predicted_time() -> None:
-    for budget in budgets("one rank"):
-        best = chosen_for("one rank", budget).best
-        [rank] = run_decision(ONE_RANK, [best.decision])
-        assert rank.device.clocks.compute == pytest.approx(best.step_ms, rel=1e-4)
+def test_times_of_groups_are_those_of_the_job() -> None:
+    [job] = ONE_RANK.ranks
+    rank = BudgetRank(job, 1 << 40)
+    while rank.controller.decider.chosen is None:
+        rank.step()
+    measured = rank.controller.decider._job
+    assert measured is not None
+    [expected], [found] = job.shapes, measured.shapes
+    for group, known in zip(found.groups, expected.groups, strict=True):
+        assert group.forward_ms == pytest.approx(known.lead_ms + known.forward_ms)
+        assert group.nbytes == known.nbytes // SCALE
+    assert found.head_ms == pytest.approx(expected.head_ms)
+    assert found.head_backward_ms == pytest.approx(expected.head_backward_ms)
+    backward = sum(g.backward_ms + g.lead_backward_ms for g in found.groups) + found.rest_backward_ms
+    known_backward = sum(g.backward_ms + g.lead_backward_ms for g in expected.groups) + expected.rest_backward_ms
+    assert backward == pytest.approx(known_backward)
+    rank.engine.close()

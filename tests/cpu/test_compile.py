@@ -119,44 +119,38 @@ def test_parity_without_a_graph_break(
     assert len(expected) == len(found) > DEPTH
     assert all(map(torch.equal, expected, found))
     assert device.num_copies["out"] and device.num_copies["in"] and not activations.engine.has_saved
+    if scenario is compiled_layers:  # they come back ahead of their use
+        assert activations.stats.prefetch_misses == 0
+        assert activations.stats.peak_resident_bytes < activations.stats.managed_bytes / 2
+    if scenario is compiled_model:  # which needs everything at once
+        assert activations.stats.prefetch_misses > DEPTH
 
 
-def test_compiled_layers_come_back_ahead_of_their_use(activations: ManagedActivations) -> None:
-    compiled_layers(lambda: activations, "aot_eager")
-    assert activations.stats.prefetch_misses == 0
-    assert activations.stats.peak_resident_bytes < activations.stats.managed_bytes / 2
-
-
-def test_a_compiled_model_needs_everything_at_once_and_is_warned_about(
-    activations: ManagedActivations, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiled_model(lambda: activations, "aot_eager")
-    assert activations.stats.prefetch_misses > DEPTH
+def test_a_model_that_is_compiled_as_a_whole_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    manage_activations(make_model())
+    assert not caplog.text
     for compiled in (torch.compile(make_model()), make_model()):
         compiled.compile()
         caplog.clear()
         manage_activations(compiled)
         assert "is compiled as a whole" in caplog.text
-    caplog.clear()
-    manage_activations(make_model())
-    assert not caplog.text
 
 
-def checkpointed(is_offloaded: bool, compile_inside: bool, rows: list[int], whole: bool = False) -> list[torch.Tensor]:
-    """Gradients of layers, compiled inside their checkpoints or together with those, one step for each of `rows`."""
+def checkpointed(is_offloaded: bool, what: str, rows: list[int]) -> list[torch.Tensor]:
+    """Gradients of layers that are compiled inside their checkpoints, with them, or as a model."""
     torch._dynamo.reset()
     model = make_model()
-    if compile_inside:
+    if what == "inside":
         for layer in model:
             layer.compile(backend="aot_eager")
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
     config = OffloadConfig(min_tensor_bytes=0, directory="none")
     if is_offloaded:
         offload_wrapper(model, activation_loading_horizon=2, config=config)
-    if not compile_inside and not whole:
+    if what == "with":
         for layer in model:
             layer.compile(backend="aot_eager")
-    call = torch.compile(model, backend="aot_eager") if whole else model
+    call = torch.compile(model, backend="aot_eager") if what == "model" else model
     for num_rows in rows:
         call(torch.ones(num_rows, WIDTH)).sum().backward()
     if is_offloaded:
@@ -167,56 +161,34 @@ def checkpointed(is_offloaded: bool, compile_inside: bool, rows: list[int], whol
 
 @pytest.mark.parametrize("rows", [[ROWS] * 3, [ROWS, ROWS + 1, ROWS + 2]], ids=["one shape", "many"])
 def test_checkpoints_around_compiled_layers(rows: list[int]) -> None:
-    expected, found = (checkpointed(is_offloaded, True, rows) for is_offloaded in (False, True))
+    expected, found = (checkpointed(is_offloaded, "inside", rows) for is_offloaded in (False, True))
     assert counters["stats"]["unique_graphs"]
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
-def test_offloaded_checkpoints_inside_compiled_code_are_refused(whole: bool) -> None:
+@pytest.mark.parametrize("what", ["with", "model"])
+def test_offloaded_checkpoints_inside_compiled_code_are_refused(what: str) -> None:
     """Traced, the engine itself would be compiled: other bits, and errors from inside the compiler."""
     with pytest.raises(
         OffloadError, match="a checkpoint that offloads its inputs is inside a function that torch.comp"
     ):
-        checkpointed(True, False, [ROWS], whole)
+        checkpointed(True, what, [ROWS])
 
 
-def test_evaluation_of_a_compiled_model_with_offloaded_checkpoints() -> None:
-    model = make_model()
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
-    x = torch.ones(ROWS, WIDTH)
-    with torch.no_grad():
-        expected = torch.compile(model, backend="aot_eager")(x)
-        torch._dynamo.reset()
-        offload_wrapper(model)
-        assert torch.equal(torch.compile(model, backend="aot_eager")(x), expected)
-
-
-def test_entering_inside_compiled_code_is_refused(activations: ManagedActivations) -> None:
-    model = make_model()
+def test_entering_inside_compiled_code_is_refused_unless_that_is_not_compiled(activations: ManagedActivations) -> None:
+    model, x = make_model(), torch.ones(ROWS, WIDTH)
 
     def call(x: torch.Tensor) -> torch.Tensor:
         with activations:
             return model(x)
 
-    compiled = torch.compile(call, backend="eager")
     with pytest.raises(OffloadError, match="inside a function that torch.compile compiles. Put it around the call"):
-        compiled(torch.ones(ROWS, WIDTH))
+        torch.compile(call, backend="eager")(x)
     with activations:  # what the message says to do
-        loss = torch.compile(model, backend="eager")(torch.ones(ROWS, WIDTH)).sum()
+        loss = torch.compile(model, backend="eager")(x).sum()
     loss.backward()
-
-
-def test_a_function_that_is_not_compiled_may_enter_inside_compiled_code(activations: ManagedActivations) -> None:
-    model = make_model()
-
-    @torch.compiler.disable
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        with activations:
-            return model(x)
-
-    compiled = torch.compile(lambda x: middle(x.sin()).cos(), backend="aot_eager")
-    loss = compiled(torch.ones(ROWS, WIDTH)).sum()
+    not_compiled = torch.compiler.disable(call)
+    loss = torch.compile(lambda x: not_compiled(x.sin()).cos(), backend="aot_eager")(x).sum()
     assert activations.stats.managed_bytes > 0
     loss.backward()
 

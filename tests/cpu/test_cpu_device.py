@@ -7,6 +7,7 @@ import errno
 import gc
 import os
 import resource
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,19 +44,15 @@ def file_device(tmp_path: Path) -> Iterator[CpuDevice]:
 
 
 class GatedSlab:
-    """A slab whose copies block until the test lets them through, and which writes down what ran."""
+    """A slab that writes down which copies ran; they block until the test lets them through."""
 
     nbytes = MIB
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = False) -> None:
         self.gate = threading.Event()
         self.ran: list[int] = []
-
-    @classmethod
-    def open(cls) -> GatedSlab:
-        slab = cls()
-        slab.gate.set()
-        return slab
+        if is_open:
+            self.gate.set()
 
     def write(self, address: int, offset: int, nbytes: int) -> None:
         assert self.gate.wait(30)
@@ -70,93 +68,132 @@ def garbage(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def byte(slab: GatedSlab, offset: int) -> tuple[torch.Tensor, HostRegion]:
+    """A copy of one byte."""
+    return garbage(1), HostRegion(slab, offset, 1)
+
+
 def finish(device: CpuDevice, stream: object) -> None:
     device.synchronize(device.record_event(stream))
 
 
-# Copies and their order
-
-
-@pytest.mark.parametrize("nbytes", [1, 511, 4097, MIB + 3])
-@pytest.mark.parametrize("offset_units", [0, 3])
-def test_bytes_come_back_equal(device: CpuDevice, nbytes: int, offset_units: int) -> None:
-    stream = device.new_stream("copy")
-    slab = device.new_slab(2 * MIB)
-    region = HostRegion(slab, offset_units * device.host_alignment, nbytes)
-    source, target = garbage(nbytes), device.allocate(nbytes, device.current_stream())
+def check_round_trip(device: CpuDevice, stream: object, region: HostRegion) -> None:
+    source, target = garbage(region.nbytes), torch.zeros(region.nbytes, dtype=torch.uint8)
     device.copy_out(stream, [(source, region)])
     device.copy_in(stream, [(region, target)])
     finish(device, stream)
     assert torch.equal(source, target)
 
 
-def test_neighbours_are_not_touched(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), device.new_slab(2 * device.host_alignment)
-    whole = HostRegion(slab, 0, slab.nbytes)
-    before, after = garbage(slab.nbytes), torch.empty(slab.nbytes, dtype=torch.uint8)
-    device.copy_out(stream, [(before, whole)])
-    device.copy_out(stream, [(torch.zeros(7, dtype=torch.uint8), HostRegion(slab, device.host_alignment, 7))])
-    device.copy_in(stream, [(whole, after)])
-    finish(device, stream)
-    before[device.host_alignment : device.host_alignment + 7] = 0
-    assert torch.equal(before, after)
+# -- copies and their order -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nbytes", "offset_units"), [(1, 0), (4097, 3), (MIB + 3, 3)])
+def test_bytes_come_back_equal(device: CpuDevice, nbytes: int, offset_units: int) -> None:
+    region = HostRegion(device.new_slab(2 * MIB), offset_units * device.host_alignment, nbytes)
+    check_round_trip(device, device.new_stream("copy"), region)
 
 
 def test_short_counts_are_continued(file_device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:1000], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:999]], offset))
-    stream, region = file_device.new_stream("copy"), HostRegion(file_device.new_slab(MIB), 0, 10_001)
-    source, target = garbage(10_001), torch.zeros(10_001, dtype=torch.uint8)
-    file_device.copy_out(stream, [(source, region)])
-    file_device.copy_in(stream, [(region, target)])
-    finish(file_device, stream)
-    assert torch.equal(source, target)
+    check_round_trip(file_device, file_device.new_stream("copy"), HostRegion(file_device.new_slab(MIB), 0, 10_001))
 
 
-def test_copies_proceed_while_the_caller_goes_on(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, [(garbage(10), HostRegion(slab, 0, 10))])
+def test_copies_run_in_order_while_the_caller_goes_on_until_it_waits(device: CpuDevice) -> None:
+    compute, stream, slab = device.current_stream(), device.new_stream("copy"), GatedSlab()
+    assert device.is_complete(device.record_event(compute))
+    for offset in range(20):
+        device.copy_out(stream, [byte(slab, offset)])
     event = device.record_event(stream)
-    assert not device.is_complete(event)  # the caller is here although the copy has not run
-    slab.gate.set()
+    assert not device.is_complete(event)  # the caller is here although no copy has run
+    threading.Timer(0.05, slab.gate.set).start()
+    device.wait_event(compute, event)  # compute is the caller, so that this blocks
+    assert slab.ran == list(range(20)) and device.is_complete(event)
+
+
+def test_streams_do_not_wait_for_each_other_unless_told(device: CpuDevice) -> None:
+    late, early, slow, fast = device.new_stream("late"), device.new_stream("early"), GatedSlab(), GatedSlab(True)
+    device.copy_out(late, [byte(slow, 0)])
+    late_event = device.record_event(late)
+    device.copy_in(early, [byte(fast, 0)[::-1]])
+    finish(device, early)
+    assert fast.ran == [0]
+    device.wait_event(early, late_event)
+    device.copy_in(early, [byte(fast, 1)[::-1]])
+    event = device.record_event(early)
+    assert not device.is_complete(event)
+    slow.gate.set()
     device.synchronize(event)
-    assert device.is_complete(event)
-    assert slab.ran == [0]
+    assert fast.ran == [0, 1]
 
 
-class NoThreads:
-    """Stands in for `Thread.start` where the system has no room for another thread, for a while or for good."""
+def test_a_tensor_stands_for_its_storage(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), device.new_slab(4096)
+    source, target = torch.arange(16.0).view(4, 4), torch.zeros(16)
+    device.copy_out(stream, [(source.t()[1:, ::2], HostRegion(slab, 0, 64))])
+    device.copy_in(stream, [(HostRegion(slab, 0, 64), target[3:5])])
+    finish(device, stream)
+    assert torch.equal(target.view(4, 4), source)
+    assert torch.equal(device.host_read(target[3:5]).wait(), target[3:5])
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
-        self.num_failures = num_failures
-        start = threading.Thread.start
 
-        def start_or_fail(thread: threading.Thread) -> None:
-            if self.num_failures and thread.name.startswith("offload-"):
-                self.num_failures -= 1
-                raise RuntimeError("can't start new thread")
+def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
+    stream, slab = device.new_stream("copy"), GatedSlab(True)
+    good = garbage(8), HostRegion(slab, 0, 8)
+    for bad, message in (
+        ((garbage(8), HostRegion(slab, 8, 9)), "a storage of that size"),
+        ((garbage(9)[:8], HostRegion(slab, 8, 8)), "a storage of that size"),
+        ((garbage(8), HostRegion(device.new_slab(4096), 4090, 8)), "not inside"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            device.copy_out(stream, [good, bad])
+        with pytest.raises(ValueError, match=message):
+            device.copy_in(stream, [good[::-1], bad[::-1]])
+    finish(device, stream)
+    assert slab.ran == []
+
+
+# -- threads that do not start ----------------------------------------------------------------------------------------
+
+
+def break_starts(monkeypatch: pytest.MonkeyPatch, how: str, times: int = 1) -> list[int]:
+    """Have the next starts of the device's threads go wrong, as many as the list that is returned has elements."""
+    left, start = list(range(times)), threading.Thread.start
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if not left or not thread.name.startswith("offload-"):
+            return start(thread)
+        left.pop()
+        if how == "interrupted behind it":
             start(thread)
+        raise RuntimeError("can't start new thread") if how == "no room" else KeyboardInterrupt
 
-        monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    return left
 
 
 @pytest.mark.timeout(60)  # a copy without a worker would never complete
-def test_a_thread_that_cannot_be_started_fails_once(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    NoThreads(monkeypatch, num_failures=1)
-    stream, slab = device.new_stream("copy"), GatedSlab()
-    slab.gate.set()
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
-    finish(device, stream)
-    device.copy_out(stream, [(garbage(1), HostRegion(slab, 1, 1))])
+@pytest.mark.parametrize("how", ["no room", "interrupted before it", "interrupted behind it"])
+def test_a_start_that_goes_wrong_fails_one_copy_and_leaves_one_thread(
+    how: str, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_starts(monkeypatch, how)
+    stream, slab = device.new_stream("copy"), GatedSlab(True)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        device.copy_out(stream, [byte(slab, 0)])
+    if how == "no room":
+        finish(device, stream)
+    device.copy_out(stream, [byte(slab, 1)])
     finish(device, stream)
     assert slab.ran == [1]
+    assert offload_threads() == ["offload-copy"]
 
 
 @pytest.mark.timeout(60)
 def test_a_step_without_a_thread_is_an_error_and_a_reset_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_threads = NoThreads(monkeypatch, num_failures=100)
+    failures = break_starts(monkeypatch, "no room", times=100)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, directory="none"))
 
     def step() -> None:
@@ -172,135 +209,13 @@ def test_a_step_without_a_thread_is_an_error_and_a_reset_ends(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="can't start new thread"):
         step()
     engine.reset_iteration()
-    no_threads.num_failures = 0
+    failures.clear()
     step()
     assert engine.stats.copied_out_bytes > 0
     engine.close()
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("is_running", [False, True], ids=["before the thread runs", "when it runs"])
-def test_an_interrupted_start_leaves_one_thread(
-    is_running: bool, device: CpuDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, num_interrupts = threading.Thread.start, [1]
-
-    def start_interrupted(thread: threading.Thread) -> None:
-        if not thread.name.startswith("offload-") or not num_interrupts:
-            return start(thread)
-        num_interrupts.clear()
-        if is_running:
-            start(thread)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
-    stream, slab = device.new_stream("interrupted"), GatedSlab()
-    slab.gate.set()
-    with pytest.raises(KeyboardInterrupt):
-        device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
-    device.copy_out(stream, [(garbage(1), HostRegion(slab, 1, 1))])
-    finish(device, stream)
-    assert slab.ran == [1]
-    assert len([t for t in threading.enumerate() if t.name == "offload-interrupted"]) == 1
-
-
-def test_one_stream_is_first_in_first_out(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), GatedSlab()
-    for offset in range(20):
-        device.copy_out(stream, [(garbage(1), HostRegion(slab, offset, 1))])
-    slab.gate.set()
-    finish(device, stream)
-    assert slab.ran == list(range(20))
-
-
-def test_streams_do_not_wait_for_each_other_unless_told(device: CpuDevice) -> None:
-    late, early, slow, fast = device.new_stream("late"), device.new_stream("early"), GatedSlab(), GatedSlab()
-    fast.gate.set()
-    device.copy_out(late, [(garbage(1), HostRegion(slow, 0, 1))])
-    late_event = device.record_event(late)
-    device.copy_in(early, [(HostRegion(fast, 0, 1), garbage(1))])
-    finish(device, early)
-    assert fast.ran == [0]
-    device.wait_event(early, late_event)
-    device.copy_in(early, [(HostRegion(fast, 1, 1), garbage(1))])
-    event = device.record_event(early)
-    assert not device.is_complete(event)
-    slow.gate.set()
-    device.synchronize(event)
-    assert fast.ran == [0, 1]
-
-
-def test_the_compute_stream_is_the_caller(device: CpuDevice) -> None:
-    compute = device.current_stream()
-    assert device.is_complete(device.record_event(compute))
-    stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
-    event = device.record_event(stream)
-    threading.Timer(0.05, slab.gate.set).start()
-    device.wait_event(compute, event)  # blocks
-    assert slab.ran == [0]
-
-
-def test_a_ping_pong_of_streams_keeps_every_byte(device: CpuDevice) -> None:
-    out, back = device.new_stream("out"), device.new_stream("in")
-    region = HostRegion(device.new_slab(64 * 1024), 0, 50_001)
-    pairs = [(garbage(50_001, seed), torch.zeros(50_001, dtype=torch.uint8)) for seed in range(40)]
-    for source, target in pairs:  # one region for all: only the events keep them apart
-        device.copy_out(out, [(source, region)])
-        device.wait_event(back, device.record_event(out))
-        device.copy_in(back, [(region, target)])
-        device.wait_event(out, device.record_event(back))
-    finish(device, back)
-    assert all(torch.equal(source, target) for source, target in pairs)
-
-
-def test_the_source_is_dropped_once_copied(device: CpuDevice) -> None:
-    stream, region = device.new_stream("copy"), HostRegion(device.new_slab(4096), 0, 100)
-    source = garbage(100)
-    gone = weakref.ref(source)
-    device.copy_out(stream, [(source, region)])
-    event = device.record_event(stream)
-    del source
-    device.synchronize(event)
-    assert gone() is None
-
-
-def test_a_storage_of_another_size_is_refused(device: CpuDevice) -> None:
-    stream, slab, tensor = device.new_stream("copy"), device.new_slab(4096), torch.zeros(9, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="a storage of that size"):
-        device.copy_out(stream, [(tensor[:8], HostRegion(slab, 0, 8))])
-    with pytest.raises(ValueError, match="a storage of that size"):
-        device.copy_in(stream, [(HostRegion(slab, 0, 8), tensor[:8])])
-
-
-def test_a_tensor_stands_for_its_storage(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), device.new_slab(4096)
-    source, target = torch.arange(16.0).view(4, 4), torch.zeros(16)
-    device.copy_out(stream, [(source.t()[1:, ::2], HostRegion(slab, 0, 64))])
-    device.copy_in(stream, [(HostRegion(slab, 0, 64), target[3:5])])
-    device.synchronize(device.record_event(stream))
-    assert torch.equal(target.view(4, 4), source)
-
-
-def test_one_bad_copy_among_several_issues_none(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), GatedSlab()
-    slab.gate.set()
-    good, bad = HostRegion(slab, 0, 8), HostRegion(slab, 8, 9)
-    with pytest.raises(ValueError, match="a storage of that size"):
-        device.copy_out(stream, [(garbage(8), good), (garbage(8), bad)])
-    with pytest.raises(ValueError, match="a storage of that size"):
-        device.copy_in(stream, [(good, garbage(8)), (bad, garbage(8))])
-    finish(device, stream)
-    assert slab.ran == []
-
-
-def test_a_region_outside_its_slab_is_refused(device: CpuDevice) -> None:
-    stream, slab = device.new_stream("copy"), device.new_slab(4096)
-    with pytest.raises(ValueError, match="not inside"):
-        device.copy_out(stream, [(garbage(8), HostRegion(slab, 4090, 8))])
-
-
-# Memory
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def resident_bytes() -> int:
@@ -341,20 +256,19 @@ def test_a_file_slab_leaves_no_name_and_gives_its_space_back(file_device: CpuDev
 
 
 def test_a_file_system_that_reserves_nothing_gets_a_sparse_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file_device: CpuDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_slab.ctypes, "CDLL", lambda *args, **kwargs: object())
     monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    device = CpuDevice(tmp_path)
-    slab = device.new_slab(MIB)
-    assert os.fstat(slab._fd).st_size == MIB
+    assert os.fstat(file_device.new_slab(MIB)._fd).st_size == MIB
     assert list(tmp_path.iterdir()) == []
-    device.close()
 
 
-def test_no_room_is_a_memory_error(device: CpuDevice) -> None:
+def test_no_room_is_a_memory_error_and_a_slab_is_a_multiple_of_the_alignment(device: CpuDevice) -> None:
     with pytest.raises(MemoryError, match="no room"):
         device.new_slab(1 << 50)
+    with pytest.raises(ValueError, match="multiple"):
+        device.new_slab(device.host_alignment + 1)
 
 
 def test_no_room_for_the_reservation_is_a_memory_error(file_device: CpuDevice) -> None:
@@ -367,55 +281,39 @@ def test_no_room_for_the_reservation_is_a_memory_error(file_device: CpuDevice) -
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_slab_is_a_multiple_of_the_alignment(device: CpuDevice) -> None:
-    with pytest.raises(ValueError, match="multiple"):
-        device.new_slab(device.host_alignment + 1)
-
-
-# Errors
-
-
-class DiskFull:
-    """Stands in for `os.pwrite`: fails as a full disk does, on the calls named."""
-
-    def __init__(self, *failing: int) -> None:
-        self.failing = set(failing)
-        self.calls = 0
-        self._pwrite = os.pwrite
-
-    def __call__(self, fd: int, data: memoryview, offset: int) -> int:
-        self.calls += 1
-        if self.calls - 1 in self.failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self._pwrite(fd, data, offset)
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def first_write_fails(monkeypatch: pytest.MonkeyPatch) -> DiskFull:
-    full = DiskFull(0)
-    monkeypatch.setattr(os, "pwrite", full)
-    return full
+def first_write_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk."""
+    pwrite, failures = os.pwrite, iter([OSError(errno.ENOSPC, "No space left on device")])
+
+    def write_or_fail(*args: Any) -> int:
+        for failure in failures:
+            raise failure
+        return pwrite(*args)
+
+    monkeypatch.setattr(os, "pwrite", write_or_fail)
 
 
-def failed_copy(device: CpuDevice, stream: object) -> tuple[Any, HostRegion]:
-    """Issue a copy-out that will fail; return its event and its target."""
-    region = HostRegion(device.new_slab(4096), 0, 100)
-    return device.copy_out(stream, [(garbage(100), region)]), region
-
-
-def wait_until_done(event: object) -> None:
-    event.wait()  # type: ignore[attr-defined]  # completes, without raising
-
-
-def test_a_full_disk_is_a_copy_error(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
-    stream = file_device.new_stream("out")
-    event, _ = failed_copy(file_device, stream)
+def test_a_full_disk_is_a_copy_error_that_keeps_no_tensor(file_device: CpuDevice, first_write_fails: None) -> None:
+    stream, region = file_device.new_stream("out"), HostRegion(file_device.new_slab(4096), 0, 100)
+    events = []
+    for _ in range(2):
+        source = garbage(100)
+        gone = weakref.ref(source)
+        events.append(file_device.copy_out(stream, [(source, region)]))
+        del source
+        events[-1].wait()  # completes, without raising
+        assert gone() is None
+    failed, fine = events
     for wait in (file_device.synchronize, lambda e: file_device.wait_event(file_device.current_stream(), e)):
         with pytest.raises(CopyError, match="copy-out of 100 bytes to FileSlab.*No space left") as caught:
-            wait(event)
-        assert isinstance(caught.value.__cause__, OSError)
-        assert caught.value.__cause__.errno == errno.ENOSPC
-    assert not file_device.is_complete(event)
+            wait(failed)
+        assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == errno.ENOSPC
+        wait(fine)  # the error does not reach the next step
+    assert not file_device.is_complete(failed) and file_device.is_complete(fine)
 
 
 def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:
@@ -426,60 +324,31 @@ def test_a_truncated_file_is_a_copy_error(file_device: CpuDevice) -> None:
         file_device.synchronize(event)
 
 
-def test_an_error_does_not_reach_the_next_step(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
-    stream = file_device.new_stream("out")
-    event, region = failed_copy(file_device, stream)
-    with pytest.raises(CopyError):
-        file_device.synchronize(event)
-    source, target = garbage(100, 1), torch.zeros(100, dtype=torch.uint8)
-    file_device.copy_out(stream, [(source, region)])
-    file_device.copy_in(stream, [(region, target)])
-    finish(file_device, stream)
-    assert torch.equal(source, target)
-
-
-def test_copies_of_one_call_after_a_failed_one_are_skipped(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
-    stream, slab = file_device.new_stream("out"), GatedSlab()
-    slab.gate.set()
+def test_copies_of_one_call_after_a_failed_one_are_skipped(file_device: CpuDevice, first_write_fails: None) -> None:
+    stream, slab = file_device.new_stream("out"), GatedSlab(True)
     broken = HostRegion(file_device.new_slab(4096), 0, 100)
-    failed = file_device.copy_out(stream, [(garbage(100), broken), (garbage(1), HostRegion(slab, 1, 1))])
-    file_device.copy_out(stream, [(garbage(1), HostRegion(slab, 2, 1))])
+    failed = file_device.copy_out(stream, [(garbage(100), broken), byte(slab, 1)])
+    file_device.copy_out(stream, [byte(slab, 2)])
     finish(file_device, stream)
     assert slab.ran == [2]
     assert not file_device.is_complete(failed)
 
 
-def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
-    out, back, gate, seen = (
-        file_device.new_stream("out"),
-        file_device.new_stream("in"),
-        GatedSlab(),
-        GatedSlab(),
-    )
-    seen.gate.set()
-    file_device.copy_out(out, [(garbage(1), HostRegion(gate, 0, 1))])  # the failure is not known yet when `back` waits
-    event, _ = failed_copy(file_device, out)
+def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_fails: None) -> None:
+    out, back, gate, seen = file_device.new_stream("out"), file_device.new_stream("in"), GatedSlab(), GatedSlab(True)
+    file_device.copy_out(out, [byte(gate, 0)])  # the failure is not known yet when `back` waits
+    event = file_device.copy_out(out, [(garbage(100), HostRegion(file_device.new_slab(4096), 0, 100))])
     file_device.wait_event(back, event)
-    dependent = file_device.copy_in(back, [(HostRegion(seen, 0, 1), garbage(1))])
+    dependent = file_device.copy_in(back, [byte(seen, 0)[::-1]])
     gate.gate.set()
     with pytest.raises(CopyError, match="No space left"):
         file_device.synchronize(dependent)
     assert seen.ran == []
     with pytest.raises(CopyError):  # known by now: told at once
         file_device.wait_event(back, event)
-    file_device.copy_in(back, [(HostRegion(seen, 0, 1), garbage(1))])
+    file_device.copy_in(back, [byte(seen, 1)[::-1]])
     finish(file_device, back)
-
-
-def test_a_failure_keeps_no_tensor(file_device: CpuDevice, first_write_fails: DiskFull) -> None:
-    stream, region = file_device.new_stream("out"), HostRegion(file_device.new_slab(4096), 0, 100)
-    source = garbage(100)
-    gone = weakref.ref(source)
-    event = file_device.copy_out(stream, [(source, region)])
-    del source
-    wait_until_done(event)
-    assert event.failure is not None
-    assert gone() is None
+    assert seen.ran == [1]
 
 
 def test_a_copy_with_a_closed_slab_fails_and_hits_no_other_file(file_device: CpuDevice, tmp_path: Path) -> None:
@@ -493,7 +362,7 @@ def test_a_copy_with_a_closed_slab_fails_and_hits_no_other_file(file_device: Cpu
     assert bystander.read_bytes() == b""
 
 
-# Life of the device
+# -- life of the device -----------------------------------------------------------------------------------------------
 
 
 def offload_threads() -> list[str]:
@@ -511,22 +380,17 @@ def test_close_finishes_the_copies_and_is_idempotent(device: CpuDevice) -> None:
     assert torch.equal(source, target)
     assert offload_threads() == []
     device.synchronize(event)
-    with pytest.raises(RuntimeError, match="closed"):
-        device.record_event(stream)
-    with pytest.raises(RuntimeError, match="closed"):
-        device.new_slab(4096)
+    for call in (lambda: device.record_event(stream), lambda: device.new_slab(4096)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
 
 
-def test_close_of_an_unused_device(device: CpuDevice) -> None:
-    device.new_stream("copy")
-    device.close()
-
-
-def test_a_dropped_device_stops_its_threads_and_closes_its_files(tmp_path: Path) -> None:
+def test_threads_start_with_the_first_copy_and_end_with_the_device(tmp_path: Path) -> None:
     device = CpuDevice(tmp_path)
-    slab = device.new_slab(4096)
-    stream = device.new_stream("copy")
-    device.copy_out(stream, [(garbage(1), HostRegion(GatedSlab.open(), 0, 1))])
+    slab, stream = device.new_slab(4096), device.new_stream("copy")
+    finish(device, stream)  # nothing was issued to it
+    assert offload_threads() == []
+    device.copy_out(stream, [byte(GatedSlab(True), 0)])
     finish(device, stream)
     assert offload_threads() == ["offload-copy"]
     del device, stream
@@ -547,7 +411,7 @@ def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path
             gc.collect()
             collected.set()
 
-    device.copy_out(streams[0], [(torch.zeros(MIB, dtype=torch.uint8), HostRegion(CollectingSlab(), 0, MIB))])
+    device.copy_out(streams[0], [byte(CollectingSlab(), 0)])
     device.wait_event(streams[1], device.record_event(streams[0]))  # the second thread ends behind the first
     cycle: list[object] = [device]
     cycle.append(cycle)
@@ -560,23 +424,12 @@ def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path
         time.sleep(0.001)
 
 
-def test_threads_start_with_the_first_copy(device: CpuDevice) -> None:
-    stream = device.new_stream("copy")
-    finish(device, stream)  # nothing was issued to it
-    assert offload_threads() == []
-    device.copy_out(stream, [(garbage(1), HostRegion(GatedSlab.open(), 0, 1))])
-    finish(device, stream)
-    assert offload_threads() == ["offload-copy"]
-
-
 def in_forked_child(body: Callable[[], object]) -> int:
     """Return the exit status of a forked child that ran `body`: 0 if it returned, 1 if it raised, -14 if it hung."""
     pid = os.fork()
     if pid == 0:
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            import signal
-
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(20)
             body()
@@ -587,12 +440,7 @@ def in_forked_child(body: Callable[[], object]) -> int:
 
 
 def use(device: CpuDevice, stream: object) -> None:
-    region = HostRegion(device.new_slab(4096), 0, 100)
-    source, target = garbage(100), torch.zeros(100, dtype=torch.uint8)
-    device.copy_out(stream, [(source, region)])
-    device.copy_in(stream, [(region, target)])
-    finish(device, stream)
-    assert torch.equal(source, target)
+    check_round_trip(device, stream, HostRegion(device.new_slab(4096), 0, 100))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -610,7 +458,7 @@ def test_an_unused_device_works_on_both_sides_of_a_fork(device: CpuDevice) -> No
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_used_device_refuses_to_work_in_a_forked_child(device: CpuDevice) -> None:
     stream, slab = device.new_stream("copy"), GatedSlab()
-    device.copy_out(stream, [(garbage(1), HostRegion(slab, 0, 1))])
+    device.copy_out(stream, [byte(slab, 0)])
     pending = device.record_event(stream)
 
     def child() -> None:
@@ -644,66 +492,26 @@ def test_the_interpreter_exits_with_copies_under_way(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-# The directory
+# -- the directory ----------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
+def test_a_directory_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(FileNotFoundError, match="does not exist: create it"):
         CpuDevice(tmp_path / "missing")
-
-
-def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
     with pytest.raises(NotADirectoryError, match="is not a directory"):
-        CpuDevice(file)
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_a_directory_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    def refuse(*args: object, **kwargs: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(PermissionError, match="is not writable .*permissions"):
-        CpuDevice(tmp_path)
-
-
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that no user may write to")
-def test_a_directory_of_the_kernel() -> None:
-    with pytest.raises(OSError, match="is not writable"):
-        CpuDevice("/proc/self")
+        CpuDevice(tmp_path / "file")
+    for code in (errno.EACCES, errno.EROFS):
+        monkeypatch.setattr(os, "open", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+        with pytest.raises(PermissionError, match="is not writable .*permissions"):
+            CpuDevice(tmp_path)
 
 
 def test_a_directory_that_is_too_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_directory(str(tmp_path), MIB)
+    with pytest.raises(ValueError, match="too full.*lower host_limit_bytes"):
+        make_device(OffloadConfig(directory=str(tmp_path), host_limit_bytes=1 << 60))
     monkeypatch.setattr(file_slab, "free_bytes", lambda path: MIB - 1)
     with pytest.raises(ValueError, match="too full: 1,048,575 bytes free, 1,048,576 needed"):
         CpuDevice(tmp_path)
-
-
-def test_check_directory_with_a_need(tmp_path: Path) -> None:
-    check_directory(str(tmp_path), MIB)
-    with pytest.raises(ValueError, match="lower host_limit_bytes"):
-        check_directory(str(tmp_path), 1 << 60)
-
-
-# make_device
-
-
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.parametrize("directory", [None, "none", "here"])
-def test_make_device_without_cuda(no_cuda: None, tmp_path: Path, directory: str | None) -> None:
-    place = str(tmp_path) if directory == "here" else directory
-    device = make_device(OffloadConfig(directory=place, host_limit_bytes=16 * MIB))
-    assert isinstance(device, CpuDevice)
-    assert device.torch_device == torch.device("cpu")
-    device.close()
-
-
-def test_make_device_checks_the_limit_against_the_directory(no_cuda: None, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="too full"):
-        make_device(OffloadConfig(directory=str(tmp_path), host_limit_bytes=1 << 60))

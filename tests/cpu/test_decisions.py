@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload_engine import ChunkKey, OffloadConfig, OffloadEngine
+from offload_engine import ChunkKey
 from offload_engine._chunk.progress import ChunkProgress
 from offload_engine._policy.horizon import HorizonBytes, HorizonGroups
 from offload_engine._policy.leaving import LeavingQueue
@@ -23,9 +23,7 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.planning.planner import Planner
 from offload_engine.schedule import Action
-from tests.adversarial import AdversarialDevice
 from tests.cpu.test_host_pool import make_pool
-from tests.engine_state import release_all
 
 
 def group(index: int, **nbytes: int) -> TensorGroup:
@@ -35,10 +33,21 @@ def group(index: int, **nbytes: int) -> TensorGroup:
     return made
 
 
-def chunk_with_a_group() -> ChunkProgress:
-    chunk = ChunkProgress(ChunkKey(0, 0))
-    chunk.groups.append(group(0))
-    return chunk
+def chunks_with_a_group(count: int) -> list[ChunkProgress]:
+    chunks = [ChunkProgress(ChunkKey(0, microbatch)) for microbatch in range(count)]
+    for chunk in chunks:
+        chunk.groups.append(TensorGroup(chunk.key, 0, "group"))
+    return chunks
+
+
+def leaving_with(*groups: TensorGroup) -> LeavingQueue:
+    leaving = LeavingQueue()
+    for one in groups:
+        leaving.push(CopyOut(one, [], 8, None))
+    return leaving
+
+
+# -- the host pool ----------------------------------------------------------------------------------------------------
 
 
 def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
@@ -60,9 +69,39 @@ def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
     assert fake.open_bytes == 192
 
 
-def test_slabs_do_not_grow_beyond_their_limit() -> None:
-    pool, _ = make_pool(limit_bytes=64)
-    assert not pool._slabs.grow(128, 64)
+def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
+    pool, fake = make_pool(slab_bytes=64, capacity=96)
+    assert pool._slabs.grow(16, 64) and fake.open_bytes == 64  # one, and not one of each size
+    assert pool._slabs.grow(16, 64) and fake.open_bytes == 80
+    assert pool._slabs.grow(32, 64) and fake.open_bytes == 32  # the idle ones have made room
+    limited, _ = make_pool(limit_bytes=64)
+    assert not limited._slabs.grow(128, 64)
+
+
+def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
+    pool, _ = make_pool(slab_bytes=64)
+    old = pool.lend(64)
+    assert old is not None
+    pool._slabs.nbytes = 0  # as if interrupted before it was counted
+    pool.take_all_back()
+    assert pool.slab_bytes_total == 64
+    new = pool.lend(64)
+    pool.give_back(old, ())
+    assert new is not None and pool.num_leases == 1 and pool.lent_bytes == 64
+
+
+def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
+    pool, fake = make_pool(slab_bytes=64)
+    assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
+    pool._is_frozen = True
+    lease = pool.lend(16)
+    assert lease is not None and len(pool._slabs.by_index) == 2
+    pool.give_back(lease, ())
+    pool.thaw()
+    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1
+
+
+# -- policies and what they count -------------------------------------------------------------------------------------
 
 
 def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> None:
@@ -71,18 +110,6 @@ def test_the_search_for_freed_excluded_tensors_comes_at_doubled_intervals() -> N
     for tensor in tensors:
         found.exclude(tensor)
     assert found._prune_at == 2 * len(tensors)
-
-
-def test_groups_ahead_count_while_they_have_device_bytes_and_until_the_end_of_the_iteration() -> None:
-    horizon = HorizonGroups(1)
-    ahead = group(0, own_device_bytes=8)
-    horizon.count_issued(ahead)
-    assert not horizon.has_room(group(1), False)
-    horizon.clear()
-    assert horizon.has_room(group(1), False)
-    horizon.count_issued(ahead)
-    ahead.own_device_bytes = 0
-    assert horizon.has_room(group(1), False)
 
 
 def test_one_plan_may_be_remembered() -> None:
@@ -100,51 +127,18 @@ def test_two_of_the_largest_groups_may_be_in_flight_until_a_layer_is_known(
     assert ResidentLayersPolicy(ByteCounters(None), leaving, 2).must_release() == must_release
 
 
-@pytest.mark.parametrize("forgets", ["clear", "begin"])
+@pytest.mark.parametrize("forgets", ["clear", "begin", "a reset with a budget"])
 def test_chunks_of_the_last_iteration_are_forgotten(forgets: str) -> None:
-    window = BackwardWindow()
-    window.begin((), False)
-    window.begin_forward(chunk_with_a_group())
-    assert window._chunks
-    window.clear() if forgets == "clear" else window.begin((), False)
-    assert not window._chunks
-
-
-def test_a_budget_forgets_the_chunks_of_an_iteration_that_is_reset() -> None:
     policy = ResidentBudgetPolicy(ByteCounters(None), LeavingQueue(), 100)
-    policy.begin((), False)
-    policy._window.begin_forward(chunk_with_a_group())
-    assert policy._window._chunks
-    policy.clear()
-    assert not policy._window._chunks
-
-
-def test_a_tensor_that_no_copy_in_has_brought_back_is_counted_as_missed() -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        chunk.open_group("group")
-        handle = chunk.tensor_push(torch.ones(64))
-        chunk.close_group()
-        release_all(engine)
-        assert (chunk.tensor_pop(handle) == 1).all()
-        del handle
-        assert engine.stats.prefetch_misses == 1
-    engine.close()
-
-
-def chunks_with_a_group(count: int) -> list[ChunkProgress]:
-    chunks = [ChunkProgress(ChunkKey(0, microbatch)) for microbatch in range(count)]
-    for chunk in chunks:
-        chunk.groups.append(TensorGroup(chunk.key, 0, "group"))
-    return chunks
-
-
-def leaving_with(*groups: TensorGroup) -> LeavingQueue:
-    leaving = LeavingQueue()
-    for one in groups:
-        leaving.push(CopyOut(one, [], 8, None))
-    return leaving
+    window = policy._window
+    window.begin((), False)
+    window.begin_forward(chunks_with_a_group(1)[0])
+    assert window._chunks
+    if forgets == "begin":
+        window.begin((), False)
+    else:
+        (window if forgets == "clear" else policy).clear()
+    assert not window._chunks
 
 
 def test_chunks_whose_backward_has_begun_are_not_predicted_again() -> None:
@@ -190,13 +184,21 @@ def test_groups_passed_by_count_again_once_their_backward_comes() -> None:
     assert not horizon.has_room(waiting, False)
 
 
-def test_what_was_recalled_for_a_backward_that_did_not_come_takes_no_room() -> None:
-    horizon = HorizonBytes(ByteCounters(None), 8)
-    horizon.count_issued(group(0, recalled_bytes=8))
-    waiting = group(1, on_host_bytes=8)
-    assert not horizon.has_room(waiting, False)
-    horizon.count_passed()
-    assert horizon.has_room(waiting, False)
+def test_groups_ahead_count_while_they_have_device_bytes_and_until_the_end_of_the_iteration() -> None:
+    horizon = HorizonGroups(1)
+    ahead = group(0, own_device_bytes=8)
+    horizon.count_issued(ahead)
+    assert not horizon.has_room(group(1), False)
+    horizon.clear()
+    assert horizon.has_room(group(1), False)
+    horizon.count_issued(ahead)
+    ahead.own_device_bytes = 0
+    assert horizon.has_room(group(1), False)
+    recalled, waiting = HorizonBytes(ByteCounters(None), 8), group(1, on_host_bytes=8)
+    recalled.count_issued(group(0, recalled_bytes=8))
+    assert not recalled.has_room(waiting, False)
+    recalled.count_passed()  # for a backward that did not come
+    assert recalled.has_room(waiting, False)
 
 
 def test_an_iteration_begins_without_groups_ahead_and_with_its_schedule() -> None:
@@ -239,33 +241,3 @@ def test_a_bound_of_bytes_in_flight_replaces_the_wait_at_a_backward(policy_type:
         policy = policy_type(ByteCounters(None), leaving_with(left), 2, max_inflight_bytes)
         policy.at(TAIL, chunk, None)
         assert list(policy.at(CHUNK_BACKWARD, chunk, None)) == moves
-
-
-def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
-    pool, fake = make_pool(slab_bytes=64, capacity=96)
-    assert pool._slabs.grow(16, 64) and fake.open_bytes == 64  # one, and not one of each size
-    assert pool._slabs.grow(16, 64) and fake.open_bytes == 80
-    assert pool._slabs.grow(32, 64) and fake.open_bytes == 32  # the idle ones have made room
-
-
-def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
-    pool, _ = make_pool(slab_bytes=64)
-    old = pool.lend(64)
-    assert old is not None
-    pool._slabs.nbytes = 0  # as if interrupted before it was counted
-    pool.take_all_back()
-    assert pool.slab_bytes_total == 64
-    new = pool.lend(64)
-    pool.give_back(old, ())
-    assert new is not None and pool.num_leases == 1 and pool.lent_bytes == 64
-
-
-def test_a_frozen_pool_keeps_its_slabs_until_it_is_thawed() -> None:
-    pool, fake = make_pool(slab_bytes=64)
-    assert pool._slabs.grow(64, 64) and pool._slabs.grow(64, 64)  # more than was ever lent
-    pool._is_frozen = True
-    lease = pool.lend(16)
-    assert lease is not None and len(pool._slabs.by_index) == 2
-    pool.give_back(lease, ())
-    pool.thaw()
-    assert pool.lend(16) is not None and len(pool._slabs.by_index) == 1

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,61 +40,48 @@ for step in range(1_000_000):
 """
 
 
-class Ranks:
-    """Training processes on a machine, which move activations to files in a directory."""
-
-    def __init__(self, directory: Path, num: int) -> None:
-        self.tier = directory / "tier"
-        self.tier.mkdir()
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", TRAIN, str(rank), str(num), str(directory / "meeting"), str(self.tier)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            for rank in range(num)
-        ]
-
-    def wait_until_they_train(self) -> None:
-        for process in self.processes:
+@contextmanager
+def training(directory: Path, num: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks that train and move activations to files, of which none is left when they have ended."""
+    tier = directory / "tier"
+    tier.mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(rank), str(num), str(directory / "meeting"), str(tier)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(num)
+    ]
+    try:
+        for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "trains\n", process.communicate(timeout=TIMEOUT_S)[1]
-
-    def end(self) -> None:
-        for process in self.processes:
+        yield processes
+        assert not list(tier.iterdir())
+    finally:
+        for process in processes:
             process.kill()
             process.communicate()
 
 
 def test_sigterm_ends_training_at_once_and_leaves_no_file(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, 1)
-    try:
-        ranks.wait_until_they_train()
+    with training(tmp_path, 1) as [process]:
         begin = time.monotonic()
-        (process,) = ranks.processes
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == -signal.SIGTERM
         assert time.monotonic() - begin < TIMEOUT_S / 2
-        assert not list(ranks.tier.iterdir())
-    finally:
-        ranks.end()
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch was built without torch.distributed")
 def test_a_killed_peer_ends_training_with_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path, 2)
-    try:
-        ranks.wait_until_they_train()
-        survivor, killed = ranks.processes
+    with training(tmp_path, 2) as [survivor, killed]:
         begin = time.monotonic()
         killed.kill()
         _, errors = survivor.communicate(timeout=TIMEOUT_S)
         assert time.monotonic() - begin < TIMEOUT_S
         assert survivor.returncode == 1
         assert "RuntimeError" in errors and ("peer" in errors or "gloo" in errors.lower()), errors
-        assert not list(ranks.tier.iterdir())
-    finally:
-        ranks.end()

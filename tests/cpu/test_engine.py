@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +22,6 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     ResidencyMeter,
-    SavedTensorTracker,
     group_commit,
     group_start,
 )
@@ -35,9 +33,21 @@ NUMEL = 512
 
 
 @pytest.fixture
-def engine() -> Iterator[OffloadEngine]:
-    engine = make_engine()
+def settings() -> dict[str, int]:
+    return {}
+
+
+def having(*each: dict[str, int]) -> pytest.MarkDecorator:
+    """Give the test an engine with these settings."""
+    return pytest.mark.parametrize("settings", each, ids=str)
+
+
+@pytest.fixture
+def engine(settings: dict[str, int]) -> Iterator[OffloadEngine]:
+    """An engine on the adversarial device, of which nothing is left in the end."""
+    engine = make_engine(**settings)
     yield engine
+    check_nothing_left(engine)
     engine.close()
 
 
@@ -78,61 +88,7 @@ def check_nothing_left(engine: OffloadEngine) -> None:
     assert not engine.device.hazards  # type: ignore[attr-defined]
 
 
-# -- exact views ------------------------------------------------------------------------------------------------------
-
-
 # -- which tensors move -----------------------------------------------------------------------------------------------
-
-
-def test_one_storage_saved_by_two_groups_is_copied_once(engine: OffloadEngine) -> None:
-    x = leaf()
-    y = x * 1
-    plain = torch.autograd.grad(y.exp().sum() + y.sin().sum() + y.cos().sum(), x)[0]
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        y = x * 1
-        outputs = [in_group(chunk, torch.exp, y), in_group(chunk, torch.sin, y), in_group(chunk, torch.cos, y)]
-        del y
-        total = outputs[0].sum() + outputs[1].sum() + outputs[2].sum()
-        total.backward()
-        del outputs, total
-    # y once, although sin and cos save it (exp saves its own output, which is the other one)
-    assert engine.stats.copied_out_bytes == 2 * 4 * NUMEL
-    assert x.grad is not None and torch.equal(x.grad, plain)
-    check_nothing_left(engine)
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_a_part_that_is_written_when_another_one_has_left_is_another_save(as_view: bool) -> None:
-    """The parts have a version counter each, and all of them agree."""
-
-    def sin(part: torch.Tensor) -> torch.Tensor:
-        return part.expand(4, -1).sin()[0] if as_view else part.sin()  # the view is as large as the storage
-
-    def run(in_group: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([in_group(sin, part.exp_()) for part in (x * 1).unsafe_chunk(4)])
-
-    engine = make_engine(max_inflight_bytes=0)  # each copy is over before what comes next
-    x = leaf()
-    plain = torch.autograd.grad(run(lambda function, tensor: function(tensor), x).sum(), x)[0]
-    with engine.iteration():
-        output = run(lambda function, tensor: in_group(engine.start_chunk(), function, tensor), x)
-        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], plain)
-        del output
-    check_nothing_left(engine)
-
-
-def test_a_storage_that_lives_on_elsewhere_after_its_release_is_not_copied_again(engine: OffloadEngine) -> None:
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        y = leaf() * 1
-        first = in_group(chunk, torch.sin, y)
-        for _ in range(2):  # by now the first group is released, yet `y` still has its storage
-            in_group(chunk, torch.sin, leaf(8))
-        second = in_group(chunk, torch.cos, y)
-        (first + second).sum().backward()
-        del y, first, second
-    assert engine.stats.copied_out_bytes == 4 * NUMEL + 2 * 4 * 8
 
 
 def test_a_storage_at_the_address_of_one_that_left_is_another() -> None:
@@ -205,7 +161,6 @@ def test_a_storage_that_is_saved_outside_the_groups_too_leaves_all_the_same(
         offloaded = torch.autograd.grad(output.sum(), x)[0]
         del output
     assert torch.equal(plain, offloaded)
-    check_nothing_left(engine)
 
 
 def test_tensor_saved_outside_groups_stays_and_is_not_counted(engine: OffloadEngine) -> None:
@@ -219,7 +174,6 @@ def test_tensor_saved_outside_groups_stays_and_is_not_counted(engine: OffloadEng
         assert torch.equal(torch.autograd.grad(total, x)[0], plain)
         del total
     assert engine.stats.peak_resident_bytes == 0
-    check_nothing_left(engine)
 
 
 def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngine) -> None:
@@ -233,46 +187,25 @@ def test_a_group_whose_forward_raised_stays_for_no_backward(engine: OffloadEngin
         del handle
 
 
-def test_weights_keep_their_identity_and_their_views_stay(engine: OffloadEngine) -> None:
-    linear = torch.nn.Linear(16, 16)
-    seen: list[object] = []
-    with engine.iteration(weights=linear.parameters()):
-        chunk = engine.start_chunk()
-        chunk.open_group("weights")
-        for tensor in (linear.weight, linear.weight.t(), linear.weight.detach()[2:]):
-            seen.append(chunk.tensor_push(tensor))
-            assert seen[-1] is tensor
-            assert chunk.tensor_pop(tensor) is tensor
-        chunk.close_group()
-    assert engine.stats.managed_bytes == 0
-
-
-def test_weights_inside_wrappers_stay(engine: OffloadEngine) -> None:
+def test_weights_and_their_views_stay_also_inside_wrappers_and_gathered(engine: OffloadEngine) -> None:
+    """FSDP gathers weights into storages that were unknown when the iteration began."""
     from torch.testing._internal.two_tensor import TwoTensor
 
-    parts = torch.ones(NUMEL), torch.zeros(NUMEL)
-    with engine.iteration(weights=[TwoTensor(*parts), torch.eye(4).to_sparse()]):
+    linear, parts = torch.nn.Linear(16, 16), (torch.ones(NUMEL), torch.zeros(NUMEL))
+    with engine.iteration(weights=[*linear.parameters(), TwoTensor(*parts), torch.eye(4).to_sparse()]):
         chunk = engine.start_chunk()
         chunk.open_group("weights")
-        for part in parts:
-            assert chunk.tensor_push(part) is part
-        chunk.close_group()
-
-
-def test_views_of_parameters_stay_for_any_storage(engine: OffloadEngine) -> None:
-    """FSDP gathers weights into storages that were unknown when the iteration began."""
-    linear = torch.nn.Linear(16, 16)
-    with engine.iteration(weights=linear.parameters()):
-        chunk = engine.start_chunk()
+        for tensor in (linear.weight, linear.weight.t(), linear.weight.detach()[2:], *parts):
+            assert chunk.tensor_push(tensor) is tensor
+            assert chunk.tensor_pop(tensor) is tensor
         linear.weight.data = torch.ones(16, 16)
-        chunk.open_group("weights")
         assert torch.equal(chunk.tensor_push(view := linear.weight.t()), view)
         chunk.close_group()
     assert engine.stats.managed_bytes == 0
 
 
-def test_small_sparse_and_excluded_tensors_stay() -> None:
-    engine = make_engine(min_tensor_bytes=1024)
+@having({"min_tensor_bytes": 1024})
+def test_small_sparse_and_excluded_tensors_stay(engine: OffloadEngine) -> None:
     marked, excluded = torch.randn(NUMEL), torch.randn(NUMEL)
     marked._TE_do_not_offload = True  # type: ignore[attr-defined]
     small, sparse, subclass = torch.randn(10), torch.eye(64).to_sparse(), torch.nn.Parameter(torch.randn(NUMEL))
@@ -283,7 +216,6 @@ def test_small_sparse_and_excluded_tensors_stay() -> None:
             assert chunk.tensor_push(tensor) is tensor
         assert chunk.tensor_push(torch.randn(NUMEL)) is not None
     assert engine.stats.managed_bytes == 4 * NUMEL
-    engine.close()
 
 
 def test_exclusion_ends_with_its_tensor(engine: OffloadEngine) -> None:
@@ -313,27 +245,10 @@ def test_what_is_excluded_for_good_stays_in_later_iterations_and_when_it_was_emp
         assert not engine._store.eligibility._excluded
 
 
-def test_a_small_view_of_a_large_storage_moves_with_it() -> None:
+@having({"min_tensor_bytes": 1024})
+def test_a_small_view_of_a_large_storage_moves_with_it(engine: OffloadEngine) -> None:
     """Were it kept as it is, it would hold the whole storage on the device."""
-    engine = make_engine(min_tensor_bytes=1024)
     check_against_plain(engine, lambda x: (y := x * 1)[:2].exp().sum() * y, leaf())
-    engine.close()
-
-
-def test_a_tensor_discarded_on_purpose_is_never_copied(engine: OffloadEngine) -> None:
-    x = leaf()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        y = x * 1
-        start = group_start(y, chunk, "group")
-        with chunk.saved_tensors_hooks():
-            output = start.exp().sin()
-        saved_size = y.untyped_storage().nbytes()
-        y.untyped_storage().resize_(0)
-        group_commit(output, chunk)
-        y.untyped_storage().resize_(saved_size)
-    assert engine.stats.copied_out_bytes == 4 * NUMEL  # the input of sin only
-    engine.reset_iteration()
 
 
 # -- when the engine is passive ---------------------------------------------------------------------------------------
@@ -357,35 +272,18 @@ def test_passive_without_gradients_outside_iterations_and_in_backward(engine: Of
     assert seen == [False, False, True, False]
 
 
-def test_kept_groups_and_a_dry_run_move_nothing() -> None:
-    for settings, keep in (({}, frozenset({0, 1})), ({"dry_run": True}, frozenset())):
-        engine = make_engine(**settings)
-        x = leaf()
-        with engine.iteration():
-            chunk = engine.start_chunk(keep_groups=keep)
-            total = in_group(chunk, torch.exp, in_group(chunk, torch.sin, x)).sum()
-            if engine.config.dry_run:
-                chunk.bulk_offload_group(0)
-            total.backward()
-        assert engine.stats.copied_out_bytes == 0
-        assert engine.stats.peak_resident_bytes == 2 * 4 * NUMEL
-        assert engine.stats.num_kept_groups == len(keep)
-        check_nothing_left(engine)
-        engine.close()
-
-
-def test_at_the_host_limit_a_group_stays_resident_and_is_counted() -> None:
-    engine = make_engine(host_limit_bytes=4 * NUMEL)
-    x = leaf()
-    plain = torch.autograd.grad(x.sin().exp().cos().sum(), x)[0]
+@having({}, {"dry_run": True})
+def test_kept_groups_and_a_dry_run_move_nothing(engine: OffloadEngine) -> None:
+    keep = frozenset() if engine.config.dry_run else frozenset({0, 1})
     with engine.iteration():
-        chunk = engine.start_chunk()
-        in_group(chunk, torch.cos, in_group(chunk, torch.exp, in_group(chunk, torch.sin, x))).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, plain)
-    assert engine.stats.num_host_limit_groups >= 1
-    assert engine.stats.peak_host_bytes <= 4 * NUMEL
-    check_nothing_left(engine)
-    engine.close()
+        chunk = engine.start_chunk(keep_groups=keep)
+        total = in_group(chunk, torch.exp, in_group(chunk, torch.sin, leaf())).sum()
+        if engine.config.dry_run:
+            chunk.bulk_offload_group(0)
+        total.backward()
+    assert engine.stats.copied_out_bytes == 0
+    assert engine.stats.peak_resident_bytes == 2 * 4 * NUMEL
+    assert engine.stats.num_kept_groups == len(keep)
 
 
 # -- graphs that do not end in one backward ---------------------------------------------------------------------------
@@ -404,7 +302,8 @@ def test_a_graph_that_outlives_the_iteration_stays_valid_and_is_named(
     total.backward()
     del total
     assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-    assert engine.pool.num_leases == 0
+    with engine.iteration():
+        pass
 
 
 def test_in_place_use_of_an_output_is_legal_and_of_a_saved_tensor_is_an_error(engine: OffloadEngine) -> None:
@@ -437,58 +336,23 @@ def test_in_place_use_of_a_saved_tensor_that_stays_is_an_error_too(hooks: str, r
 # -- prefetch ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unpack_without_prefetch_is_ordered_and_counted() -> None:
-    engine = make_engine(horizon_bytes=0)
+@having({"horizon_bytes": 0})
+def test_an_unpack_without_prefetch_is_ordered_and_counted(engine: OffloadEngine) -> None:
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
     assert engine.stats.prefetch_misses > 0
-    engine.close()
 
 
-def test_horizon_bounds_copy_ins_ahead() -> None:
-    engine = make_engine(horizon_bytes=4 * NUMEL, max_inflight_bytes=0)
-    x, layers = leaf(), 8
+@having({"horizon_bytes": 4 * NUMEL, "max_inflight_bytes": 0})
+def test_horizon_bounds_copy_ins_ahead(engine: OffloadEngine) -> None:
     with engine.iteration():
-        chunk = engine.start_chunk()
-        y = x
-        for _ in range(layers):
+        chunk, y = engine.start_chunk(), leaf()
+        for _ in range(8):
             y = in_group(chunk, torch.sin, y)
         assert engine.stats.peak_resident_bytes <= 2 * 4 * NUMEL
         y.sum().backward()
         del y
     assert engine.stats.peak_resident_bytes <= 3 * 4 * NUMEL  # one in use, one ahead, one on its way
     assert engine.stats.prefetch_misses <= 1  # the first: nothing came before it
-    check_nothing_left(engine)
-
-
-def resident_after(engine: OffloadEngine, num_groups: int, keep: frozenset[int] = frozenset()) -> int:
-    """Storages on the device after the forward of a chain of equal groups, on a device that completes copies late."""
-    with engine.iteration():
-        chunk = engine.start_chunk(keep_groups=keep)
-        y = leaf() * 1
-        for _ in range(num_groups):
-            y = in_group(chunk, torch.sin, y)
-        resident = engine._store.counters.resident_bytes // (4 * NUMEL)
-        y.sum().backward()
-        del y
-    check_nothing_left(engine)
-    return resident
-
-
-def test_by_default_two_groups_of_copies_wait_for_their_release(engine: OffloadEngine) -> None:
-    assert resident_after(engine, 8) == 2
-
-
-def test_a_kept_group_releases_all_that_was_copied_out_before_it(engine: OffloadEngine) -> None:
-    assert resident_after(engine, 8, keep=frozenset({7})) == 1  # itself
-
-
-def test_a_host_read_gives_the_tensor_on_the_host() -> None:
-    engine = OffloadEngine(OffloadConfig(directory="none"))
-    if engine.device.torch_device.type != "cpu":
-        pytest.skip("a GPU is there: tests/gpu/test_host_read.py reads it; hide it to run this one")
-    counts = torch.arange(5)
-    assert torch.equal(engine.device.host_read(counts).wait(), counts)
-    engine.close()
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -499,11 +363,15 @@ def test_calls_in_the_wrong_order(engine: OffloadEngine) -> None:
         engine.start_chunk()
     with pytest.raises(OffloadError, match="outside an iteration"):
         engine.end_iteration()
+    with pytest.raises(TypeError, match=r"Action objects, got 'F0.0'; parse_actions\(\)"):
+        engine.begin_iteration([*parse_actions("B0.0"), "F0.0"])  # type: ignore[list-item]
     engine.begin_iteration()
     with pytest.raises(OffloadError, match="reset_iteration"):
         engine.begin_iteration()
     with pytest.raises(OffloadError, match="no open group"):
         engine.start_chunk().close_group()
+    with pytest.raises(NotImplementedError, match="double_buffering=True is not supported"):
+        engine.start_chunk(double_buffering=True)
     engine.reset_iteration()
     engine.reset_iteration()
 
@@ -530,19 +398,20 @@ def test_after_a_reset_an_old_graph_says_so_and_the_next_step_is_right(engine: O
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
 
+def six_groups(engine: OffloadEngine) -> torch.Tensor:
+    chunk, y = engine.start_chunk(), leaf()
+    for _ in range(6):
+        y = in_group(chunk, torch.sin, y)
+    return y.sum()
+
+
 @pytest.mark.parametrize("kind", ["out", "in"])
 def test_a_failed_copy_raises_at_the_step_and_names_its_group(engine: OffloadEngine, kind: str) -> None:
     device = engine.device
     assert isinstance(device, AdversarialDevice)
     device.fail_next_copy(kind, after=1)
-    x = leaf()
     with pytest.raises(CopyError, match=rf"copy-{kind} of group \d+ \(group\).*reset_iteration"), engine.iteration():
-        chunk = engine.start_chunk()
-        y = x
-        for _ in range(6):
-            y = in_group(chunk, torch.sin, y)
-        y.sum().backward()
-    del y, chunk
+        six_groups(engine).backward()
     assert engine.pool.num_leases == 0
     check_against_plain(engine, lambda x: (x * 1).exp() * x, leaf())
 
@@ -560,15 +429,9 @@ def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: 
             raise interrupt
         return record(of)
 
-    def forward_and_backward() -> None:
-        chunk, y = engine.start_chunk(), leaf()
-        for _ in range(6):
-            y = in_group(chunk, torch.sin, y)
-        y.sum().backward()
-
     engine.begin_iteration()
     with mock.patch.object(device, "record_event", record_event), pytest.raises(KeyboardInterrupt):
-        forward_and_backward()
+        six_groups(engine).backward()
     gc.collect()
     engine.reset_iteration()
     assert not device.hazards
@@ -590,36 +453,3 @@ def test_after_an_interrupted_close_the_next_one_closes(monkeypatch: pytest.Monk
     engine.close()
     engine.close()
     closed.assert_called_once()
-
-
-def test_double_buffering_is_refused(engine: OffloadEngine) -> None:
-    with engine.iteration(), pytest.raises(NotImplementedError, match="double_buffering=True is not supported"):
-        engine.start_chunk(double_buffering=True)
-
-
-# -- the meter --------------------------------------------------------------------------------------------------------
-
-
-def test_tracker_and_engine_count_on_one_meter() -> None:
-    engine = make_engine(dry_run=True)
-    assert engine.meter is not None
-    meter, x = engine.meter, leaf()
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        with SavedTensorTracker(meter):
-            y = (x * 1).exp()  # tracked; its output is saved once more by the group
-            y = in_group(chunk, torch.sin, y)
-            y = y.cos()
-        assert meter.current_bytes == 2 * 4 * NUMEL
-        y.sum().backward()
-        del y
-    assert meter.current_bytes == 0
-    assert meter.peak_bytes == 2 * 4 * NUMEL
-    engine.close()
-
-
-@pytest.mark.parametrize("actions", [["F0.0", "B0.0"], [*parse_actions("B0.0"), "F0.0"]])
-def test_actions_as_text_are_refused(engine: OffloadEngine, actions: Any) -> None:
-    with pytest.raises(TypeError, match=r"Action objects, got 'F0.0'; parse_actions\(\)"):
-        engine.begin_iteration(actions)
-    assert not engine.is_in_iteration

@@ -11,10 +11,7 @@ from tests.engine_on_clocks import ClockDevice, run_engine
 
 EQUAL = [
     dense_job(ATTENTION),
-    dense_job(MOST),
-    dense_job(ALL),
     dense_job(ALL, virtual=4),
-    dense_job(ATTENTION, max_inflight_bytes=1300),
     dense_job(MOST, max_inflight_bytes=1300),
     dense_job(MOST, horizon_bytes=2000),
     dense_job(ALL, max_inflight_bytes=2000, horizon_bytes=1300),
@@ -22,14 +19,9 @@ EQUAL = [
     ONE_RANK,
     dense_job(("core_attn",), pipeline=4, virtual=2, layers=16),
     # Budgets for which the reactive policy happens to guess what the plan knows.
-    dense_job(MOST, resident_bytes=2000),
     dense_job(ALL, resident_bytes=2000),
     with_bounds(ONE_RANK, resident_bytes=3072),
 ]
-
-
-def over_dry_run(job: PipelineJob) -> float:
-    return run_engine(job).milliseconds / run_engine(job, dry_run=True).milliseconds
 
 
 @pytest.mark.parametrize("job", EQUAL)
@@ -47,18 +39,12 @@ def test_engine_runs_the_step_that_the_simulator_predicts(job: PipelineJob) -> N
 @pytest.mark.parametrize("names", [ATTENTION, MOST, ALL])
 def test_pool_pins_at_most_a_tenth_more_than_the_peak_on_host(names: tuple[str, ...]) -> None:
     for stats in run_engine(dense_job(names)).stats:
-        assert stats.host_bytes <= 1.1 * stats.peak_host_bytes
+        assert 0 < stats.peak_host_bytes <= stats.host_bytes <= 1.1 * stats.peak_host_bytes
 
 
 @pytest.mark.parametrize(
     "job",
-    [
-        dense_job(MOST, resident_bytes=3000),
-        dense_job(ALL, resident_bytes=3000),
-        dense_job(ALL, resident_bytes=5000),
-        dense_job(ALL, resident_bytes=9000),
-        with_bounds(DEEP, resident_bytes=3000),
-    ],
+    [dense_job(MOST, resident_bytes=3000), dense_job(ALL, resident_bytes=9000), with_bounds(DEEP, resident_bytes=3000)],
 )
 def test_planned_budget_costs_no_more_than_a_guessed_one(job: PipelineJob) -> None:
     engine, planned = run_engine(job), simulate_planned(job)
@@ -76,13 +62,10 @@ def test_guessed_budget_is_near_the_step_time_of_gpus(
     names: tuple[str, ...], mib: int, gpus: float, clocks: float
 ) -> None:
     """Step time over no offload. GPUs ran `ResidentBudget`, which guesses; the simulator takes plans, which do not."""
-    ratio = over_dry_run(dense_job(names, resident_bytes=mib))
+    job = dense_job(names, resident_bytes=mib)
+    ratio = run_engine(job).milliseconds / run_engine(job, dry_run=True).milliseconds
     assert ratio == pytest.approx(clocks, abs=1e-4)
     assert ratio == pytest.approx(gpus, abs=0.05)
-
-
-def test_guessed_budget_costs_little_in_a_deep_pipeline() -> None:
-    assert over_dry_run(with_bounds(DEEP, resident_bytes=3000)) < 1.02
 
 
 def test_nothing_leaves_that_fits_a_guessed_budget() -> None:
@@ -91,7 +74,7 @@ def test_nothing_leaves_that_fits_a_guessed_budget() -> None:
     assert first.copied_out_bytes > 0 == last.copied_out_bytes
 
 
-@pytest.mark.parametrize("job", [ONE_RANK, dense_job(MOST), dense_job(ALL), dense_job(MOST, max_inflight_bytes=1300)])
+@pytest.mark.parametrize("job", [ONE_RANK, dense_job(ALL), dense_job(MOST, max_inflight_bytes=1300)])
 def test_a_step_that_asks_no_event_takes_as_long(job: PipelineJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a capture: copy-outs found complete at no boundary are waited for where the bound on copies demands it."""
     asking = run_engine(job)

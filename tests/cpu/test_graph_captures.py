@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +17,7 @@ from offload_engine import (
     OffloadEngine,
     OffloadError,
     Planned,
+    group_start,
     manage_activations,
 )
 from offload_engine._devices.base import HostRegion
@@ -68,32 +69,23 @@ def training(device: GraphDevice) -> Training:
     return training
 
 
-def test_a_captured_step_is_right_and_joined(training: Training, device: GraphDevice) -> None:
-    copies = device.num_copies.total()
-    with training.engine.graphs.capture(device.graph()):
-        grads = training.step()
-    assert training.is_right(grads) and device.num_copies.total() > copies
-    assert training.is_right(training.step())
-
-
 def test_the_graph_has_its_host_memory_to_itself(training: Training, device: GraphDevice) -> None:
-    engine = training.engine
+    """Until it is released: then the next capture has it, and the engine can close."""
+    engine, copies = training.engine, device.num_copies.total()
     with engine.graphs.capture(device.graph()) as first:
-        training.step()
-    assert first.host_bytes > 0 and engine.graphs.steps == (first,)
-    assert first.slabs is not None
+        assert training.is_right(training.step())
+    assert device.num_copies.total() > copies
+    assert first.host_bytes > 0 and engine.graphs.steps == (first,) and first.slabs is not None
     own = set(map(id, first.slabs.by_index.values()))
     assert engine.pool.slab_bytes_total == 0
+    with pytest.raises(OffloadError, match="1 captured steps still use"):
+        engine.close()
     assert training.is_right(training.step())  # pins memory of its own
     assert own.isdisjoint(map(id, engine.pool.hand_over().by_index.values()))
-
-
-def test_release_returns_the_memory_for_the_next_capture(training: Training, device: GraphDevice) -> None:
-    engine = training.engine
-    with engine.graphs.capture(device.graph()) as first:
-        training.step()
     nbytes = first.host_bytes
-    first.release()
+    with mock.patch.object(device, "synchronize", wraps=device.synchronize) as synchronize:
+        first.release()
+    assert synchronize.call_args_list[0].args[0].stream is device.current_stream(), "waits for the last replay"
     first.release()
     assert first.host_bytes == 0 and engine.pool.slab_bytes_total == nbytes and not engine.graphs.steps
     with engine.graphs.capture(device.graph()) as second:
@@ -101,6 +93,8 @@ def test_release_returns_the_memory_for_the_next_capture(training: Training, dev
     assert second.host_bytes == nbytes
     second.release()
     engine.close()
+    with pytest.raises(OffloadError, match="after close"), engine.graphs.capture():
+        pass
 
 
 def test_the_limit_counts_what_graphs_have(device: GraphDevice) -> None:
@@ -138,18 +132,6 @@ def test_a_captured_step_is_not_recorded(training: Training, device: GraphDevice
     assert training.engine.last_record is not None
 
 
-def test_an_engine_with_a_captured_step_does_not_close(training: Training, device: GraphDevice) -> None:
-    with training.engine.graphs.capture(device.graph()) as captured:
-        training.step()
-    with pytest.raises(OffloadError, match="1 captured steps still use"):
-        training.engine.close()
-    assert training.is_right(training.step())
-    captured.release()
-    training.engine.close()
-    with pytest.raises(OffloadError, match="after close"), training.engine.graphs.capture():
-        pass
-
-
 def test_more_host_memory_is_refused_in_the_capture(training: Training, device: GraphDevice) -> None:
     assert training.engine.trim_host_memory() > 0
     with pytest.raises(OffloadError, match="none can be pinned"), training.engine.graphs.capture(device.graph()):
@@ -160,22 +142,6 @@ def test_more_host_memory_is_refused_in_the_capture(training: Training, device: 
         assert training.is_right(training.step())
 
 
-def test_a_step_that_raises_leaves_the_engine_right(training: Training, device: GraphDevice) -> None:
-    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(device.graph()):
-        with training.activations:
-            loss = training.model(training.inputs[0])
-            del loss
-            raise ZeroDivisionError
-    assert not training.engine.graphs.steps and not training.engine.is_in_iteration
-    assert training.is_right(training.step())
-
-
-def test_an_error_in_front_of_the_step_ends_the_capture_in_order(training: Training, device: GraphDevice) -> None:
-    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(device.graph()):
-        raise ZeroDivisionError
-    assert not device.hazards and training.is_right(training.step())
-
-
 def test_slabs_that_waste_memory_are_replaced_before_the_capture(training: Training, device: GraphDevice) -> None:
     assert training.engine.pool._slabs._add(1 << 20)
     with training.engine.graphs.capture(device.graph()) as captured:
@@ -183,12 +149,31 @@ def test_slabs_that_waste_memory_are_replaced_before_the_capture(training: Train
     assert captured.slabs is not None and len(captured.slabs.by_index) == 1
 
 
-def test_a_step_that_is_reset_in_the_capture_joins_its_streams(training: Training, device: GraphDevice) -> None:
-    engine = training.engine
-    with pytest.raises(ZeroDivisionError), engine.graphs.capture(), device.graph(), engine.iteration():
+def _in_front_of_the_step(training: Training) -> None:
+    raise ZeroDivisionError
+
+
+def _in_the_step(training: Training) -> None:
+    with training.activations:
+        loss = training.model(training.inputs[0])
+        del loss
+        raise ZeroDivisionError
+
+
+def _behind_a_forward(training: Training) -> None:
+    with training.engine.iteration():
         with training.activations:
             training.model(training.inputs[0])
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fail", [_in_front_of_the_step, _in_the_step, _behind_a_forward])
+def test_after_an_error_in_a_capture_the_engine_is_right_and_its_streams_are_joined(
+    fail: Callable[[Training], None], training: Training, device: GraphDevice
+) -> None:
+    with pytest.raises(ZeroDivisionError), training.engine.graphs.capture(device.graph()):
+        fail(training)
+    assert not training.engine.graphs.steps and not training.engine.is_in_iteration
     assert not device.hazards and training.is_right(training.step())
 
 
@@ -210,90 +195,37 @@ def test_an_eager_step_is_refused_where_a_capture_was_announced(training: Traini
     assert training.is_right(training.step())
 
 
-class FullIteration:
-    """Does what the wrapper of megatron-core does with steps: eager ones, a capture on its own stream, replays."""
-
-    def __init__(self, training: Training, num_eager: int) -> None:
-        self._training = training
-        self._num_eager = num_eager
-        self._num_steps = 0
-        self.num_captures = 0
-
-    @property
-    def captures_next(self) -> bool:
-        return self._num_steps == self._num_eager
-
-    def __call__(self) -> bool:
-        """Run a step, and return whether it is right; a replay runs nothing of the engine."""
-        self._num_steps += 1
-        if self._num_steps > self._num_eager + 1:
-            return True
-        if self._num_steps <= self._num_eager:
-            return self._training.is_right(self._training.step())
-        device = self._training.device
-        device.synchronize_all()
-        with device.compute_stream("capture"), device.graph():
-            is_right = self._training.is_right(self._training.step())
-        device.synchronize_all()
-        self.num_captures += 1
-        return is_right
-
-    def reset(self) -> None:
-        self._num_steps = 0
-
-
 def test_a_wrapper_captures_on_a_stream_of_its_own(training: Training, device: GraphDevice) -> None:
-    """Announced around the call that captures, in which the first replay runs as well; twice, with a reset between."""
-    engine, steps = training.engine, FullIteration(training, num_eager=2)
-    for number in (1, 2):
-        for _ in range(5):
-            with engine.graphs.capture() if steps.captures_next else nullcontext():
-                assert steps()
-        (captured,) = engine.graphs.steps
-        assert steps.num_captures == number and captured.host_bytes > 0
-        with pytest.raises(OffloadError, match="captured steps still use"):
-            engine.close()
-        steps.reset()
+    """As megatron-core's: announced around the call that captures; twice, with a reset and eager steps between."""
+    for _ in range(2):
+        assert training.is_right(training.step())
+        with training.engine.graphs.capture() as captured:
+            device.synchronize_all()
+            with device.compute_stream("capture"), device.graph():
+                assert training.is_right(training.step())
+            device.synchronize_all()
+        assert training.engine.graphs.steps == (captured,) and captured.host_bytes > 0
         captured.release()
-    engine.close()
-
-
-def _before_the_first_step(device: GraphDevice) -> Training:
-    return Training(device)
-
-
-def _before_a_plan(device: GraphDevice) -> Training:
-    training = Training(device, OffloadConfig(min_tensor_bytes=1, policy=Planned()))
-    training.step()
-    return training
-
-
-def _inside_a_step(device: GraphDevice) -> Training:
-    training = Training(device)
-    training.step()
-    training.engine.begin_iteration()
-    return training
-
-
-def _with_a_budget(device: GraphDevice) -> Training:
-    training = Training(device, OffloadConfig(min_tensor_bytes=1, gpu_budget=1 << 30))
-    training.step()
-    return training
+    training.engine.close()
 
 
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("settings", "num_steps", "message"),
     [
-        (_before_the_first_step, "before the first step"),
-        (_before_a_plan, "before a step was planned"),
-        (_inside_a_step, "inside a step"),
-        (_with_a_budget, "with a gpu_budget"),
+        ({}, 0, "before the first step"),
+        ({"policy": Planned()}, 1, "before a step was planned"),
+        ({"gpu_budget": 1 << 30}, 1, "with a gpu_budget"),
+        ({}, 1, "inside a step"),
     ],
 )
 def test_what_cannot_be_captured_is_refused_before(
-    prepare: Callable[[GraphDevice], Training], message: str, device: GraphDevice
+    settings: dict[str, Any], num_steps: int, message: str, device: GraphDevice
 ) -> None:
-    training = prepare(device)
+    training = Training(device, OffloadConfig(min_tensor_bytes=1, **settings))
+    for _ in range(num_steps):
+        training.step()
+    if message == "inside a step":
+        training.engine.begin_iteration()
     with pytest.raises(OffloadError, match=message), training.engine.graphs.capture():
         pass
     assert not device.is_recording
@@ -312,15 +244,12 @@ def test_a_capture_is_announced_before_it_begins_and_once(training: Training, de
 def test_the_cpu_has_no_graphs() -> None:
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none"))
     activations = manage_activations(group_bytes=1, engine=engine)
-    weight = torch.ones(8, requires_grad=True)
-    with activations:
-        loss = (weight * 2).square().sum()
-    loss.backward()
-    with pytest.raises(NotImplementedError, match="capture on a GPU"), engine.graphs.capture():
-        pass
-    with activations:
-        loss = (weight * 2).square().sum()
-    loss.backward()
+    for _ in range(2):
+        with activations:
+            loss = (torch.ones(8, requires_grad=True) * 2).square().sum()
+        loss.backward()
+        with pytest.raises(NotImplementedError, match="capture on a GPU"), engine.graphs.capture():
+            pass
     engine.close()
 
 
@@ -336,9 +265,20 @@ def test_a_capture_waits_for_copies_of_before(name: str, training: Training, dev
     captured.release()
 
 
-def test_release_waits_for_the_last_replay(training: Training, device: GraphDevice) -> None:
-    with training.engine.graphs.capture(device.graph()) as captured:
-        training.step()
-    with mock.patch.object(device, "synchronize") as synchronize:
-        captured.release()
-    assert synchronize.call_args.args[0].stream is device.current_stream()
+def test_without_a_word_nothing_begins_in_a_capture(training: Training, device: GraphDevice) -> None:
+    """By a sentence, and before a tensor is packed."""
+    engine = training.engine
+    with device.graph(), pytest.raises(OffloadError, match="an iteration begins inside the capture of a CUDA graph"):
+        engine.begin_iteration()
+    assert not engine.is_in_iteration
+    engine.begin_iteration()
+    chunk, x = engine.start_chunk(), torch.ones(4, requires_grad=True)
+    for begin, what in (
+        (engine.start_chunk, "a forward begins"),
+        (lambda: chunk.open_group("mlp"), "group 'mlp' begins"),
+        (lambda: group_start(x, chunk, name="mlp"), "group 'mlp' begins"),
+    ):
+        with device.graph(), pytest.raises(OffloadError, match=what):
+            begin()
+    assert not list(chunk.groups) and engine.snapshot().num_live == 0
+    engine.end_iteration()

@@ -59,38 +59,18 @@ STEP = [kernel(100), copy("out", 0, 100), kernel(100), copy("in", 0, 200), kerne
 CHAIN = [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
-def test_a_step_in_order_is_right() -> None:
+def test_what_is_wrong_is_named() -> None:
     found = order.check(STEP, CHAIN)
-    assert found.is_right
-    assert found.summary()["host_pairs"] == 1
-    assert found.summary()["device_pairs"] == 3
-
-
-@pytest.mark.parametrize(
-    ("missing", "fault"),
-    [
-        ((0, 1), ("device", 1, 0)),  # what is copied may not be written yet
-        ((1, 2), ("device", 1, 2)),  # its bytes are used again before they are copied
-        ((2, 3), ("host", 1, 3)),  # it comes back before it has left
-        ((3, 4), ("device", 3, 4)),  # it is read before it is back
-    ],
-)
-def test_pairs_without_a_path_are_named(missing: tuple[int, int], fault: tuple[str, int, int]) -> None:
-    assert fault in order.check(STEP, [edge for edge in CHAIN if edge != missing]).unordered
-
-
-def test_what_comes_back_has_left() -> None:
-    """Another group has the same host bytes in between, or a part of them."""
-    for other in (copy("out", 0, 300, 4), copy("out", 4, 300, 8)):
-        nodes = [*STEP[:3], other, *STEP[3:]]
-        assert order.check(nodes, [(i, i + 1) for i in range(5)]).unfilled == [4]
+    assert found.is_right and (found.host_pairs, found.device_pairs) == (1, 3)
+    for missing, fault in {
+        (0, 1): ("device", 1, 0),  # what is copied may not be written yet
+        (1, 2): ("device", 1, 2),  # its bytes are used again before they are copied
+        (2, 3): ("host", 1, 3),  # it comes back before it has left
+        (3, 4): ("device", 3, 4),  # it is read before it is back
+    }.items():
+        assert fault in order.check(STEP, [edge for edge in CHAIN if edge != missing]).unordered
+    # What comes back has left: another group has a part of its host bytes in between.
+    nodes = [*STEP[:3], copy("out", 4, 300, 8), *STEP[3:]]
+    assert order.check(nodes, [(i, i + 1) for i in range(5)]).unfilled == [4]
     assert order.check(STEP[2:], [(0, 1), (1, 2)]).unfilled == [1]
-
-
-def test_the_graph_waits_for_each_copy() -> None:
     assert order.check(STEP[:2], [(0, 1)]).unawaited == [1]
-
-
-def test_copies_of_the_same_device_bytes_are_ordered() -> None:
-    nodes = [kernel(100), copy("out", 0, 100), copy("in", 50, 104), kernel(1)]
-    assert ("device", 1, 2) in order.check(nodes, [(0, 1), (0, 2), (1, 3), (2, 3)]).unordered

@@ -11,55 +11,45 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_patches._model.graphs import (  # noqa: E402
-    _is_captured,
-    captured_names,
-    check_cuda_graphs,
-    num_graphs_beside_copies,
-)
+from megatron_patches._model.graphs import _is_captured, captured_names, check_cuda_graphs, num_graphs_beside_copies  # noqa: E402
 from megatron_patches._model.modules import MODULES, ModuleRow, Span  # noqa: E402
 
-
-class Scope(enum.Enum):
-    """As megatron-core keeps what it captures."""
-
-    attn = 1
-    mlp = 2
-    moe = 3
-    moe_router = 4
-    moe_preprocess = 5
-    mamba = 6
-    full_iteration = 7
-
-
-class Inference(enum.Enum):
-    """As megatron-core keeps what it captures for inference, since 0.19."""
-
-    none = 1
-    layer = 2
-    block = 3
+# As megatron-core keeps what it captures; for inference since 0.19.
+Scope = enum.Enum("Scope", "attn mlp moe moe_router moe_preprocess mamba full_iteration")
+Inference = enum.Enum("Inference", "none layer block")
 
 
 @pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
 @pytest.mark.parametrize(
-    ("scope", "captured", "free"),
+    ("scopes", "captured", "free"),
     [
-        ("attn", ["attn_norm", "layer_input", "qkv_linear", "core_attn", "mla_up_proj"], ["mlp_norm", "router_fc1"]),
-        ("mlp", ["mlp_norm", "mlp_fc1", "mlp_act"], ["core_attn", "moe_act", "router"]),
-        ("moe", ["router", "experts", "dispatched_tokens", "shared_fc1"], ["core_attn", "mlp_fc1"]),
-        ("moe_router", ["router", "mlp_norm", "shared_experts", "dispatched_tokens"], ["router_fc1", "moe_act"]),
-        ("moe_preprocess", ["router", "mlp_norm", "shared_fc1", "dispatched_tokens"], ["experts", "mlp_fc2"]),
-        ("mamba", ["mamba_mixer", "mamba_in_proj"], ["core_attn", "router_fc2", "mtp_proj"]),
+        ("attn", "attn_norm layer_input qkv_linear core_attn mla_up_proj", "mlp_norm router_fc1"),
+        ("mlp", "mlp_norm mlp_fc1 mlp_act", "core_attn moe_act router"),
+        ("moe", "router experts dispatched_tokens shared_fc1", "core_attn mlp_fc1"),
+        ("moe_router", "router mlp_norm shared_experts dispatched_tokens", "router_fc1 moe_act"),
+        ("moe_preprocess", "router mlp_norm shared_fc1 dispatched_tokens", "experts mlp_fc2"),
+        ("mamba", "mamba_mixer mamba_in_proj", "core_attn router_fc2 mtp_proj"),
+        ("", " ".join(row.name for row in MODULES), ""),
     ],
 )
-def test_which_modules_are_captured(setting: str, scope: str, captured: list[str], free: list[str]) -> None:
-    graphs = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope]]})
-    assert captured_names(graphs, [*free, *captured]) == captured
-    check_cuda_graphs(graphs, [*free, *captured])
-    check_cuda_graphs(graphs, free, has_budget=True)
-    for name in captured:
+def test_which_modules_are_captured(setting: str, scopes: str, captured: str, free: str) -> None:
+    graphs = SimpleNamespace(
+        **{"cuda_graph_impl": "transformer_engine", setting: [Scope[scope] for scope in scopes.split()]}
+    )
+    names = [*free.split(), *captured.split()]
+    assert captured_names(graphs, names) == captured.split()
+    check_cuda_graphs(graphs, names)
+    check_cuda_graphs(graphs, free.split(), has_budget=True)
+    for name in captured.split():
         with pytest.raises(NotImplementedError, match=rf"offload_gpu_budget beside {setting}, which captures '{name}'"):
-            check_cuda_graphs(graphs, [*free, name], has_budget=True)
+            check_cuda_graphs(graphs, [*free.split(), name], has_budget=True)
+
+
+@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
+def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
+    """No name of the table stands for it alone."""
+    row = ModuleRow(name="of the test", saves="", spans=(Span(path),))
+    assert [scope for scope in ("attn", "mlp", "moe") if _is_captured(row, scope)] == ["attn"]
 
 
 def test_layers_are_captured_behind_the_step_that_attaches_offload() -> None:
@@ -79,27 +69,11 @@ def test_copies_run_beside_graphs_where_nothing_is_eager_between_them(scopes: st
     assert num_graphs_beside_copies(graphs) == number
 
 
-@pytest.mark.parametrize("path", ["pre_cross_attn_layernorm", "cross_attention.linear_q"])
-def test_cross_attention_is_captured_with_self_attention(path: str) -> None:
-    """No name of the table stands for it alone."""
-    row = ModuleRow(name="of the test", saves="", spans=(Span(path),))
-    assert _is_captured(row, "attn")
-    assert not _is_captured(row, "mlp") and not _is_captured(row, "moe")
-
-
-@pytest.mark.parametrize("scope", [None, *(scope for scope in Scope if scope is not Scope.full_iteration)])
-def test_the_local_implementation_is_refused(scope: Scope | None) -> None:
-    graphs = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=[scope] if scope else [])
+@pytest.mark.parametrize("scopes", [[], [Scope.attn], [Scope.moe_router, Scope.mamba]], ids=str)
+def test_the_local_implementation_is_refused(scopes: list[Any]) -> None:
+    graphs = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope=scopes)
     with pytest.raises(NotImplementedError, match="'router_fc1' beside cuda_graph_impl='local'"):
         check_cuda_graphs(graphs, ["router_fc1"])
-
-
-@pytest.mark.parametrize("setting", ["cuda_graph_scope", "cuda_graph_modules"])
-def test_without_scopes_all_is_captured(setting: str) -> None:
-    graphs = SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", setting: []})
-    names = [row.name for row in MODULES]
-    assert captured_names(graphs, names) == names
-    check_cuda_graphs(graphs, names)
 
 
 WHOLE_STEPS = [
@@ -109,9 +83,9 @@ WHOLE_STEPS = [
 
 
 @pytest.mark.parametrize("graphs", WHOLE_STEPS)
-def test_where_steps_are_captured_whole_all_names_are_free(graphs: dict[str, Any]) -> None:
-    for steps in ({}, {"cuda_graph_warmup_steps": 3}):
-        check_cuda_graphs(SimpleNamespace(**graphs, **steps), [row.name for row in MODULES])
+@pytest.mark.parametrize("steps", [{}, {"cuda_graph_warmup_steps": 3}])
+def test_where_steps_are_captured_whole_all_names_are_free(graphs: dict[str, Any], steps: dict[str, int]) -> None:
+    check_cuda_graphs(SimpleNamespace(**graphs, **steps), [row.name for row in MODULES])
 
 
 @pytest.mark.parametrize("graphs", WHOLE_STEPS)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -16,6 +18,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 from megatron_patches._hooks.attach import Attachment  # noqa: E402
+from megatron_patches._hooks.held import is_input_of_others  # noqa: E402
 from megatron_patches._model.sites import Site  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.schedule import Action, no_pipelining, parse_actions  # noqa: E402
@@ -107,12 +110,10 @@ def test_no_wait_in_front_of_a_loss_whose_backward_comes_later() -> None:
 
 
 def test_a_loss_ends_with_the_gradients_of_the_last_of_several_heads() -> None:
-    chunk = TwoHeads()
+    chunk, seen = TwoHeads(), []
     with attached(chunk) as engine:
         loss = forward(chunk).sum()
-        key = engine.current_chunk.key
-        window = engine._executor.policy._window
-        seen: list[tuple[str, bool]] = []
+        key, window = engine.current_chunk.key, engine._executor.policy._window
         for name, logits in zip(("further", "next"), chunk.logits, strict=True):
             logits.register_hook(lambda _, name=name: seen.append((name, is_in_backward(window, key))))
         loss.backward()
@@ -127,3 +128,30 @@ def test_a_head_that_is_replaced_goes() -> None:
         gc.collect()
         assert old() is None
         forward(chunk).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "kwargs", "is_others"),
+    [
+        ({}, (), {}, False),
+        ({}, (), {"output_processor": None, "decoder_input": None}, False),
+        ({}, (), {"output_processor": lambda *_: None}, True),
+        ({}, (), {"decoder_input": torch.ones(1)}, True),
+        ({}, (None, None, None, torch.ones(1)), {}, True),
+        ({"config_logger_dir": "/tmp"}, (), {}, True),
+    ],
+)
+def test_who_may_read_the_input_of_a_decoder_later(
+    config: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_others: bool
+) -> None:
+    """What a schedule holds of it is emptied only where nobody may."""
+    chunk: Any = SimpleNamespace(config=SimpleNamespace(**config))
+    assert is_input_of_others(chunk, args, kwargs) == is_others
+
+
+def test_an_abandoned_step_lets_go_of_what_was_held() -> None:
+    attachment = Attachment(OffloadEngine(OffloadConfig(), AdversarialDevice()), [Chunk()], ())
+    attachment.held._input = [torch.ones(1)]
+    attachment.reset()
+    assert not attachment.held._input
+    attachment.close()

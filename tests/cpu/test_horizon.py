@@ -161,43 +161,29 @@ def test_horizons_differ_where_groups_do() -> None:
     assert issued(horizon_groups=1) == 1
 
 
-WINDOWS = [GroupWindow, PrefetchWindow, ResidentLayers]
+@pytest.mark.parametrize("make", [GroupWindow, PrefetchWindow, ResidentLayers])
+def test_a_count_is_a_positive_integer(make: Callable[[Any], PolicySettings]) -> None:
+    for value, error in ((0, ValueError), (-3, ValueError), (1.0, TypeError), ("2", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"num_\w+ must be a positive number of \w+"):
+            make(value)
 
 
-@pytest.mark.parametrize("make", WINDOWS)
-@pytest.mark.parametrize("value", [0, -3])
-def test_a_count_is_positive(make: Callable[[Any], PolicySettings], value: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_\w+ must be a positive number of \w+, got {value}"):
-        make(value)
-
-
-@pytest.mark.parametrize("make", WINDOWS)
-@pytest.mark.parametrize("value", [1.0, "2", True])
-def test_a_count_is_an_integer(make: Callable[[Any], PolicySettings], value: object) -> None:
-    with pytest.raises(TypeError, match=r"num_\w+ must be a positive number of"):
-        make(value)
-
-
-def _with_bytes() -> list[Callable[[Any], PolicySettings]]:
-    return [
+@pytest.mark.parametrize(
+    "make",
+    [
         ResidentBudget,
         lambda size: FixedBounds(horizon_bytes=size),
         lambda size: FixedBounds(max_inflight_bytes=size),
         lambda size: GroupWindow(2, max_inflight_bytes=size),
         lambda size: PrefetchWindow(2, max_inflight_bytes=size),
-    ]
-
-
-@pytest.mark.parametrize("make", _with_bytes())
+    ],
+)
 def test_a_bound_in_bytes_is_checked(make: Callable[[Any], PolicySettings]) -> None:
     make(0)
     with pytest.raises(ValueError, match=r"_bytes must not be negative, got -1"):
         make(-1)
     with pytest.raises(TypeError, match=r"_bytes must be an integer number of bytes, got 1\.5"):
         make(1.5)
-
-
-def test_fixed_bounds_need_a_bound() -> None:
     with pytest.raises(ValueError, match="needs horizon_bytes or max_inflight_bytes"):
         FixedBounds()
 

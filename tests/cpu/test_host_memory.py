@@ -12,80 +12,46 @@ from offload_engine._devices import host_memory
 GIB = 1 << 30
 
 
-def write(root: Path, **files: str) -> None:
-    for name, text in files.items():
-        file = root / name.replace("__", "/").replace("dot", ".")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    write(tmp_path, proc__meminfo="MemTotal: 33554432 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB\n")
-    return tmp_path
-
-
-def test_without_control_groups(root: Path) -> None:
-    assert host_memory.available_host_bytes(root) == 16 * GIB
-
-
-def test_version_2_takes_the_tightest_group_above(root: Path) -> None:
-    write(
-        root,
-        proc__self__cgroup="0::/pod/container\n",
-        sys__fs__cgroup__pod__memorydotmax=f"{8 * GIB}\n",
-        sys__fs__cgroup__pod__memorydotcurrent=f"{6 * GIB}\n",
-        sys__fs__cgroup__pod__container__memorydotmax="max\n",
-        sys__fs__cgroup__pod__container__memorydotcurrent=f"{5 * GIB}\n",
-    )
-    assert host_memory.available_host_bytes(root) == 2 * GIB
-
-
-def test_inactive_page_cache_counts_as_free(root: Path) -> None:
-    write(
-        root,
-        proc__self__cgroup="0::/\n",
-        sys__fs__cgroup__memorydotmax=f"{8 * GIB}\n",
-        sys__fs__cgroup__memorydotcurrent=f"{7 * GIB}\n",
-        sys__fs__cgroup__memorydotstat=f"anon 1\ninactive_file {3 * GIB}\n",
-    )
-    assert host_memory.available_host_bytes(root) == 4 * GIB
-
-
-def test_version_1_with_a_path_of_the_host(root: Path) -> None:
-    write(
-        root,
-        proc__self__cgroup="3:cpu,cpuacct:/x\n4:memory:/docker/abc\n",
-        sys__fs__cgroup__memory__memorydotlimit_in_bytes=f"{4 * GIB}\n",
-        sys__fs__cgroup__memory__memorydotusage_in_bytes=f"{3 * GIB}\n",
-    )
-    assert host_memory.available_host_bytes(root) == GIB
-
-
-def test_a_machine_that_grows_with_its_use_is_known_by_a_group_that_may_have_more(root: Path) -> None:
-    group = dict(sys__fs__cgroup__memorydotmax=f"{64 * GIB}\n", sys__fs__cgroup__memorydotcurrent=f"{4 * GIB}\n")
-    write(root, proc__self__cgroup="0::/\n", **group)
-    assert host_memory.available_host_bytes(root) == 60 * GIB  # of a machine that shows 32 in all, 16 of them free
-
-
-def test_version_1_without_a_limit(root: Path) -> None:
-    write(
-        root,
-        proc__self__cgroup="4:memory:/\n",
-        sys__fs__cgroup__memory__memorydotlimit_in_bytes="9223372036854771712\n",
-        sys__fs__cgroup__memory__memorydotusage_in_bytes=f"{3 * GIB}\n",
-    )
-    assert host_memory.available_host_bytes(root) == 16 * GIB
-
-
-def test_never_negative(root: Path) -> None:
-    write(
-        root,
-        proc__self__cgroup="0::/\n",
-        sys__fs__cgroup__memorydotmax="1000\n",
-        sys__fs__cgroup__memorydotcurrent="2000\n",
-    )
-    assert host_memory.available_host_bytes(root) == 0
+@pytest.mark.parametrize(
+    ("of_process", "groups", "expected"),
+    [
+        (None, {}, 16 * GIB),
+        (  # version 2: the tightest group above counts
+            "0::/pod/container",
+            {"pod/memory.max": 8 * GIB, "pod/memory.current": 6 * GIB}
+            | {"pod/container/memory.max": "max", "pod/container/memory.current": 5 * GIB},
+            2 * GIB,
+        ),
+        (  # inactive page cache counts as free
+            "0::/",
+            {"memory.max": 8 * GIB, "memory.current": 7 * GIB, "memory.stat": f"anon 1\ninactive_file {3 * GIB}"},
+            4 * GIB,
+        ),
+        # A machine that grows with its use, as its group may have more: it shows 32 in all, 16 of them free.
+        ("0::/", {"memory.max": 64 * GIB, "memory.current": 4 * GIB}, 60 * GIB),
+        ("0::/", {"memory.max": 1000, "memory.current": 2000}, 0),
+        (  # version 1, with a path of the host
+            "3:cpu,cpuacct:/x\n4:memory:/docker/abc",
+            {"memory/memory.limit_in_bytes": 4 * GIB, "memory/memory.usage_in_bytes": 3 * GIB},
+            GIB,
+        ),
+        (  # version 1, without a limit
+            "4:memory:/",
+            {"memory/memory.limit_in_bytes": 9223372036854771712, "memory/memory.usage_in_bytes": 3 * GIB},
+            16 * GIB,
+        ),
+    ],
+)
+def test_the_tightest_limit_counts(
+    of_process: str | None, groups: dict[str, int | str], expected: int, tmp_path: Path
+) -> None:
+    files: dict[str, object] = {"proc/meminfo": "MemTotal: 33554432 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB"}
+    if of_process is not None:
+        files["proc/self/cgroup"] = of_process
+    for name, content in {**files, **{f"sys/fs/cgroup/{name}": content for name, content in groups.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{content}\n")
+    assert host_memory.available_host_bytes(tmp_path) == expected
 
 
 @pytest.mark.parametrize(

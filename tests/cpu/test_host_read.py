@@ -88,31 +88,25 @@ def numbers(i: int) -> torch.Tensor:
     return torch.full((4,), i)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.int64, torch.int32, torch.uint8, torch.int8, torch.bool, torch.float32, torch.bfloat16, torch.float64]
-    + [torch.float16, torch.complex64],
-)
-@pytest.mark.parametrize("shape", [(), (1,), (7, 9), (2, 3, 4), (64,)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (7, 9), (9, 7), (SLOT_BYTES // 8,)])
 def test_every_bit_arrives(reader: MappedReader, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Into a slot that was used for other types and shapes, and of a source with a gradient, transposed."""
+    assert reader.read(torch.zeros(63)).wait().sum() == 0
     for _ in range(2):  # with what was kept from the first read, too
-        source = torch.randint(-100, 100, shape).to(dtype)
+        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)  # negative zeros and NaNs among them
+        source = (bits % 2 if dtype is torch.bool else bits).view(dtype).squeeze(-1)
+        source = source.requires_grad_(dtype.is_floating_point).T if source.ndim == 2 else source
         read = reader.read(source)
         assert isinstance(read, MappedRead)
         result = read.wait()
-        assert torch.equal(result, source) and result.dtype is dtype and result.shape == source.shape
-        assert result.is_contiguous() and result.data_ptr() != source.data_ptr()
+        assert result.dtype is dtype and result.shape == source.shape and result.is_contiguous()
+        assert torch.equal(_bytes(result), _bytes(source)) and not result.requires_grad
+        assert result.data_ptr() != source.data_ptr()
 
 
-def test_negative_zero_and_nan_payloads(reader: MappedReader) -> None:
-    bits = torch.tensor([-(2**31), 0x7FC12345, 0x7F800001], dtype=torch.int32)
-    assert torch.equal(reader.read(bits.view(torch.float32)).wait().view(torch.int32), bits)
-
-
-def test_a_transposed_source_and_one_with_a_gradient(reader: MappedReader) -> None:
-    source = torch.randn(3, 4, requires_grad=True)
-    result = reader.read(source.t()).wait()
-    assert torch.equal(result, source.t()) and not result.requires_grad and result.is_contiguous()
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize(
@@ -136,49 +130,24 @@ def test_conjugate_and_negative_views_are_what_they_stand_for(reader: MappedRead
 
 
 def test_kernels_write_where_the_device_sees_the_memory(
-    new_reader: Callable[[], MappedReader], runtime: Runtime
-) -> None:
-    """CUDA may map host memory under another address than the host's."""
-    runtime.offset = 1 << 40
-    assert new_reader().read(numbers(3)).wait().tolist() == [3] * 4
-
-
-def test_memory_that_is_not_mapped_is_read_the_plain_way(
     new_reader: Callable[[], MappedReader], runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """CUDA may map host memory under another address than the host's, or not at all."""
+    runtime.offset = 1 << 40
+    assert new_reader().read(numbers(3)).wait().tolist() == [3] * 4
     runtime.is_mapped = False
     read = new_reader().read(numbers(3))
     assert isinstance(read, PlainRead) and read.wait().tolist() == [3] * 4
     assert "not mapped" in caplog.text
 
 
-def test_a_slot_is_filled_to_its_last_byte_and_no_further(reader: MappedReader) -> None:
-    sources = [torch.randint(-9, 9, (SLOT_BYTES // 8,)) for _ in range(NUM_SLOTS)]
-    reads = [reader.read(source) for source in sources]
-    assert all(isinstance(read, MappedRead) for read in reads)
-    assert all(torch.equal(read.wait(), source) for read, source in zip(reads, sources, strict=True))
-
-
-def test_reads_that_are_alive_at_once_share_no_memory(reader: MappedReader) -> None:
-    results = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS)]
-    assert len({result.data_ptr() for result in results}) == NUM_SLOTS
-    assert [result.tolist() for result in results] == [[i] * 4 for i in range(NUM_SLOTS)]
-
-
-def test_the_slot_that_came_back_last_is_lent_first(reader: MappedReader) -> None:
-    held = reader.read(numbers(1)).wait()
-    address = reader.read(numbers(2)).wait().data_ptr()
-    for shape in [(4,), (2, 3), (4,)]:
-        assert reader.read(torch.zeros(shape)).wait().data_ptr() == address != held.data_ptr()
-
-
 def test_without_a_free_slot_it_is_read_the_plain_way(reader: MappedReader) -> None:
-    held = [reader.read(numbers(i)).wait() for i in range(NUM_SLOTS)]
+    held = [reader.read(torch.full((SLOT_BYTES // 8,), i)).wait() for i in range(NUM_SLOTS)]
     read = reader.read(numbers(9))
     assert isinstance(read, PlainRead) and read.wait().tolist() == [9] * 4
     address = held.pop(1).data_ptr()
     assert reader.read(numbers(8)).wait().data_ptr() == address
-    assert [result.tolist() for result in held] == [[0] * 4, [2] * 4]
+    assert held[0].eq(0).all() and held[1].eq(2).all()
 
 
 @pytest.mark.parametrize(
@@ -194,14 +163,6 @@ def test_view_of_a_result_holds_its_slot(reader: MappedReader, part: Callable[[A
     assert isinstance(reader.read(numbers(0)), PlainRead) and bytes(left) == expected
     del left
     assert reader.read(numbers(0)).wait().data_ptr() == address
-
-
-def test_result_saved_by_autograd_holds_its_slot(reader: MappedReader) -> None:
-    weight = torch.ones(4, requires_grad=True)
-    product = weight * reader.read(torch.full((4,), 5.0)).wait()
-    others = [reader.read(torch.full((4,), 1.0)).wait() for _ in range(NUM_SLOTS)]
-    product.sum().backward()
-    assert weight.grad is not None and weight.grad.tolist() == [5.0] * 4 and len(others) == NUM_SLOTS
 
 
 def test_an_abandoned_read_keeps_its_slot_until_its_kernel_is_over(reader: MappedReader, runtime: Runtime) -> None:
@@ -237,13 +198,6 @@ def test_other_shapes_in_each_step_keep_little(reader: MappedReader) -> None:
     for size in range(1, 200):
         assert torch.equal(reader.read(torch.arange(size)).wait(), torch.arange(size))
     assert max(len(slot.targets) for slot in reader._free) <= host_read._MAX_TARGETS
-
-
-def test_equal_shapes_and_equal_bytes_are_told_apart(reader: MappedReader) -> None:
-    numbers = torch.arange(9)
-    for source in [numbers, numbers.float(), numbers.int(), numbers.view(3, 3), numbers.bool(), numbers.double()] * 2:
-        result = reader.read(source).wait()
-        assert torch.equal(result, source) and result.dtype is source.dtype
 
 
 def test_reads_in_and_out_of_inference_mode(new_reader: Callable[[], MappedReader]) -> None:
@@ -283,11 +237,6 @@ def test_threads_that_read_at_once(reader: MappedReader) -> None:
 
 
 def test_the_last_slot_may_go_to_another_thread(reader: MappedReader) -> None:
-    class TakenFrom(deque[Any]):
-        """As it looks to a thread that is overtaken between its look and its taking."""
-
-        def __len__(self) -> int:
-            return 1
-
-    reader._free = TakenFrom()
+    """Between its look and its taking."""
+    reader._free = type("TakenFrom", (deque,), {"__len__": lambda self: 1})()
     assert isinstance(reader.read(numbers(0)), PlainRead)

@@ -16,167 +16,58 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Bottom first. A module imports from rows below its own only, and none of its own row; typing imports count too. A name
-# is dotted, without the package's; "" is the package itself.
+# Bottom first. A module imports only what stands in front of it; typing imports count too. A name is dotted, without
+# the package's; "." is the package itself.
 LAYERS = {
-    "offload_engine": (
-        ("schedule", "meter", "policies", "sizes", "traits"),
-        ("stats",),
-        ("planning", "planning.moves"),
-        ("_compat", "_compat.build", "_compat.smp", "_compat.te_base", "_compat.torch_private"),
-        ("_compat.tensor_reads",),
-        ("_compat._tensor_reads",),
-        ("_compat.reads",),
-        ("_compat.own_hooks",),
-        ("config",),
-        ("planning.shapes", "planning.clocks"),
-        ("planning.hardware",),
-        ("planning.choices",),
-        ("planning.saved_plan",),
-        ("planning.plan", "planning.copy_ins"),
-        ("planning.budget", "planning.releases", "planning.chosen"),
-        ("planning.planner", "planning.recompute"),
-        ("planning.residents",),
-        ("planning.memory",),
-        ("_devices._cuda_calls", "_devices.regions"),
-        ("_devices.base",),
-        ("_devices.cuda_calls",),
-        ("errors",),
-        ("_observe", "_observe.labels", "_observe.modules", "_observe.pace", "_observe.reasons"),
-        ("_observe.record",),
-        ("_observe.notes", "_observe.fold", "_observe.chrome_trace"),
-        ("_observe.assemble", "_observe.pending", "_observe.storages", "_observe.report"),
-        ("_observe.recorder", "_observe.goals", "rank_reports", "report"),
-        ("_observe.waits",),
-        ("_observe.observer",),
-        ("_devices.host_memory", "_devices.copy_worker", "_devices.cuda_runtime", "_devices.cuda_memory"),
-        ("_devices.file_slab", "_devices.memory_slab", "_devices.node_share", "_devices.pinned"),
-        ("_devices.affinity", "_devices.host_read"),
-        ("_devices.cpu", "_devices.cuda"),
-        ("_devices",),
-        ("_host", "_host.unawaited", "_host.try_lock"),
-        ("_host.extents",),
-        ("planning.host_bytes",),
-        ("planning.simulated",),
-        ("planning.simulate",),
-        ("planning.steps",),
-        ("planning.predict",),
-        ("planning.worth",),
-        ("planning.choose",),
-        ("_host.slabs",),
-        ("_host.pool",),
-        ("_host.leases",),
-        ("_saved", "_saved.places"),
-        ("_saved.storage",),
-        ("_saved.alloc_streams", "_saved.failures"),
-        ("_saved.retirement",),
-        ("_saved.handles", "_saved.counters"),
-        ("_saved.quantized", "_saved.eligibility"),
-        ("_saved.transfers",),
-        ("_captured", "_captured.graphs", "_captured.saves", "_captured.slots"),
-        ("_captured.program",),
-        ("_captured.recording", "_captured.replays"),
-        ("captured_layers",),
-        ("_saved.mover", "_saved.abandon"),
-        ("_saved.group_moves",),
-        ("_saved.store", "tracker"),
-        ("_chunk", "_chunk.progress"),
-        ("_chunk.group_stack",),
-        ("_chunk.saved_tensors",),
-        ("_policy", "_policy.leaving", "_policy.horizon", "_policy.window", "_policy.share"),
-        ("_policy.policy",),
-        ("_policy.reactive",),
-        ("_policy.lowest_peak", "_policy.resident", "_policy.shape_log"),
-        ("_policy.planned",),
-        ("_policy.keeping",),
-        ("_policy.choose", "_policy.executor"),
-        ("chunk", "_budget", "_budget.gauge", "_budget.link", "_budget.measure", "_budget.optimizers"),
-        ("_budget.last_step", "_budget.margin", "_budget.state"),
-        ("_budget.times", "_budget.agreement", "_budget.allowing", "_budget.shortage", "_budget.summary"),
-        ("_budget.taken", "_budget.learn", "_budget.idleness"),
-        ("_budget.decide",),
-        ("_budget.verify",),
-        ("_budget.view",),
-        ("_budget.controller",),
-        ("functions", "engine_view", "graph_captures"),
-        ("engine", "plan_files"),
-        (
-            "rehearsal",
-            "rehearsal.allocated",
-            "rehearsal.attention",
-            "rehearsal.operators",
-            "rehearsal.costs",
-            "rehearsal.progress",
-        ),
-        ("rehearsal.tensors", "rehearsal.device", "rehearsal.forecast", "rehearsal.options"),
-        ("rehearsal.engine", "rehearsal.tables"),
-        ("rehearsal.shapes", "rehearsal.chosen"),
-        ("frontends._common", "frontends._common.compiling", "frontends._common.weights"),
-        ("frontends._common.device", "frontends._common.recording", "frontends._common.session"),
-        ("frontends._common.groups",),
-        ("frontends._layers", "frontends._layers.find_layers", "frontends._layers.exclusions"),
-        ("frontends._layers.group_hooks",),
-        ("frontends._layers.layer_groups",),
-        ("frontends._layers.layer_checkpoint",),
-        ("frontends._layers.recomputable",),
-        ("frontends._layers.recompute_choice",),
-        ("frontends", "frontends.checkpoint"),
-        ("frontends.any_model", "frontends.layers", "frontends.wrapper"),
-        ("frontends.integrations", "frontends.integrations._reporters", "frontends.integrations._training"),
-        (
-            "frontends.integrations.lightning",
-            "frontends.integrations.pipelining",
-            "frontends.integrations.transformers",
-        ),
-        ("rehearsal.model",),
-        ("plan",),
-        ("",),
-    ),
-    "megatron_patches": (
-        ("_take_over", "_versions"),
-        ("_model", "_model.modules", "_model.whole_steps", "_model.host_claims"),
-        ("_model.sites", "_thresholds"),
-        ("_flags",),
-        (
-            "_model.unshared",
-            "_model.experts",
-            "_model.fsdp",
-            "_model.graphs",
-            "_model.gpu_budget",
-            "_model.peers",
-            "_model.recompute",
-            "_model.validate",
-        ),
-        ("_model.candidates", "_model.recompute_options"),
-        ("_hooks", "_hooks.bracket", "_hooks.held"),
-        ("_hooks.module_hooks", "_hooks.nodes", "_hooks.recomputed"),
-        ("_hooks.attach",),
-        ("_rows", "_rows.registry", "_rows.host_reads", "_rows.runtime"),
-        (
-            "_rows.full_graphs",
-            "_rows.schedules",
-            "_rows.overlap",
-            "_rows.recompute",
-            "_rows.moe",
-            "_rows.fused_wgrad",
-            "_rows.fsdp",
-            "_rows.host_claims",
-            "_rows.without_gpu",
-        ),
-        ("_rows.cpu_fsdp",),
-        ("_rows.cpu",),
-        ("_arguments", "_captures", "_check", "_command_line", "_plan_files", "_second_step", "_training_log"),
-        ("_runtime",),
-        ("_handle",),
-        ("",),
-        ("_rehearsal", "_rehearsal.kernels", "_rehearsal.job"),
-        ("_rehearsal.modules", "_rehearsal.script", "_rehearsal.building"),
-        ("_rehearsal.rows",),
-        ("_rehearsal.stage",),
-        ("_rehearsal.forecast",),
-        ("_rehearsal.command",),
-        ("__main__",),
-    ),
+    "offload_engine": """
+        meter policies schedule sizes traits stats planning planning.moves _compat _compat.build _compat.smp
+        _compat.te_base _compat.torch_private _compat.tensor_reads _compat._tensor_reads _compat.reads
+        _compat.own_hooks config planning.clocks planning.shapes planning.hardware planning.choices
+        planning.saved_plan planning.copy_ins planning.plan planning.budget planning.chosen planning.releases
+        planning.planner planning.recompute planning.residents planning.memory _devices._cuda_calls
+        _devices.regions _devices.base _devices.cuda_calls errors _observe _observe.labels _observe.modules
+        _observe.pace _observe.reasons _observe.record _observe.chrome_trace _observe.fold _observe.notes
+        _observe.assemble _observe.pending _observe.report _observe.storages _observe.goals _observe.recorder
+        rank_reports report _observe.waits _observe.observer _devices.copy_worker _devices.cuda_memory
+        _devices.cuda_runtime _devices.host_memory _devices.file_slab _devices.memory_slab _devices.node_share
+        _devices.pinned _devices.affinity _devices.host_read _devices.cpu _devices.cuda _devices _host
+        _host.try_lock _host.unawaited _host.extents planning.host_bytes planning.simulated planning.simulate
+        planning.steps planning.predict planning.worth planning.choose _host.slabs _host.pool _host.leases
+        _saved _saved.places _saved.storage _saved.alloc_streams _saved.failures _saved.retirement
+        _saved.counters _saved.handles _saved.eligibility _saved.quantized _saved.transfers _captured
+        _captured.graphs _captured.saves _captured.slots _captured.program _captured.recording _captured.replays
+        captured_layers _saved.abandon _saved.mover _saved.group_moves _saved.store tracker _chunk
+        _chunk.progress _chunk.group_stack _chunk.saved_tensors _policy _policy.horizon _policy.leaving
+        _policy.share _policy.window _policy.policy _policy.reactive _policy.lowest_peak _policy.resident
+        _policy.shape_log _policy.planned _policy.keeping _policy.choose _policy.executor _budget _budget.gauge
+        _budget.link _budget.measure _budget.optimizers chunk _budget.last_step _budget.margin _budget.state
+        _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
+        _budget.learn _budget.taken _budget.decide _budget.verify _budget.view _budget.controller engine_view
+        functions graph_captures engine plan_files rehearsal rehearsal.allocated rehearsal.attention
+        rehearsal.costs rehearsal.operators rehearsal.progress rehearsal.device rehearsal.forecast
+        rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.shapes
+        frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
+        frontends._common.recording frontends._common.session frontends._common.groups frontends._layers
+        frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches
+        frontends._layers.group_hooks
+        frontends._layers.layer_groups frontends._layers.layer_checkpoint frontends._layers.recomputable
+        frontends._layers.recompute_choice frontends frontends.checkpoint frontends.any_model frontends.layers
+        frontends.wrapper frontends.integrations frontends.integrations._reporters
+        frontends.integrations._training frontends.integrations.lightning frontends.integrations.pipelining
+        frontends.integrations.transformers rehearsal.model plan .
+    """,
+    "megatron_patches": """
+        _take_over _versions _model _model.host_claims _model.modules _model.whole_steps _model.sites
+        _thresholds _flags _model.experts _model.fsdp _model.gpu_budget _model.graphs _model.peers
+        _model.recompute _model.unshared _model.validate _model.candidates _model.recompute_options _hooks
+        _hooks.bracket _hooks.held _hooks.module_hooks _hooks.nodes _hooks.recomputed _hooks.attach _rows
+        _rows.host_reads _rows.registry _rows.runtime _rows.fsdp _rows.full_graphs _rows.fused_wgrad
+        _rows.host_claims _rows.moe _rows.overlap _rows.recompute _rows.schedules _rows.without_gpu
+        _rows.cpu_fsdp _rows.cpu _arguments _captures _check _command_line _plan_files _second_step
+        _training_log _runtime _handle . _rehearsal _rehearsal.job _rehearsal.kernels _rehearsal.building
+        _rehearsal.modules _rehearsal.script _rehearsal.rows _rehearsal.stage _rehearsal.forecast
+        _rehearsal.command __main__
+    """,
 }
 
 
@@ -187,7 +78,6 @@ OPTIONAL_MODULE = re.compile(r"(megatron|transformer_engine|apex)(\.\w+)+")
 class Import(NamedTuple):
     module: str  # absolute, dotted: the module itself, or module.name of `from module import name`
     line: int
-    is_typing_only: bool  # inside `if TYPE_CHECKING:`, where a back reference is allowed
 
 
 def _sources(package: str) -> dict[str, Path]:
@@ -210,24 +100,16 @@ def _resolve(node: ast.ImportFrom, module: str, is_package: bool) -> str:
 
 
 def _imports(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
-    tree = ast.parse(source)
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, id(node) in typing_only)
+                yield Import(alias.name, node.lineno)
         elif isinstance(node, ast.ImportFrom):
             base = _resolve(node, module, is_package)
             for alias in node.names:
-                yield Import(f"{base}.{alias.name}", node.lineno, id(node) in typing_only)
+                yield Import(f"{base}.{alias.name}", node.lineno)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and OPTIONAL_MODULE.fullmatch(node.value):
-            yield Import(node.value, node.lineno, id(node) in typing_only)
+            yield Import(node.value, node.lineno)
 
 
 def _all_imports(package: str) -> Iterator[tuple[str, Import]]:
@@ -236,33 +118,28 @@ def _all_imports(package: str) -> Iterator[tuple[str, Import]]:
             yield module, found
 
 
-def _top(name: str) -> str:
-    return name.split(".", 1)[0]
-
-
-def _layer(package: str, module: str) -> int | None:
-    """Return the row of `module` (dotted, without the package's name) in `LAYERS`."""
-    return next((row for row, names in enumerate(LAYERS[package]) if module in names), None)
-
-
-def _local(package: str, imported: str, modules: dict[str, Path]) -> str | None:
-    """Return the module of `package` that `imported` (a module, or a name in one) stands for."""
-    while _top(imported) == package:
-        if imported in modules:
-            return imported.removeprefix(package).lstrip(".")
+def _place(package: str, imported: str, modules: dict[str, Path]) -> str:
+    """Return the module of `package` that `imported` (a module, or a name in one) stands for, as `LAYERS` has it."""
+    while imported not in modules:
         imported = imported.rpartition(".")[0]
-    return None
+    return imported.removeprefix(package).lstrip(".") or "."
 
 
-def test_offload_engine_knows_nothing_of_megatron() -> None:
-    wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports("offload_engine") if "megatron" in _top(i.module)]
+@pytest.mark.parametrize(
+    ("package", "others"),
+    [
+        ("offload_engine", "tests tools benchmarks examples megatron_patches megatron"),
+        ("megatron_patches", "tests tools benchmarks examples transformer_engine"),
+    ],
+)
+def test_what_a_package_must_not_import(package: str, others: str) -> None:
+    wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports(package) if i.module.split(".")[0] in others.split()]
     assert not wrong
 
 
 def test_only_the_seam_imports_transformer_engine() -> None:
-    packages = ("offload_engine", "megatron_patches")
-    users = {m for p in packages for m, i in _all_imports(p) if _top(i.module) == "transformer_engine"}
-    assert users <= {"offload_engine._compat.te_base"}
+    found = {m for m, i in _all_imports("offload_engine") if i.module.split(".")[0] == "transformer_engine"}
+    assert found == {"offload_engine._compat.te_base"}
 
 
 def test_megatron_patches_uses_public_names_only() -> None:
@@ -270,62 +147,35 @@ def test_megatron_patches_uses_public_names_only() -> None:
     wrong = [
         f"{module}:{found.line} {found.module}"
         for module, found in _all_imports("megatron_patches")
-        if _top(found.module) == "offload_engine"
-        and any(p.startswith("_") for p in found.module.split("."))
+        if re.match(r"offload_engine\.(.*\.)?_", found.module)
         and not found.module.startswith("offload_engine._compat.torch_private")
     ]
     assert not wrong
 
 
-@pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
-def test_packages_import_no_tests_tools_or_examples(package: str) -> None:
-    outside = {"tests", "tools", "benchmarks", "examples"} | (
-        {"megatron_patches"} if package == "offload_engine" else set()
-    )
-    wrong = [f"{m}:{i.line} {i.module}" for m, i in _all_imports(package) if _top(i.module) in outside]
-    assert not wrong
-
-
 @pytest.mark.parametrize("package", LAYERS)
 def test_imports_inside_a_package_go_downward(package: str) -> None:
-    modules = _sources(package)
+    modules, layers = _sources(package), LAYERS[package].split()
+    assert sorted(layers) == sorted(_place(package, module, modules) for module in modules), "a place for each module"
     wrong = []
     for module, found in _all_imports(package):
-        target = _local(package, found.module, modules)
-        importer = module.removeprefix(package).lstrip(".")
-        if target is None or target == importer:
-            continue
-        here, there = _layer(package, importer), _layer(package, target)
-        if here is None or there is None:
-            wrong.append(f"{module} or {package}.{target} has no row in LAYERS: give it one")
-        elif there >= here:
+        importer, inside = _place(package, module, modules), found.module.split(".")[0] == package
+        target = _place(package, found.module, modules) if inside else importer
+        if layers.index(target) > layers.index(importer):
             wrong.append(f"{module}:{found.line} imports {target}, which is not below it")
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("package", LAYERS)
-def test_every_row_names_modules_that_are_there(package: str) -> None:
-    rows = [name for names in LAYERS[package] for name in names]
-    modules = {module.removeprefix(package).lstrip(".") for module in _sources(package)}
-    assert sorted(rows) == sorted(modules)
-
-
 def _module_level_state(tree: ast.Module) -> Iterator[str]:
     """Names bound at module level to something that invites mutation: not a constant, not an alias, not a logger."""
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if _is_declaration(node) else []
-        for target in targets:
-            name = ast.unparse(target)
-            mutable = isinstance(node.value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
-            if mutable and name != "__all__" and not name.lstrip("_").isupper():
-                yield name
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
+            names = map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
+            yield from (name for name in names if name != "__all__" and not name.lstrip("_").isupper())
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield f"global {', '.join(node.names)}"
-
-
-def _is_declaration(node: ast.stmt) -> bool:
-    return isinstance(node, ast.AnnAssign) and node.value is not None
 
 
 @pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])
@@ -342,15 +192,15 @@ def test_the_reader_itself() -> None:
         "def f():\n    import transformer_engine\n    importlib.import_module('megatron.y')\n"
         "cache = {}\nNAMES = ['a']\n"
     )
-    found = {i.module: i.is_typing_only for i in _imports(source, "offload_engine.sub.mod")}
-    assert found == {
-        "offload_engine.sub.a": False,
-        "offload_engine.b.c": False,
-        "megatron.core": False,
-        "offload_engine.sub.engine.E": True,
-        "transformer_engine": False,
-        "megatron.y": False,
-    }
+    found = [i.module for i in _imports(source, "offload_engine.sub.mod")]
+    inside = ["offload_engine.sub.a", "offload_engine.b.c", "offload_engine.sub.engine.E"]
+    assert sorted(found) == sorted([*inside, "megatron.core", "transformer_engine", "megatron.y"])
     assert [i.module for i in _imports("from .x import y", "offload_engine", is_package=True)] == ["offload_engine.x.y"]
     assert list(_module_level_state(ast.parse(source))) == ["cache"]
-    assert _layer("offload_engine", "config") == 8 and _layer("offload_engine", "nonsense") is None
+
+
+def test_who_needs_a_port_listens_on_it_at_once() -> None:
+    """Who asks the system for a free port and uses it later may find it taken."""
+    files = [path for name in ("tests", "tools", "benchmarks", "examples") for path in (ROOT / name).rglob("*")]
+    asking = [path for path in files if path.suffix in (".py", ".sh") and re.search(r"\.bind\(\(", path.read_text())]
+    assert len(files) > 300 and not asking

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from offload_engine import (
     IS_COMPILED,
@@ -33,7 +32,7 @@ from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved import store
 from offload_engine.frontends._common.session import Session
 from tests.engine_state import is_free
-from tests.interrupts.jobs import DEVICES, JOBS
+from tests.interrupts.jobs import DEVICES, JOBS, WIDTH, Model
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 
@@ -71,31 +70,38 @@ def engine() -> Iterator[OffloadEngine]:
     engine.close()
 
 
+def forward_of_groups(engine: OffloadEngine) -> tuple[Any, torch.Tensor]:
+    chunk, y = engine.start_chunk(), torch.randn(64, 64, requires_grad=True)
+    for _ in range(4):
+        y = group_start(y, chunk, "group")
+        with chunk.saved_tensors_hooks():
+            y = y.sin()
+        y = group_commit(y, chunk)
+    return chunk, y
+
+
 def step(engine: OffloadEngine) -> None:
-    x = torch.randn(64, 64, requires_grad=True)
     with engine.iteration():
-        chunk, y = engine.start_chunk(), x
-        for _ in range(4):
-            y = group_start(y, chunk, "group")
-            with chunk.saved_tensors_hooks():
-                y = y.sin()
-            y = group_commit(y, chunk)
-        y.sum().backward()
+        forward_of_groups(engine)[1].sum().backward()
 
 
-def test_an_interrupt_while_the_lock_is_taken_leaves_it_free() -> None:
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+needs_source = pytest.mark.skipif(IS_COMPILED, reason="nothing in compiled code can be replaced or interrupted")
+
+
+def test_an_interrupt_leaves_the_lock_free() -> None:
+    """While it is taken, and in the work that is done under it."""
     lock = Lock()
     lock.num_left = 1
     with pytest.raises(KeyboardInterrupt):
         run_if_free(lock, lambda: None)
     assert is_free(lock.lock)
-
-
-def test_an_interrupt_in_the_work_leaves_the_lock_free() -> None:
-    lock = threading.RLock()
     with pytest.raises(KeyboardInterrupt):
         run_if_free(lock, lambda: signal.raise_signal(signal.SIGINT))
-    assert is_free(lock)
+    assert is_free(lock.lock)
 
 
 def test_a_lock_that_is_held_is_not_waited_for() -> None:
@@ -108,7 +114,7 @@ def test_a_lock_that_is_held_is_not_waited_for() -> None:
     assert not done and run_if_free(lock, lambda: done.append("free")) and done == ["free"] and is_free(lock)
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="compiled attributes cannot be replaced")
+@needs_source
 def test_the_step_after_an_interrupt_runs(engine: OffloadEngine) -> None:
     step(engine)
     lock = engine._store._lock = engine._store.retired.lock = Lock()
@@ -144,7 +150,7 @@ def ignored(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     sys.setprofile(None)
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+@needs_source
 @pytest.mark.parametrize("number", [1, 3, 4])
 def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, number: int, ignored: list[Any]) -> None:
     step(engine)
@@ -156,17 +162,12 @@ def test_an_interrupt_in_a_destructor_ends_the_step(engine: OffloadEngine, numbe
     step(engine)
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+@needs_source
 def test_an_interrupt_in_a_destructor_is_raised_by_the_backward_of_the_next_group(
     engine: OffloadEngine, ignored: list[Any]
 ) -> None:
     engine.begin_iteration()
-    chunk, y = engine.start_chunk(), torch.randn(64, 64, requires_grad=True)
-    for _ in range(4):
-        y = group_start(y, chunk, "group")
-        with chunk.saved_tensors_hooks():
-            y = y.sin()
-        y = group_commit(y, chunk)
+    chunk, y = forward_of_groups(engine)
     interrupt_destructor(1)
     with pytest.raises(KeyboardInterrupt):
         y.sum().backward()
@@ -194,7 +195,7 @@ def test_after_a_torn_operation_the_next_iteration_begins_anew(
         chunk.tensor_pop(handle)
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+@needs_source
 def test_a_save_that_failed_is_no_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves a storage without a handle, as an interrupt does."""
     engine = OffloadEngine(CONFIG)
@@ -221,35 +222,14 @@ def test_a_device_that_was_interrupted_while_it_closed_is_closed_again(monkeypat
     assert not any(stream._thread is not None for stream in streams)
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
-@pytest.mark.parametrize("number", [1, 4])
-def test_an_interrupt_in_a_destructor_ends_the_backward_of_a_front_end(number: int, ignored: list[Any]) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid()) for _ in range(6)))
-    handle = enable_activation_offloading(model, "none", layers=list(model), config=CONFIG)
-    x = torch.randn(64, 64)
-    model(x).sum().backward()
-    interrupt_destructor(number)
-    loss = model(x).sum()
-    with pytest.raises(KeyboardInterrupt):
-        loss.backward()
-    del loss
-    assert ignored == [KeyboardInterrupt]
-    num_groups = handle.stats.num_groups
-    for _ in range(2):
-        model(x).sum().backward()
-        assert handle.stats.num_groups == num_groups and handle.engine.pool.num_leases == 0
-    handle.remove()
-
-
-@pytest.mark.skipif(IS_COMPILED, reason="Python does not deliver interrupts inside compiled code")
+@needs_source
 def test_an_interrupt_while_a_storage_is_retired_ends_the_step(engine: OffloadEngine, ignored: list[Any]) -> None:
-    retire = engine._store.retired._retire
-
-    def interrupted(saved: Any) -> None:
-        engine._store.retired._retire = retire
+    def interrupted_once(saved: Any) -> None:
+        retired._retire = retire
         raise KeyboardInterrupt
 
-    engine._store.retired._retire = interrupted
+    retired = engine._store.retired
+    retire, retired._retire = retired._retire, interrupted_once
     with pytest.raises(KeyboardInterrupt):
         step(engine)
     assert not ignored and not engine.has_saved and engine.pool.num_leases == 0
@@ -274,20 +254,15 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
         engine.begin_iteration()
 
 
-@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
-def test_an_interrupt_between_a_lease_and_its_storages_loses_no_host_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = OffloadEngine(CONFIG)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
+@needs_source
+def test_an_interrupt_between_a_lease_and_its_storages_loses_no_host_bytes(
+    engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(GroupLease, "__init__", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step(engine)
+        step(engine)
     step(engine)
     assert engine.pool.num_leases == engine.pool.lent_bytes == 0
-    engine.close()
 
 
 def test_a_retained_graph_is_no_interrupt(engine: OffloadEngine) -> None:
@@ -310,24 +285,19 @@ def no_hooks() -> Iterator[None]:
 
 
 class InterruptedHooks:
-    """Lets an interrupt come right behind the push of hooks, in front of the `with` that would pop them.
-
-    Args:
-        monkeypatch: of the test.
-        number: of the push; 1 is the first.
-    """
+    """Lets an interrupt come right behind push number `num_left` of hooks, in front of the `with` that pops them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         self.num_left = number
         enter = OwnHooks.__enter__
 
-        def interrupted(hooks: OwnHooks) -> None:
+        def interrupted_enter(hooks: OwnHooks) -> None:
             enter(hooks)
             self.num_left -= 1
             if self.num_left == 0:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(OwnHooks, "__enter__", interrupted)
+        monkeypatch.setattr(OwnHooks, "__enter__", interrupted_enter)
 
 
 @pytest.mark.usefixtures("no_hooks")
@@ -348,56 +318,17 @@ def test_hooks_that_an_interrupt_leaves_are_taken_off(name: str, number: int, mo
     job.close()
 
 
-@pytest.mark.usefixtures("no_hooks")
-def test_hooks_that_are_not_the_engines_stay(engine: OffloadEngine) -> None:
-    engine.begin_iteration()
-    chunk = engine.start_chunk()
-    with chunk.saved_tensors_hooks(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        top = torch_private.innermost_hooks(True)
-        engine.reset_iteration()
-        assert torch_private.innermost_hooks(True) == top
-    assert torch_private.innermost_hooks(True) is None
-
-
-@pytest.mark.usefixtures("no_hooks")
-def test_a_with_whose_hooks_a_reset_has_taken_off_leaves_others_alone(engine: OffloadEngine) -> None:
-    engine.begin_iteration()
-    chunk = engine.start_chunk()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        top = torch_private.innermost_hooks(True)
-        with chunk.saved_tensors_hooks():
-            engine.reset_iteration()
-            assert torch_private.innermost_hooks(True) == top
-        assert torch_private.innermost_hooks(True) == top
-    assert torch_private.innermost_hooks(True) is None
-
-
-@pytest.mark.usefixtures("no_hooks")
-def test_hooks_of_a_managed_forward_that_an_interrupt_leaves_are_taken_off_by_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    activations = manage_activations(engine=OffloadEngine(CONFIG))
-    InterruptedHooks(monkeypatch, 1)
-    with pytest.raises(KeyboardInterrupt), activations:
-        pass
-    assert torch_private.innermost_hooks(True) is not None
-    activations.close()
-    assert torch_private.innermost_hooks(True) is None
-
-
-@pytest.mark.skipif(IS_COMPILED, reason="compiled functions cannot be replaced")
+@needs_source
 @pytest.mark.parametrize("name", ["enable_activation_offloading", "enable_ckpt"])
 def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = JOBS[name](DEVICES["cpu"]())
-    expected = job.step()
-    start_forward = Session.start_forward
-
-    def interrupted(session: Session) -> None:
+    def interrupted_start(session: Session) -> None:
         start_forward(session)
         raise KeyboardInterrupt
 
+    job = JOBS[name](DEVICES["cpu"]())
+    expected, start_forward = job.step(), Session.start_forward
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Session, "start_forward", interrupted)
+        patch.setattr(Session, "start_forward", interrupted_start)
         job.step()
     job.recover()
     assert all(map(torch.equal, job.step(), expected))
@@ -405,50 +336,24 @@ def test_offload_goes_on_after_an_interrupt_in_front_of_a_forward(name: str, mon
     job.close()
 
 
-class Layer(nn.Module):
-    """Raises in its forward if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.is_interrupted = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x).sin()
-        if self.is_interrupted:
-            raise KeyboardInterrupt
-        return x.cos()
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    model(torch.linspace(0, 1, 1024).view(32, 32)).sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
 @pytest.mark.usefixtures("no_hooks")
 @pytest.mark.parametrize("ends_by", ["the next forward", "remove"])
 @pytest.mark.parametrize("enable_ckpt", [False, True])
 def test_behind_an_interrupt_in_a_layer_other_models_are_right(enable_ckpt: bool, ends_by: str) -> None:
     """torch runs no hook behind an interrupted forward: those of the layer are in force until the next one begins."""
-    model, other = Stack(), Stack()
+
+    def gradients(model: Model) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(torch.linspace(0, 1, 8 * WIDTH).view(8, WIDTH)).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    model, other = Model(), Model()
     expected, expected_of_other = gradients(model), gradients(other)
     handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=CONFIG)
-    model.layers[2].is_interrupted = True
+    hook = model.get_submodule("blocks.2.linear").register_forward_hook(interrupted)
     with pytest.raises(KeyboardInterrupt):
         gradients(model)
-    model.layers[2].is_interrupted = False
+    hook.remove()
     assert all(map(torch.equal, gradients(other), expected_of_other))
     if ends_by == "remove":
         handle.remove()

@@ -7,7 +7,7 @@ import copy
 import csv
 import importlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -100,31 +100,22 @@ def make_trainer(package: str, folder: Path, callbacks: list[Any], **settings: A
     return importlib.import_module(package).Trainer(callbacks=callbacks, **{**defaults, **settings})
 
 
-class Trained(NamedTuple):
-    losses: list[float]
-    weights: list[torch.Tensor]
-
-
 def fit(
-    package: str,
-    folder: Path,
-    callbacks: list[Any],
-    resume: Path | None = None,
-    calls_itself: bool = False,
-    **settings: Any,
-) -> Trained:
-    module = make_module(package, calls_itself)
-    trainer = make_trainer(package, folder, callbacks, **settings)
+    folder: Path, callbacks: list[Any], module: Any = None, package: str = PACKAGES[0], **settings: Any
+) -> list[torch.Tensor]:
+    """Train; return the losses and the weights."""
+    module = module or make_module(package)
+    resume = settings.pop("resume", None)
+    own = vars(module).get("training_step")
     torch.manual_seed(2)  # dropout
-    trainer.fit(module, batches(), batches(), ckpt_path=resume)
-    assert "training_step" not in vars(module)
+    make_trainer(package, folder, callbacks, **settings).fit(module, batches(), batches(), ckpt_path=resume)
+    assert vars(module).get("training_step") is own
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
-    return Trained(module.losses, [p.detach().clone() for p in module.parameters()])
+    return [torch.tensor(module.losses), *(p.detach().clone() for p in module.parameters())]
 
 
-def assert_equal(expected: Trained, got: Trained) -> None:
-    assert expected.losses and expected.losses == got.losses
-    assert all(map(torch.equal, expected.weights, got.weights))
+def assert_equal(expected: list[torch.Tensor], got: list[torch.Tensor]) -> None:
+    assert len(expected[0]) and all(map(torch.equal, expected, got))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -132,55 +123,42 @@ def test_bitwise_equal(package: str, tmp_path: Path) -> None:
     """With gradient accumulation, and validation before, between and after the steps."""
     pytest.importorskip(package)
     logger = importlib.import_module(f"{package}.loggers").CSVLogger(tmp_path)
-    expected = fit(package, tmp_path, [])
+    expected = fit(tmp_path, [], package=package)
     callback = OffloadCallback(CONFIG)
     callback.record()
-    got = fit(package, tmp_path, [callback], logger=logger)
+    got = fit(tmp_path, [callback], package=package, logger=logger)
     assert "Saved tensors by module, step 0" in str(callback.report())
-    assert len(got.losses) == 1 + 2 * STEPS + 2 * 2  # sanity check, training, validation
+    assert len(got[0]) == 1 + 2 * STEPS + 2 * 2  # sanity check, training, validation
     assert_equal(expected, got)
     rows = csv.DictReader((Path(logger.log_dir) / "metrics.csv").open())
     logged = [(float(row["offload_moved_gib"]) * 2**30, float(row["offload_waited_ms"])) for row in rows]
     assert len(logged) == STEPS and min(logged)[0] >= 0.99 * (NUM_LAYERS - 1) * BATCH * WIDTH * 4
 
 
-def test_a_module_that_is_called(tmp_path: Path) -> None:
-    expected, callback = fit(PACKAGES[0], tmp_path, [], calls_itself=True), Recording()
-    assert_equal(expected, fit(PACKAGES[0], tmp_path, [callback], calls_itself=True))
-    other = Recording()
-    fit(PACKAGES[0], tmp_path, [other])
-    assert callback.moved == other.moved
+@pytest.mark.parametrize("way", ["calls itself", "has a step of its own", "is checkpointed"])
+def test_a_module_that(way: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        module = make_module(PACKAGES[0], calls_itself=way == "calls itself")
+        if way == "has a step of its own":
+            module.training_step = lambda batch, batch_idx: type(module).training_step(module, batch, batch_idx)
+        return module
 
-
-def test_checkpointing_by_the_callback(tmp_path: Path) -> None:
-    expected, callback = fit(PACKAGES[0], tmp_path, []), Recording(enable_ckpt=True)
-    assert_equal(expected, fit(PACKAGES[0], tmp_path, [callback]))
-    moved = [round(gib * 2**30) for gib in callback.moved]
-    assert moved == 2 * STEPS * [(NUM_LAYERS - 1) * BATCH * WIDTH * 4]
+    enable_ckpt = way == "is checkpointed"
+    callback = Recording(enable_ckpt=enable_ckpt)
+    assert_equal(fit(tmp_path, [], make()), fit(tmp_path, [callback], make()))
+    moved, inputs = [round(gib * 2**30) for gib in callback.moved], (NUM_LAYERS - 1) * BATCH * WIDTH * 4
+    assert len(moved) == 2 * STEPS and (set(moved) == {inputs} if enable_ckpt else min(moved) > inputs)
 
 
 def test_resume(tmp_path: Path) -> None:
     """Two steps without offload, then two more from the checkpoint with it; the random numbers begin anew."""
-    package = PACKAGES[0]
-    trainer = make_trainer(package, tmp_path, [], max_steps=2)
-    trainer.fit(make_module(package), batches())
+    trainer = make_trainer(PACKAGES[0], tmp_path, [], max_steps=2)
+    trainer.fit(make_module(PACKAGES[0]), batches())
     path = tmp_path / "two_steps.ckpt"
     trainer.save_checkpoint(path)
-    expected, callback = fit(package, tmp_path, [], path), Recording()
-    assert_equal(expected, fit(package, tmp_path, [callback], path))
-    assert len(callback.moved) == 2 * (STEPS - 2) and min(callback.moved) > 0
-
-
-def test_a_training_step_of_the_instance_stays_its_own(tmp_path: Path) -> None:
-    module = make_module(PACKAGES[0])
-
-    def own(batch: Any, batch_idx: int) -> Any:
-        return type(module).training_step(module, batch, batch_idx)
-
-    module.training_step = own
     callback = Recording()
-    make_trainer(PACKAGES[0], tmp_path, [callback]).fit(module, batches(), batches())
-    assert module.training_step is own and min(callback.moved) > 0
+    assert_equal(fit(tmp_path, [], resume=path), fit(tmp_path, [callback], resume=path))
+    assert len(callback.moved) == 2 * (STEPS - 2) and min(callback.moved) > 0
 
 
 def test_a_copy_made_in_training_has_weights_and_a_step_of_its_own(tmp_path: Path) -> None:
@@ -204,7 +182,7 @@ def test_a_training_that_raises_gives_the_model_back(tmp_path: Path) -> None:
     callback = OffloadCallback(CONFIG)
     module = make_module(PACKAGES[0], fail_at=1)
     with pytest.raises(ArithmeticError):
-        make_trainer(PACKAGES[0], tmp_path, [callback]).fit(module, batches(), batches())
+        fit(tmp_path, [callback], module)
     assert "training_step" not in vars(module)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
-    assert_equal(fit(PACKAGES[0], tmp_path, []), fit(PACKAGES[0], tmp_path, [callback]))
+    assert_equal(fit(tmp_path, []), fit(tmp_path, [callback]))

@@ -103,21 +103,19 @@ def test_nodes_before_an_empty_group_are_left_alone() -> None:
     assert chunk.log == ["before"]
 
 
-def test_leaves_and_tensors_without_gradient() -> None:
-    chunk = Chunk()
+def test_leaves_tensors_without_gradient_and_outputs_of_several() -> None:
+    chunk, leaf = Chunk(), torch.ones(3, 2, requires_grad=True)
     chunk.open_group("of a leaf")
-    leaf = torch.ones(3, requires_grad=True)
     chunk.run(chunk.commit(leaf), "reader").sum().backward()
-    assert chunk.log == ["reader", "of a leaf"]
     chunk.open_group("without gradient")
-    assert not chunk.commit(torch.ones(3)).requires_grad
-    assert chunk.groups.innermost is None
-
-
-def test_without_an_open_group() -> None:
-    chunk, x = Chunk(), torch.ones(3, requires_grad=True)
-    chunk.commit(x * 1).sum().backward()
-    assert chunk.log == ["no group"]
+    assert not chunk.commit(torch.ones(3)).requires_grad and chunk.groups.innermost is None
+    chunk.open_group("one of two outputs")
+    largest, _ = (leaf * 2).max(dim=1)
+    out = chunk.commit(largest)
+    assert out is largest
+    out.sum().backward()
+    chunk.commit(leaf * 1).sum().backward()
+    assert chunk.log == ["reader", "of a leaf", "one of two outputs", "no group"]
 
 
 def test_the_mark_leaves_hooks_of_others_alone() -> None:
@@ -136,13 +134,3 @@ def test_the_mark_leaves_hooks_of_others_alone() -> None:
     assert set(before_second) == {"hook before the mark", "hook after the mark of second", "second"}
     assert mark_of_second < chunk.log.index("backward of second") < chunk.log.index("first")
     assert chunk.log[-3:] == ["first", "hook after the mark of first", "backward of first"]
-
-
-def test_one_output_of_several_marks_the_node() -> None:
-    chunk, x = Chunk(), torch.ones(3, 2, requires_grad=True)
-    chunk.open_group("group")
-    largest, _ = (x * 2).max(dim=1)
-    out = chunk.commit(largest)
-    assert out is largest
-    out.sum().backward()
-    assert chunk.log == ["group"] and x.grad is not None

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -38,8 +40,8 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(DeviceTensor)
 
 
-class Engine:
-    """Notes what is read, and gives back other values than a plain copy would."""
+class Reader:
+    """Notes what is read, and reads it."""
 
     def __init__(self) -> None:
         self.reads: list[torch.Tensor] = []
@@ -47,58 +49,40 @@ class Engine:
 
     def host_read(self, tensor: torch.Tensor) -> Any:
         self.reads.append(tensor)
-        return SimpleNamespace(tensor=torch.full(tensor.shape, 7))
+        plain = tensor.as_subclass(torch.Tensor).clone()
+        return SimpleNamespace(tensor=plain, wait=lambda: plain)
 
 
-def test_a_running_step_reads_through_its_engine() -> None:
-    runner, splits = SimpleNamespace(running_engine=Engine()), torch.arange(4).as_subclass(DeviceTensor)
-    applied = apply_patches(moe_rows(runner))
-    try:
-        assert token_dispatcher.maybe_move_tensor_to_cpu(splits).tolist() == [7] * 4
-        moved = token_dispatcher.maybe_move_tensor_to_cpu(splits, as_numpy=True)
-        assert isinstance(moved, numpy.ndarray) and moved.tolist() == [7] * 4
-        assert all(read is splits for read in runner.running_engine.reads)
-    finally:
-        applied.remove()
+@pytest.fixture
+def runner() -> Iterator[Any]:
+    """Has the rows applied, and a step running."""
+    runner: Any = SimpleNamespace(running_engine=Reader())
+    with apply_patches(moe_rows(runner)) as applied:
+        runner.rows = applied.rows
+        yield runner
 
 
-def test_host_tensors_and_other_objects_pass_unchanged() -> None:
-    runner, splits = SimpleNamespace(running_engine=Engine()), torch.arange(4)
-    applied = apply_patches(moe_rows(runner))
-    try:
-        assert token_dispatcher.maybe_move_tensor_to_cpu(splits) is splits
-        assert token_dispatcher.maybe_move_tensor_to_cpu(None) is None
-        assert runner.running_engine.reads == []
-    finally:
-        applied.remove()
+def test_a_running_step_reads_through_its_engine(runner: Any) -> None:
+    splits, on_host = on_device(torch.arange(4)), torch.arange(4)
+    assert token_dispatcher.maybe_move_tensor_to_cpu(splits).tolist() == [0, 1, 2, 3]
+    moved = token_dispatcher.maybe_move_tensor_to_cpu(splits, as_numpy=True)
+    assert isinstance(moved, numpy.ndarray) and moved.tolist() == [0, 1, 2, 3]
+    assert len(runner.running_engine.reads) == 2
+    assert token_dispatcher.maybe_move_tensor_to_cpu(on_host) is on_host
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None) is None
+    with HostReads(runner.running_engine):
+        assert on_host.tolist() == [0, 1, 2, 3] and on_host.cpu() is on_host
+        assert on_host.masked_select(on_host > 1).tolist() == [2, 3]
+    assert len(runner.running_engine.reads) == 2
 
 
 def test_without_a_running_step_the_original_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def original(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return "original", as_numpy, record_stream
-
+    original = mock.Mock(return_value="original")
     monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", original)
-    applied = apply_patches(moe_rows(SimpleNamespace(running_engine=None)))
-    try:
-        splits = torch.arange(4).as_subclass(DeviceTensor)
+    with apply_patches(moe_rows(SimpleNamespace(running_engine=None))):
+        splits = on_device(torch.arange(4))
         moved = token_dispatcher.maybe_move_tensor_to_cpu(splits, as_numpy=True, record_stream=True)
-        assert moved == ("original", True, True)
-    finally:
-        applied.remove()
-
-
-class Stream:
-    """Notes what is issued to it."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.calls.append("wait_stream")
-
-    def record_event(self) -> Any:
-        self.calls.append("record_event")
-        return SimpleNamespace(synchronize=lambda: self.calls.append("synchronize"))
+    assert moved == "original" and original.call_args == mock.call(splits, as_numpy=True, record_stream=True)
 
 
 def _dispatcher() -> Any:
@@ -113,34 +97,19 @@ def _dispatcher() -> Any:
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_the_alltoall_dispatcher_reads_on_the_stream_at_hand(is_running: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, side = Stream(), Stream()
+    compute, side = mock.Mock(), mock.Mock()
     monkeypatch.setattr(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     if not is_running:  # nothing reads on the device, so neither does this test
         monkeypatch.setattr(token_dispatcher, "maybe_move_tensor_to_cpu", lambda tensor, **options: tensor)
-    applied = apply_patches(moe_rows(SimpleNamespace(running_engine=Engine() if is_running else None)))
     dispatcher = _dispatcher()
-    try:
+    with apply_patches(moe_rows(SimpleNamespace(running_engine=Reader() if is_running else None))):
         dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", on_device(torch.arange(2)))
-    finally:
-        applied.remove()
-    assert compute.calls == (["record_event", "synchronize"] if is_running else [])
-    assert side.calls == ([] if is_running else ["wait_stream", "record_event", "synchronize"])
+    waits = [mock.call.record_event(), mock.call.record_event().synchronize()]
+    assert compute.mock_calls == (waits if is_running else [])
+    assert side.mock_calls == ([] if is_running else [mock.call.wait_stream(compute), *waits])
     assert dispatcher.cuda_dtoh_stream is side
-
-
-class Reader:
-    """Notes what is read, and reads it."""
-
-    def __init__(self) -> None:
-        self.reads: list[torch.Tensor] = []
-        self.device = self
-
-    def host_read(self, tensor: torch.Tensor) -> Any:
-        self.reads.append(tensor)
-        plain = tensor.as_subclass(torch.Tensor).clone()
-        return SimpleNamespace(tensor=plain, wait=lambda: plain)
 
 
 def _choices(num_experts: int, masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,14 +137,13 @@ def test_multihot_has_the_bits_of_the_original(dtype: torch.dtype, masked: bool)
     assert torch.equal(probs[0].grad, probs[1].grad)  # type: ignore[arg-type]
 
 
-def test_multihot_makes_the_host_wait_only_without_a_running_step() -> None:
+def test_multihot_makes_the_host_wait_only_without_a_running_step(runner: Any) -> None:
     indices, probs = (on_device(tensor) for tensor in _choices(8, masked=True))
-    manager, runner = SimpleNamespace(num_local_experts=8), SimpleNamespace(running_engine=Reader())
-    with apply_patches(moe_rows(runner)):
+    manager = SimpleNamespace(num_local_experts=8)
+    token_dispatcher._DeepepManager._indices_to_multihot(manager, indices, probs)
+    runner.running_engine = None
+    with pytest.raises(AssertionError, match="the host waits for __getitem__"):
         token_dispatcher._DeepepManager._indices_to_multihot(manager, indices, probs)
-        runner.running_engine = None
-        with pytest.raises(AssertionError, match="the host waits for __getitem__"):
-            token_dispatcher._DeepepManager._indices_to_multihot(manager, indices, probs)
 
 
 def _allgather(routing_map: torch.Tensor, probs: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -185,34 +153,29 @@ def _allgather(routing_map: torch.Tensor, probs: torch.Tensor, hidden: torch.Ten
     return token_dispatcher.MoEAllGatherTokenDispatcher.dispatch_postprocess(owner, hidden, probs)
 
 
-def test_allgather_reads_through_the_engine() -> None:
+def test_allgather_reads_through_the_engine(runner: Any) -> None:
     generator = torch.Generator().manual_seed(4)
     hidden, probs = torch.randn(32, 4, generator=generator), torch.rand(32, 8, generator=generator)
     inputs = (probs > 0.5, probs, hidden)
-    wanted = _allgather(*inputs)
-    runner = SimpleNamespace(running_engine=Reader())
-    with apply_patches(moe_rows(runner)):
-        got = _allgather(*map(on_device, inputs))
-        assert runner.running_engine.reads
-        runner.running_engine = None
-        with pytest.raises(AssertionError, match="the host waits for"):
-            _allgather(*map(on_device, inputs))
-    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+    got = _allgather(*map(on_device, inputs))
+    assert runner.running_engine.reads
+    runner.running_engine = None
+    with pytest.raises(AssertionError, match="the host waits for"):
+        _allgather(*map(on_device, inputs))
+    assert all(torch.equal(a, b) for a, b in zip(_allgather(*inputs), got, strict=True))
 
 
-def test_permute_takes_the_count_that_it_is_told() -> None:
+def test_permute_takes_the_count_that_it_is_told(runner: Any) -> None:
     scores = torch.rand(32, 8, generator=torch.Generator().manual_seed(4))
     hidden, routing_map, count = torch.randn(32, 4), scores > 0.5, int((scores > 0.5).sum())
-    wanted = token_dispatcher.permute(hidden, routing_map, probs=scores, num_out_tokens=count)
-    runner = SimpleNamespace(running_engine=Reader())
     moved = [on_device(tensor) for tensor in (hidden, routing_map, scores)]
-    with apply_patches(moe_rows(runner)) as applied:
-        got = token_dispatcher.permute(*moved, num_out_tokens=count)
-        assert runner.running_engine.reads == []
-        runner.running_engine = None
-        is_needed = any(row.target.endswith(":permute") for row in applied.rows)
-        with pytest.raises(AssertionError, match="the host waits for") if is_needed else nullcontext():
-            token_dispatcher.permute(*moved, num_out_tokens=count)
+    got = token_dispatcher.permute(*moved, num_out_tokens=count)
+    assert runner.running_engine.reads == []
+    runner.running_engine = None
+    is_needed = any(row.target.endswith(":permute") for row in runner.rows)
+    with pytest.raises(AssertionError, match="the host waits for") if is_needed else nullcontext():
+        token_dispatcher.permute(*moved, num_out_tokens=count)
+    wanted = token_dispatcher.permute(hidden, routing_map, probs=scores, num_out_tokens=count)
     assert all(torch.equal(a, b) for a, b in zip(wanted[:3], got[:3], strict=True))
 
 
@@ -242,11 +205,3 @@ def test_selection_has_the_bits_of_masked_select() -> None:
     for output in (wanted, got):
         output.backward(grad)
     assert torch.equal(*(value.grad.view(torch.int32) for value in values))  # type: ignore[union-attr]
-
-
-def test_the_mode_leaves_tensors_on_the_host_alone() -> None:
-    engine, tensor = Reader(), torch.arange(4)
-    with HostReads(engine):  # type: ignore[arg-type]
-        assert tensor.tolist() == [0, 1, 2, 3] and tensor.cpu() is tensor
-        assert tensor.masked_select(tensor > 1).tolist() == [2, 3]
-    assert engine.reads == []

@@ -11,16 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.tool_scripts import load_tool
+from tests.tool_scripts import TOOLS, load_tool
 
 pytest.importorskip("rich")
 pytest.importorskip("tqdm")
-ROOT = Path(__file__).parents[2]
-
-
-mutation_check = load_tool("mutation_check")
-mutations = load_tool("mutations")
-tested_lines = load_tool("tested_lines")
+ROOT = TOOLS.parent
+mutation_check, tested_lines = load_tool("mutation_check"), load_tool("tested_lines")
 
 
 def test_every_documented_rule_has_a_wait_to_remove() -> None:
@@ -53,35 +49,32 @@ def test_mutations_are_programs_that_differ() -> None:
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="needs sys.monitoring")
 def test_a_record_tells_which_tests_run_a_line_and_is_kept_up_to_date(tmp_path: Path) -> None:
     root, record = tmp_path / "root", tmp_path / "record"
-    (root / "package").mkdir(parents=True)
-    (root / "tests/cpu").mkdir(parents=True)
-    (root / "package" / "__init__.py").write_text("def one():\n    return 1\n\n\ndef two():\n    return 2\n")
-    of_one, of_two = root / "tests/cpu/test_one.py", root / "tests/cpu/test_two.py"
-    of_one.write_text("from package import one, two\n\n\ndef test():\n    one()\n\n\ndef test_fails():\n    1 / 0\n")
-    of_two.write_text("from package import one, two\n\n\ndef test_both():\n    one()\n    two()\n")
+    for folder in ("package", "tests/cpu"):
+        (root / folder).mkdir(parents=True)
+    (root / "package/__init__.py").write_text("def one():\n    return 1\n\n\ndef two():\n    return 2\n")
+    of_one, of_two = ("tests/cpu/test_one.py", "tests/cpu/test_two.py")
+    header = "from package import one, two\n"
+    (root / of_one).write_text(f"{header}def test(): one()\ndef test_fails(): 1 / 0\n")
+    (root / of_two).write_text(f"{header}def test_both(): one() + two()\n")
     found = tested_lines.bring_up_to_date(record, root, "package")
-    assert set(found.of("package/__init__.py", 2, 2)) == {
-        "tests/cpu/test_one.py::test",
-        "tests/cpu/test_two.py::test_both",
-    }
-    assert found.of("package/__init__.py", 5, 6) == ["tests/cpu/test_two.py::test_both"]
+    assert set(found.of("package/__init__.py", 2, 2)) == {f"{of_one}::test", f"{of_two}::test_both"}
+    assert found.of("package/__init__.py", 5, 6) == [f"{of_two}::test_both"]
     assert tested_lines.load(record) == found
-    of_one.write_text("from package import two\n\n\ndef test_new():\n    two()\n")
+    (root / of_one).write_text(f"{header}def test_new(): two()\n")
     found = tested_lines.bring_up_to_date(record, root, "package")
-    assert found.of("package/__init__.py", 2, 2) == ["tests/cpu/test_two.py::test_both"]
-    assert set(found.seconds) == {"tests/cpu/test_one.py::test_new", "tests/cpu/test_two.py::test_both"}
+    assert found.of("package/__init__.py", 2, 2) == [f"{of_two}::test_both"]
+    assert set(found.seconds) == {f"{of_one}::test_new", f"{of_two}::test_both"}
 
 
-def check(changed: Any, *tests: str) -> Any:
-    """Return the outcome of a mutation with these tests, by node ID below tests/cpu."""
+def check_with(changed: Any, *tests: str) -> Any:
+    """Make a check of a mutation whose line these tests run, by node ID below tests/cpu."""
     ids = [f"tests/cpu/{test}" for test in tests]
-    lines = mutation_check.TestedLines(dict.fromkeys(ids, 1.0), {(str(changed.path), changed.line): set(ids)}, {}, "")
-    ((_, outcome),) = mutation_check.Check(ROOT, lines).run([(0, changed)], 1)
-    return outcome
+    lines = {(str(changed.path), changed.line): set(ids)}
+    return mutation_check.Check(ROOT, mutation_check.LinesOfTests(dict.fromkeys(ids, 1.0), lines, {}, ""))
 
 
 RULE_5 = "test_copy_order.py::test_rule_5_every_stream_that_reads_waits[seed=None]"
-OTHER = "test_copy_order.py::test_rule_3_copy_out_without_a_wait[seed=None]"
+OTHER = "test_copy_order.py::test_rule_3_unused_copy_in[seed=None]"
 
 
 def no_rule_5() -> Any:
@@ -89,16 +82,15 @@ def no_rule_5() -> Any:
     return one
 
 
-def test_a_missing_wait_is_caught_and_the_test_named() -> None:
-    assert check(no_rule_5(), OTHER, RULE_5)[:2] == ("caught", f"tests/cpu/{RULE_5}")
-
-
-def test_what_no_test_misses_survives() -> None:
-    assert check(no_rule_5(), OTHER).verdict == "survived"
-
-
-def test_a_program_that_does_not_load_is_an_error_not_a_catch() -> None:
-    assert check(no_rule_5()._replace(replacement="pass )"), RULE_5).verdict == "error"
+def test_a_missing_wait_is_caught_by_the_test_of_it_alone() -> None:
+    rule_5 = no_rule_5()
+    ((_, outcome),) = check_with(rule_5, OTHER, RULE_5).run([(0, rule_5)], 1)
+    assert outcome[:2] == ("caught", f"tests/cpu/{RULE_5}")
+    ((_, outcome),) = check_with(rule_5, OTHER).run([(0, rule_5)], 1)
+    assert outcome.verdict == "survived"
+    no_program = rule_5._replace(replacement="pass )")
+    ((_, outcome),) = check_with(no_program, RULE_5).run([(0, no_program)], 1)
+    assert outcome.verdict == "error", "it is not caught"
 
 
 def test_a_test_that_fails_without_a_mutation_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,9 +102,7 @@ def test_a_test_that_fails_without_a_mutation_is_left_out(monkeypatch: pytest.Mo
         return target
 
     monkeypatch.setattr(mutation_check, "_copy", copy_with_a_failing_test)
-    changed, failing = no_rule_5(), "tests/cpu/test_failing.py::test"
-    ids = [failing, f"tests/cpu/{OTHER}"]
-    lines = mutation_check.TestedLines(dict.fromkeys(ids, 1.0), {(str(changed.path), changed.line): set(ids)}, {}, "")
-    check = mutation_check.Check(ROOT, lines)
-    assert check.leave_out_failing([(0, changed)], 1) == {failing}
+    changed, failing = no_rule_5(), "test_failing.py::test"
+    check = check_with(changed, failing, OTHER)
+    assert check.leave_out_failing([(0, changed)], 1) == {f"tests/cpu/{failing}"}
     assert [outcome.verdict for _, outcome in check.run([(0, changed)], 1)] == ["survived"]

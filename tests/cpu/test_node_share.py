@@ -13,7 +13,7 @@ import torch
 from offload_engine._devices import node_share
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._devices.host_memory import available_host_bytes
-from offload_engine._devices.node_share import num_processes_of_node, share_left, share_of_memory
+from offload_engine._devices.node_share import num_processes_of_node, share_of_memory
 from offload_engine._host.slabs import DEFAULT_SHARE
 from tests.dist.launch import PlainGroup, run_ranks
 
@@ -27,9 +27,9 @@ AGENT = 100
     [
         ({}, 1),
         ({"WORLD_SIZE": "64"}, 1),  # how many of them are here is not known
-        ({"LOCAL_WORLD_SIZE": "8"}, 8),
         ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, 8),  # torchrun in one task a node
         ({"LOCAL_WORLD_SIZE": ""}, 1),
+        ({"LOCAL_WORLD_SIZE": "0"}, 1),
         ({"LOCAL_SIZE": "4"}, 4),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2),
         ({"MPI_LOCALNRANKS": "3"}, 3),
@@ -93,44 +93,25 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path, 8)
 
 
-def test_processes_that_start_one_after_the_other_get_the_same(node: Node) -> None:
-    pools = []
+@pytest.mark.parametrize(("heap", "others"), [(0, 0), (20 * GIB, 0), (0, TOTAL // 2)])
+def test_processes_that_start_one_after_the_other_get_the_same(heap: int, others: int, node: Node) -> None:
+    """What they hold already counts for their share; memory of others is no part of what is shared."""
+    node.others = others
     for pid in range(1, 9):
-        node.start(pid)
-        pools.append(node.grow_to_the_limit(pid))
-    assert sum(pools) <= DEFAULT_SHARE * TOTAL
-    assert min(pools) == pytest.approx(DEFAULT_SHARE * TOTAL / 8, rel=1e-6) == max(pools)
-
-
-def test_what_is_promised_at_one_moment_is_there(node: Node) -> None:
-    """All eight look before any of them takes: together they promise no byte twice."""
-    for pid in range(1, 9):
-        node.start(pid, heap=pid * GIB)
-    assert sum(node.may_take(pid) for pid in range(1, 9)) == node.free
-
-
-def test_a_heap_counts_for_the_share(node: Node) -> None:
-    for pid in range(1, 9):
-        node.start(pid, heap=20 * GIB)
-    pools = [node.grow_to_the_limit(pid, heap=20 * GIB) for pid in range(1, 9)]
-    share = DEFAULT_SHARE * (TOTAL / 8 - 20 * GIB)
-    assert min(pools) == pytest.approx(share, rel=1e-6) and sum(pools) <= 8 * share
-
-
-def test_memory_of_others_is_no_part_of_what_is_shared(node: Node) -> None:
-    node.others = TOTAL // 2
-    for pid in range(1, 9):
-        node.start(pid)
-        assert node.grow_to_the_limit(pid) == pytest.approx(DEFAULT_SHARE * TOTAL / 16, rel=1e-6)
-    assert node.free > 0
+        node.start(pid, heap)
+    assert sum(node.may_take(pid) for pid in range(1, 9)) == node.free, "what is promised at one moment is there"
+    pools = [node.grow_to_the_limit(pid, heap) for pid in range(1, 9)]
+    share = DEFAULT_SHARE * ((TOTAL - others) / 8 - heap)
+    assert min(pools) == pytest.approx(share, rel=1e-6) == max(pools) and sum(pools) <= 8 * share
 
 
 def test_no_more_than_is_free(node: Node) -> None:
     node.start(1, heap=900 * GIB)  # it had a limit of its own
     node.start(2)
     node.others = 120 * GIB
-    assert node.may_take(1) == 0
-    assert node.may_take(2) == 4 * GIB
+    assert (node.may_take(1), node.may_take(2)) == (0, 4 * GIB)
+    node.environ = {}
+    assert node.may_take(1) == node.free == 4 * GIB, "alone a process may have all"
 
 
 def test_a_process_that_has_died_leaves_its_memory_to_the_others(node: Node) -> None:
@@ -140,35 +121,15 @@ def test_a_process_that_has_died_leaves_its_memory_to_the_others(node: Node) -> 
     del node.held[1]
     (node.root / "proc/1/status").unlink()
     assert node.grow_to_the_limit(2) == pytest.approx(before, rel=1e-6)
-    node.start(3)
-    assert node.grow_to_the_limit(3) == pytest.approx(before, rel=1e-6)
-
-
-def test_where_the_others_cannot_be_seen_the_share_is_smaller(node: Node) -> None:
-    """As with a shell around each process, or a kernel that lists no children."""
-    pools = []
-    for pid in range(1, 9):
-        node.start(pid)
-        node._show(pid)
-        for file in node.root.glob(f"proc/{AGENT}/task/*/children"):
-            file.unlink()
-        room = share_of_memory(node.root, node.environ)
-        node.held[pid] += int(DEFAULT_SHARE * room)
-        pools.append(node.held[pid])
-    assert pools == sorted(pools, reverse=True) and pools[0] <= DEFAULT_SHARE * TOTAL / 8
-    assert pools[-1] > 0
-
-
-def test_alone_a_process_may_have_all(node: Node) -> None:
-    node.environ = {}
-    node.start(1, heap=GIB)
-    assert node.may_take(1) == node.free
+    node.may_take(2)
+    for file in node.root.glob(f"proc/{AGENT}/task/*/children"):
+        file.unlink()  # as with a shell around each process, or a kernel that lists no children
+    assert 0 < share_of_memory(node.root, node.environ) <= node.free / 8
 
 
 def test_files_of_several_processes_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a disk the files of others are not known: each takes its share of what is left."""
-    disk = 64 << 20
-    taken = 0
+    disk, taken = 64 << 20, 0
     monkeypatch.setattr("offload_engine._devices.cpu.free_bytes", lambda _: disk - taken)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with ExitStack() as stack:
@@ -177,11 +138,9 @@ def test_files_of_several_processes_share_a_directory(tmp_path: Path, monkeypatc
             stack.callback(device.close)
             share = device.free_host_bytes() // 4096 * 4096
             assert 0 < share <= (disk - taken) // 4
-            slab = device.new_slab(share)
-            stack.callback(slab.close)
+            stack.callback(device.new_slab(share).close)
             taken += share
             assert device.free_host_bytes() < 4096
-    assert taken < disk
 
 
 def _hold_and_look(nbytes: int) -> list[int]:
@@ -206,10 +165,3 @@ def test_real_processes_see_each_other() -> None:
     for before, after, share in run_ranks(_hold_and_look, nbytes, world_size=3, pipeline=PlainGroup()):
         assert 1.9 * nbytes < after - before < 3 * nbytes
         assert 0 < share < available_host_bytes() / 2  # a third, less what it holds
-
-
-def test_the_share_of_nothing() -> None:
-    assert share_left(0, 0, 0, 8) == 0
-    assert share_left(800, 0, 0, 8) == 100
-    assert share_left(100, 700, 700, 8) == 0
-    assert node_share.num_processes_of_node({"LOCAL_WORLD_SIZE": "0"}) == 1

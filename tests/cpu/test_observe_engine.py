@@ -3,18 +3,27 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from offload_engine import FixedBounds, GroupTraits, OffloadConfig, OffloadEngine, group_commit, group_start
+from offload_engine import (
+    ChunkOffloadHandler,
+    FixedBounds,
+    GroupTraits,
+    OffloadConfig,
+    OffloadEngine,
+    group_commit,
+    group_start,
+)
 from offload_engine._devices.cpu import CpuDevice
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import Awaited
+from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
@@ -44,55 +53,36 @@ def stack() -> torch.nn.ModuleList:
     )
 
 
-def test_the_record_agrees_with_the_counters(tmp_path: Path) -> None:
-    model, config = stack(), OffloadConfig(min_tensor_bytes=1024)
-    for device in (CpuDevice("none"), AdversarialDevice()):
-        engine = OffloadEngine(config, device=device)
-        plain = train(engine, model)
-        assert "record a step" not in engine.report() and "groups offloaded" in engine.report()
-        engine.record(tmp_path / "step{step}.json.gz")
-        assert train(engine, model) == plain
-        record = engine.last_record
-        assert record is not None
-        stats = engine.stats
-        for op, nbytes in ((OUT, stats.copied_out_bytes), (IN, stats.copied_in_bytes)):
-            assert sum(copy.nbytes for copy in record.copies if copy.op is op) == nbytes > 0
-        assert len({m.group for m in record.moves if m.op is OUT}) == stats.num_offloaded_groups
-        assert {m.group for m in record.moves if m.op is DROP} <= {m.group for m in record.moves if m.op is OUT}
-        nbytes_of = {
-            reason: sum({s.storage: s.nbytes for s in record.saved if s.reason is reason}.values())
-            for reason in (Reason.MOVED, Reason.RECALLED)
-        }
-        assert nbytes_of[Reason.MOVED] == stats.copied_in_bytes
-        assert nbytes_of[Reason.MOVED] + nbytes_of[Reason.RECALLED] == stats.copied_out_bytes
-        assert any(wait.awaited is Awaited.COPY_IN for wait in record.waits)
-        reasons = {saved.reason for saved in record.saved}
-        assert {Reason.MOVED, Reason.WEIGHT, Reason.TOO_SMALL, Reason.NOT_ASKED} <= reasons
-        assert {s.residency for s in record.stages} == {"packed", "copying out", "on host", "copying in", "used"}
-        assert "fc" in engine.report() and train(engine, model) == plain
-        engine.close()
-        assert read_records(tmp_path / "step1.json.gz") == [record]
-
-
-class SlowToTell(CpuDevice):
-    """Makes a record take some time."""
-
-    def milliseconds_between(self, first: Any, last: Any) -> float:
-        time.sleep(0.005)
-        return super().milliseconds_between(first, last)
-
-
-def test_a_closed_engine_has_its_file(tmp_path: Path) -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=SlowToTell("none"))
-    engine.record(tmp_path / "step.json")
-    train(engine, stack())
+@pytest.mark.parametrize("make_device", [lambda: CpuDevice("none"), AdversarialDevice])
+def test_the_record_agrees_with_the_counters(make_device: Callable[[], Any], tmp_path: Path) -> None:
+    model, engine = stack(), OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=make_device())
+    plain = train(engine, model)
+    assert "record a step" not in engine.report() and "groups offloaded" in engine.report()
+    engine.record(tmp_path / "step{step}.json.gz")
+    assert train(engine, model) == plain
+    record, stats = engine.last_record, engine.stats
+    assert record is not None
+    for op, nbytes in ((OUT, stats.copied_out_bytes), (IN, stats.copied_in_bytes)):
+        assert sum(copy.nbytes for copy in record.copies if copy.op is op) == nbytes > 0
+    moved_out = {move.group for move in record.moves if move.op is OUT}
+    assert len(moved_out) == stats.num_offloaded_groups
+    assert {move.group for move in record.moves if move.op is DROP} <= moved_out
+    moved, recalled = (
+        sum({s.storage: s.nbytes for s in record.saved if s.reason is reason}.values())
+        for reason in (Reason.MOVED, Reason.RECALLED)
+    )
+    assert (moved, moved + recalled) == (stats.copied_in_bytes, stats.copied_out_bytes)
+    assert any(wait.awaited is Awaited.COPY_IN for wait in record.waits)
+    reasons = {saved.reason for saved in record.saved}
+    assert {Reason.MOVED, Reason.WEIGHT, Reason.TOO_SMALL, Reason.NOT_ASKED} <= reasons
+    assert {s.residency for s in record.stages} == {"packed", "copying out", "on host", "copying in", "used"}
+    assert "fc" in engine.report() and train(engine, model) == plain
     engine.close()
-    assert read_records(tmp_path / "step.json") == [engine.last_record]
+    assert read_records(tmp_path / "step1.json.gz") == [record]
 
 
 def test_a_step_that_raises_leaves_the_record_before(tmp_path: Path) -> None:
-    model = stack()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=CpuDevice("none"))
+    engine, model = OffloadEngine(OffloadConfig(min_tensor_bytes=1024), device=CpuDevice("none")), stack()
     engine.record()
     train(engine, model)
     engine.record(tmp_path / "step.json")
@@ -104,20 +94,10 @@ def test_a_step_that_raises_leaves_the_record_before(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and "Saved tensors" in engine.report()
 
 
-def test_a_profile_shows_the_moves_and_the_wait_of_each_group() -> None:
-    device = AdversarialDevice()
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
-    with torch.profiler.profile() as profile, engine.iteration():
-        chunk = engine.start_chunk()
-        chunk.open_group("attention")
-        handle = chunk.tensor_push(torch.ones(64))
-        group = chunk.close_group()
-        chunk.on_group_commit_backward(group)
-        chunk.tensor_pop(handle)
-        del handle
-    names = {event.key for event in profile.key_averages()}
-    labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
-    assert labels <= names
+def save(chunk: ChunkOffloadHandler, numel: int = 64, **traits: bool) -> tuple[TensorGroup | None, Any]:
+    chunk.open_group("attention", GroupTraits(**traits))
+    handle = chunk.tensor_push(torch.ones(numel))
+    return chunk.close_group(), handle
 
 
 def moves_of(engine: OffloadEngine) -> list[tuple[str, str]]:
@@ -130,9 +110,7 @@ def test_what_is_recalled_is_a_move_and_is_not_released() -> None:
     engine.record()
     with engine.iteration():
         chunk = engine.start_chunk()
-        chunk.open_group("attention")
-        handle = chunk.tensor_push(torch.ones(64))
-        group = chunk.close_group()
+        group, handle = save(chunk)
         chunk.recall_groups()
         chunk.on_group_commit_backward(group)
         chunk.tensor_pop(handle)
@@ -146,22 +124,15 @@ def test_what_no_policy_brought_back_is_a_move_too() -> None:
     engine.record()
     with engine.iteration():
         chunk = engine.start_chunk()
-        for _ in range(2):
-            chunk.open_group("attention")
-            handle = chunk.tensor_push(torch.ones(64))
-            group = chunk.close_group()
+        save(chunk)
+        group, handle = save(chunk)
         chunk.on_group_commit_backward(group)
         chunk.tensor_pop(handle)
-        chunk.open_group("mlp")
-        handle = chunk.tensor_push(torch.ones(32))
-        chunk.close_group()
+        _, handle = save(chunk, numel=32)
         chunk.tensor_pop(handle)  # its backward has not begun
         del handle
-    assert [move for move in moves_of(engine) if " 0.0:2 " in move[1]] == [
-        ("F0.0:2", "OUT 0.0:2 128"),
-        ("F0.0:2", "DROP 0.0:2 128"),
-        ("F0.0:2", "IN 0.0:2 128"),
-    ]
+    moves = [f"{op} 0.0:2 128" for op in ("OUT", "DROP", "IN")]
+    assert [move for move in moves_of(engine) if " 0.0:2 " in move[1]] == [("F0.0:2", move) for move in moves]
 
 
 def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> None:
@@ -169,14 +140,13 @@ def test_a_group_that_is_no_longer_kept_leaves_at_a_boundary_of_its_own() -> Non
     engine.record()
     with engine.iteration():
         chunk = engine.start_chunk()
-        chunk.open_group("shared", GroupTraits(keep=True))
-        handle = chunk.tensor_push(torch.ones(64))
-        chunk.close_group()
+        _, handle = save(chunk, keep=True)
         assert engine.stats.num_kept_groups == 1
-        chunk.offload_kept_groups("shared")
+        chunk.offload_kept_groups("attention")
         assert engine.stats.num_kept_groups == engine.stats.kept_bytes == 0
         del handle
     assert ("F0.0:0/unkeep", "OUT 0.0:0 256") in moves_of(engine)
+    assert engine.last_record is not None and engine.last_record.saved[0].reason is not Reason.KEPT
 
 
 def test_a_tensor_that_was_copied_in_is_saved_again() -> None:

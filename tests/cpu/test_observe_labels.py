@@ -10,29 +10,29 @@ from unittest import mock
 import pytest
 import torch
 
+from offload_engine import FixedBounds, OffloadConfig, OffloadEngine
 from offload_engine._observe.labels import Ranges, range_label
-from offload_engine.planning.moves import DROP, IN, OUT
+from offload_engine.planning.moves import IN, OUT
 from offload_engine.schedule import ChunkKey
+from tests.adversarial import AdversarialDevice
 
 GROUP: Any = SimpleNamespace(chunk=ChunkKey(1, 3), name="core_attn")
 
 
-def test_labels_have_the_coordinates() -> None:
-    assert range_label(OUT, "core_attn", ChunkKey(1, 3)) == "Offload::copy_out (c1 m3 core_attn)"
-    assert range_label(DROP, "mlp", ChunkKey(0, 0)) == "Offload::release (c0 m0 mlp)"
+def test_a_profile_shows_the_moves_and_the_wait_of_each_group(device: AdversarialDevice) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=FixedBounds(max_inflight_bytes=0)), device)
+    with torch.profiler.profile() as profile, engine.iteration():
+        chunk = engine.start_chunk()
+        chunk.open_group("attention")
+        handle = chunk.tensor_push(torch.ones(64))
+        group = chunk.close_group()
+        chunk.on_group_commit_backward(group)
+        chunk.tensor_pop(handle)
+        del handle
+    names = {event.key for event in profile.key_averages()}
+    labels = {f"Offload::{what} (c0 m0 attention)" for what in ("copy_out", "release", "copy_in", "wait")}
+    assert labels <= names
     assert range_label(IN, "mlp") == "Offload::copy_in (mlp)"
-    assert range_label("wait", "mlp", ChunkKey(0, 12)) == "Offload::wait (c0 m12 mlp)"
-
-
-def test_the_profiler_of_torch_shows_them() -> None:
-    ranges = Ranges()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        with ranges.around(OUT, GROUP):
-            torch.zeros(3)
-    with ranges.around(IN, GROUP):
-        pass
-    names = {event.name for event in profile.events() if event.name.startswith("Offload")}
-    assert names == {"Offload::copy_out (c1 m3 core_attn)"}
 
 
 def test_nvtx_ranges_are_pushed_where_they_are_switched_on() -> None:

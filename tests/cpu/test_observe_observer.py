@@ -10,6 +10,7 @@ import threading
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,7 +19,6 @@ from offload_engine._observe import observer as observer_module
 from offload_engine._observe import pace
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine._observe.observer import Observer
-from offload_engine._observe.reasons import Reason
 from offload_engine._observe.report import report_table, summary_of_stats
 from tests.cpu.test_observe_recorder import Group, Storage
 from tests.engine_on_clocks import ClockDevice
@@ -26,10 +26,14 @@ from tests.engine_on_clocks import ClockDevice
 STATS = IterationStats(num_groups=2, num_offloaded_groups=1, prefetch_misses=3)
 
 
-def run(observer: Observer, is_dry_run: bool = False, device: Any = None) -> bool:
+@pytest.fixture
+def observer() -> Observer:
+    return Observer()
+
+
+def run(observer: Observer, device: Any = None) -> bool:
     """Run one step of one saved tensor; return whether it was recorded."""
-    device = device or ClockDevice()
-    recorder = observer.begin(device, is_dry_run)
+    recorder = observer.begin(device or ClockDevice(), is_dry_run=False)
     if recorder is not None:
         storage, group = Storage(Group()), Group()
         recorder.note_saved(storage.tensor, group, storage=storage)
@@ -37,58 +41,42 @@ def run(observer: Observer, is_dry_run: bool = False, device: Any = None) -> boo
     return recorder is not None
 
 
-def test_only_the_step_that_was_asked_for_is_recorded() -> None:
-    observer = Observer()
-    assert not run(observer) and observer.record is None
+def test_only_the_step_that_was_asked_for_is_recorded(observer: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who asks for its record does not wait for the rests of the thread."""
+    monkeypatch.setattr(pace, "_REST_S", 1000.0)
+    assert not run(observer) and observer.record is None and observer.report(STATS) == summary_of_stats(STATS)
     observer.ask()
     assert run(observer) and not run(observer)
-    assert observer.record is not None
+    assert observer.record is not None and observer.report(STATS) == report_table([observer.record])
     assert (observer.record.step, observer.record.counts["prefetch_misses"]) == (1, 3)
 
 
-def test_the_file_has_the_numbers_in_its_name(tmp_path: Path) -> None:
-    observer = Observer()
-    observer.ask(tmp_path / "of_{rank}_{step}.json.gz")
+@pytest.mark.parametrize(
+    ("num_ranks", "asked", "written"),
+    [
+        (1, "of_{rank}_{step}.json.gz", "of_1_0.json.gz"),
+        (2, "own_{rank}.json", "own_1.json"),
+        (2, "step.json.gz", "step_rank1.json.gz"),  # ranks do not write one file
+    ],
+)
+def test_the_file_has_the_numbers_in_its_name(
+    num_ranks: int, asked: str, written: str, observer: Observer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observer_module, "_num_ranks", lambda: num_ranks)
+    monkeypatch.setattr(observer_module, "_rank", lambda: 1)
+    observer.ask(tmp_path / asked)
     run(observer)
     observer.close()
-    assert read_records(tmp_path / "of_0_0.json.gz") == [observer.record]
+    assert read_records(tmp_path / written) == [observer.record]
 
 
-def test_a_dry_run_is_the_reason(tmp_path: Path) -> None:
-    for is_dry_run, reason in ((True, Reason.DRY_RUN), (False, Reason.FITS)):
-        observer = Observer()
-        observer.ask()
-        run(observer, is_dry_run)
-        assert observer.record is not None and observer.record.saved[0].reason is reason
-
-
-def test_the_report_is_of_the_record_or_else_of_the_counters() -> None:
-    observer = Observer()
-    assert observer.report(STATS) == summary_of_stats(STATS)
-    observer.ask()
-    run(observer)
-    assert observer.record is not None and observer.report(STATS) == report_table([observer.record])
-
-
-def test_the_first_report_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    observer = Observer()
+def test_the_first_report_is_logged_once(observer: Observer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         observer.end(None, IterationStats())  # evaluation: no groups
         assert not caplog.records
         run(observer)
         run(observer)
     assert len(caplog.records) == 1 and "1 of 2 groups offloaded" in caplog.text
-
-
-def test_ranks_do_not_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observer_module, "_num_ranks", lambda: 2)
-    monkeypatch.setattr(observer_module, "_rank", lambda: 1)
-    for name in ("step.json.gz", "own_{rank}.json"):
-        observer = Observer()
-        observer.ask(tmp_path / name)
-        run(observer)
-        observer.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["own_1.json", "step_rank1.json.gz"]
 
 
 class Late(ClockDevice):
@@ -120,8 +108,8 @@ def test_a_file_is_written_beside_the_training(tmp_path: Path) -> None:
     assert gone() is None
 
 
-def test_a_file_is_complete_before_the_next_one_begins(tmp_path: Path) -> None:
-    observer, device = Observer(), Late()
+def test_a_file_is_complete_before_the_next_one_begins(observer: Observer, tmp_path: Path) -> None:
+    device = Late()
     observer.ask(tmp_path / "step{step}.json")
     run(observer, device=device)
     observer.ask(tmp_path / "step{step}.json")  # while the first is waited for
@@ -132,19 +120,9 @@ def test_a_file_is_complete_before_the_next_one_begins(tmp_path: Path) -> None:
     assert len(read_records(tmp_path / "step1.json")) == 1
 
 
-def test_who_asks_for_the_record_waits_for_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_REST_S", 1000.0)
-    observer = Observer()
-    observer.ask(tmp_path / "step.json")
-    run(observer)
-    assert observer.record is not None
-    observer.close()
-
-
-def test_a_step_asked_for_in_a_recorded_step_has_its_own_file(tmp_path: Path) -> None:
-    observer, device = Observer(), ClockDevice()
+def test_a_step_asked_for_in_a_recorded_step_has_its_own_file(observer: Observer, tmp_path: Path) -> None:
     observer.ask(tmp_path / "first.json")
-    recorder = observer.begin(device)  # type: ignore[arg-type]
+    recorder = observer.begin(ClockDevice())  # type: ignore[arg-type]
     observer.ask()
     observer.end(recorder, STATS)
     observer.close()
@@ -152,9 +130,9 @@ def test_a_step_asked_for_in_a_recorded_step_has_its_own_file(tmp_path: Path) ->
 
 
 def test_a_file_that_cannot_be_written_is_logged_with_its_path(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    observer: Observer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    observer, file = Observer(), tmp_path / "missing" / "step.json"
+    file = tmp_path / "missing" / "step.json"
     observer.ask(file)
     run(observer)
     observer.close()
@@ -164,12 +142,10 @@ def test_a_file_that_cannot_be_written_is_logged_with_its_path(
     assert run(observer)
 
 
-def test_a_file_is_written_where_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    observer = Observer()
+def test_a_file_is_written_where_no_thread_can_start(
+    observer: Observer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
     observer.ask(tmp_path / "step.json")
     run(observer)
     assert len(read_records(tmp_path / "step.json")) == 1

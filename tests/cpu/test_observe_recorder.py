@@ -21,7 +21,6 @@ from offload_engine._observe.modules import ModuleHooks
 from offload_engine._observe.reasons import ADVICE, Reason, reason_to_stay
 from offload_engine._observe.record import Awaited, CounterRecord, StageRecord, from_json, to_json
 from offload_engine._observe.recorder import Recorder
-from offload_engine._saved.eligibility import Eligibility
 from offload_engine._saved.storage import Residency
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.moves import BACKWARD, COMMIT, DROP, FORWARD, HELD, IN, ITERATION_END, LAUNCH, OUT
@@ -122,14 +121,19 @@ def out_and_back(step: Step, group: Group) -> None:
     recorder.note_boundary(ITERATION_END, None)
 
 
-def test_a_group_lives_through_its_stages_at_the_times_of_the_device(step: Step) -> None:
+def test_a_group_lives_through_its_stages_at_the_times_of_the_device(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marks: list[str] = []
+    mark_time = step.device.mark_time
+    monkeypatch.setattr(step.device, "mark_time", lambda stream: marks.append(stream) or mark_time(stream))
     out_and_back(step, Group())
+    assert len(marks) == 10, "two around each of two copies and two waits, one where it is saved, one where it ends"
     record = step.recorder.finish().get()
     copy = 2 * MS_OF_COPY
     moments = (0.0, 5.0, 5 + copy, 12 + copy, 12 + 2 * copy, 16 + 2 * copy)  # used until the second of two retires
     residencies = ("packed", "copying out", "on host", "copying in", "used")
-    found = [(s.group, s.residency) for s in record.stages]
-    assert found == [("0.3:0", residency) for residency in residencies]
+    assert [(s.group, s.residency) for s in record.stages] == [("0.3:0", residency) for residency in residencies]
     for stage, begin, end in zip(record.stages, moments, moments[1:], strict=False):
         assert (stage.begin_ms, stage.end_ms) == pytest.approx((begin, end))
     assert record.duration_ms == pytest.approx(17 + 2 * copy)
@@ -170,64 +174,10 @@ def test_counters_are_noted_where_they_change(step: Step) -> None:
     for values in ((1, 0, 0), (1, 0, 0), (1, 1, 1), (1, 1, 1)):
         step.recorder.note_counters(*values)
         step.device.clocks.host += 1.0
-    found = step.recorder.finish({"prefetch_misses": 2}).get()
-    assert found.counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
-    assert found.counts == {"prefetch_misses": 2}
+    assert step.recorder.finish().get().counters == (CounterRecord(0.0, 1, 0, 0), CounterRecord(2.0, 1, 1, 1))
 
 
 # ---- reasons ----
-
-
-def fate_of(step: Step, group: Group, *residencies: Residency) -> Reason:
-    storage = step.save(group)
-    step.recorder.note_boundary(COMMIT, CHUNK, group)
-    for residency in residencies:
-        step.recorder.note_residency(storage, residency)
-    return step.recorder.finish().get().saved[0].reason
-
-
-@pytest.mark.parametrize(
-    ("group", "residencies", "reason"),
-    [
-        (Group(), [Residency.COPYING_OUT, Residency.ON_HOST, Residency.RETIRED], Reason.MOVED),
-        (Group(), [Residency.COPYING_OUT, Residency.RESIDENT, Residency.RETIRED], Reason.RECALLED),
-        (Group(is_kept=True), [], Reason.KEPT),
-        (Group(is_ungrouped=True), [], Reason.NOT_ASKED),
-        (Group(), [], Reason.FITS),
-    ],
-    ids=lambda value: value.name if isinstance(value, Reason) else "",
-)
-def test_the_reason_is_what_became_of_the_group(
-    group: Group, residencies: list[Residency], reason: Reason, step: Step
-) -> None:
-    assert fate_of(step, group, *residencies) is reason
-
-
-def test_reason_of_a_group_kept_no_longer_is_not_kept(step: Step) -> None:
-    """A group is told again when a move takes it."""
-    group = Group(is_kept=True)
-    step.save(group)
-    step.recorder.note_boundary(COMMIT, CHUNK, group)
-    group.is_kept = False
-    step.recorder.note_move(OUT, group, 1)
-    assert step.recorder.finish().get().saved[0].reason is Reason.FITS
-
-
-def test_reason_without_a_move_is_the_fallback() -> None:
-    assert fate_of(Step(fallback=Reason.DRY_RUN), Group()) is Reason.DRY_RUN
-
-
-def test_a_group_without_host_room_says_so(step: Step) -> None:
-    step.recorder.note_group_stays(Group(), Reason.NO_ROOM)
-    assert fate_of(step, Group()) is Reason.NO_ROOM
-
-
-def test_a_storage_that_others_hold_says_so(step: Step) -> None:
-    storage = step.save(Group())
-    for residency in (Residency.COPYING_OUT, Residency.RESIDENT):
-        step.recorder.note_residency(storage, residency)
-    step.recorder.note_storage_stays(storage, Reason.SHARED)
-    assert step.recorder.finish().get().saved[0].reason is Reason.SHARED
 
 
 def test_a_storage_belongs_to_the_first_group_that_saves_it(step: Step) -> None:
@@ -252,14 +202,10 @@ def test_a_storage_belongs_to_the_first_group_that_saves_it(step: Step) -> None:
 def test_a_tensor_that_stays_has_its_shape_and_bytes(step: Step) -> None:
     whole = torch.zeros(4, 8, dtype=torch.bfloat16)
     step.recorder.note_saved(whole[1:].t(), Group(), reason=Reason.TOO_SMALL)
-    (saved,) = step.recorder.finish().get().saved
-    assert (saved.shape, saved.dtype, saved.nbytes, saved.storage) == ((8, 3), "bfloat16", 64, -1)
-    assert (saved.group, saved.name) == ("0.3:0", "core_attn")
-
-
-def test_a_tensor_without_a_storage_can_be_noted(step: Step) -> None:
     step.recorder.note_saved(torch.zeros(4, 8).to_sparse(), Group(), reason=Reason.NOT_STRIDED)
-    assert step.recorder.finish().get().saved[0].nbytes == 4 * 8 * 4
+    saved, without_storage = step.recorder.finish().get().saved
+    assert (saved.shape, saved.dtype, saved.nbytes, saved.storage) == ((8, 3), "bfloat16", 64, -1)
+    assert (saved.group, saved.name) == ("0.3:0", "core_attn") and without_storage.nbytes == 4 * 8 * 4
 
 
 # ---- what it leaves alone ----
@@ -274,59 +220,45 @@ def test_it_keeps_no_tensor_and_no_storage_that_retired(step: Step) -> None:
     assert tensor() is None and gone() is None
 
 
-def test_tensors_saved_before_the_recording_are_skipped(step: Step) -> None:
+def test_what_crosses_the_edges_of_the_step(step: Step) -> None:
+    """Tensors saved before the recording are skipped, and those that outlive it end with it."""
     step.recorder.note_residency(Storage(Group()), Residency.COPYING_OUT)
     step.recorder.note_storage_stays(Storage(Group()), Reason.SHARED)
-    record = step.recorder.finish().get()
-    assert record.stages == () and record.saved == ()
-
-
-def test_tensor_that_outlives_the_step_ends_with_it(step: Step) -> None:
     step.save(Group())
     step.device.compute(4.0)
-    assert step.recorder.finish().get().stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),)
+    record = step.recorder.finish().get()
+    assert record.stages == (StageRecord("0.3:0", "packed", 0.0, 4.0),) and len(record.saved) == 1
 
 
 # ---- modules ----
 
 
-class Inner(torch.nn.Module):
-    def __init__(self, recorder: list[Recorder]) -> None:
-        super().__init__()
-        self.recorder = recorder
+class Saving(torch.nn.Module):
+    """Runs its parts, and saves what comes out outside of all groups."""
 
-    def forward(self, x: torch.Tensor, error: type[BaseException] | None = None) -> torch.Tensor:
-        self.recorder[0].note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
-        if error is not None:
+    def __init__(self, recorder: Recorder, *parts: torch.nn.Module) -> None:
+        super().__init__()
+        self.recorder, self.parts = recorder, torch.nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor, error: type[BaseException] | None = None) -> None:
+        for part in self.parts:
+            part(x)
+        if self.parts and error is not None:
+            with suppress(error):
+                self.parts[0](x, error)
+        self.recorder.note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
+        if not self.parts and error is not None:
             raise error
-        return x
-
-
-class Outer(torch.nn.Module):
-    def __init__(self, recorder: list[Recorder]) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.layers = torch.nn.ModuleList([Inner(recorder), Inner(recorder)])
-
-    def forward(self, x: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        with suppress(error):
-            self.layers[0](x, error)
-        self.recorder[0].note_saved(x, Group(is_ungrouped=True), reason=Reason.WEIGHT)
-        return x
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])  # behind an interrupt no hook is called
 def test_a_tensor_outside_groups_has_the_name_of_the_innermost_module(error: type[BaseException]) -> None:
-    holder: list[Recorder] = []
-    model = Outer(holder)
     recorder = Step(modules=ModuleHooks()).recorder
-    holder.append(recorder)
+    model = Saving(recorder, Saving(recorder), Saving(recorder))
     model(torch.zeros(3), error)
     recorder.note_saved(torch.zeros(3), Group(is_ungrouped=True), reason=Reason.WEIGHT)
     names = [saved.module for saved in recorder.finish().get().saved]
-    assert names == ["layers.0", "layers.1", "layers.0", "Outer" if error is ValueError else "layers.0", ""]
+    assert names == ["parts.0", "parts.1", "parts.0", "Saving" if error is ValueError else "parts.0", ""]
 
 
 def test_the_hooks_are_off_after_the_step() -> None:
@@ -347,8 +279,7 @@ class Subclass(torch.Tensor):
 
 
 def candidates() -> dict[str, tuple[torch.Tensor, Reason | None]]:
-    weight = torch.nn.Parameter(torch.zeros(512))
-    marked = torch.zeros(512)
+    weight, marked = torch.nn.Parameter(torch.zeros(512)), torch.zeros(512)
     marked._TE_do_not_offload = True  # type: ignore[attr-defined]
     with warnings.catch_warnings(action="ignore"):  # deprecated, and still there to be met
         quantized = torch.quantize_per_tensor(torch.zeros(2048), 0.1, 0, torch.quint8)
@@ -367,24 +298,9 @@ def candidates() -> dict[str, tuple[torch.Tensor, Reason | None]]:
     }
 
 
-@pytest.mark.parametrize("name", candidates())
-def test_the_reason_agrees_with_what_the_store_decides(name: str) -> None:
-    tensor, expected = candidates()[name]
-    eligibility = Eligibility(torch.device("cpu"), 1024)
-    eligibility.begin([])
-    assert reason_to_stay(tensor, torch.device("cpu"), 1024, frozenset(), {}) is expected
-    may_move = not isinstance(tensor, torch.nn.Parameter) and eligibility.read_movable(tensor) is not None
-    assert may_move == (expected is None)
-
-
-def test_weights_and_excluded_storages_are_told_apart() -> None:
-    weight, excluded = torch.zeros(512), torch.zeros(512)
-    weights, excluded_keys = {weight.untyped_storage().data_ptr()}, {excluded.untyped_storage()._cdata: None}
-    reasons = [reason_to_stay(t, weight.device, 1, weights, excluded_keys) for t in (weight.t(), excluded[1:])]
-    assert reasons == [Reason.WEIGHT, Reason.EXCLUDED]
-
-
-def test_each_reason_has_advice() -> None:
+def test_reasons_without_an_engine() -> None:
+    weight = torch.nn.Parameter(torch.zeros(512))
+    assert reason_to_stay(weight, weight.device, 1024, frozenset(), {}) is Reason.WEIGHT
     assert set(ADVICE) == set(Reason)
 
 
@@ -412,23 +328,17 @@ class Counting(ClockDevice):
         return super().milliseconds_between(first, last)
 
 
-def test_neither_begin_nor_end_waits_for_the_device() -> None:
-    device: Any = Counting()
-    device.compute(50.0)
-    pending = Recorder(device, compares_clocks=True).finish()
-    assert device.num_blocking == 0
-    assert pending.get().duration_ms == 0.0 and device.num_blocking > 0
-
-
 def test_a_record_is_made_once_and_gives_its_marks_back() -> None:
     device: Any = Counting()
-    recorder = Recorder(device)
+    device.compute(50.0)
+    recorder = Recorder(device, compares_clocks=True)
     pending, gone = recorder.finish(), weakref.ref(recorder)
+    assert device.num_blocking == 0, "neither its begin nor its end waits for the device"
     del recorder
     found = pending.get()
-    assert gone() is None, "it holds the notes, and they the marks"
+    assert found.duration_ms == 0.0 and gone() is None, "it holds the notes, and they the marks"
     num_blocking = device.num_blocking
-    assert pending.get() is found and device.num_blocking == num_blocking
+    assert num_blocking > 0 and pending.get() is found and device.num_blocking == num_blocking
 
 
 @pytest.mark.parametrize("compares_clocks", [True, False])
@@ -438,18 +348,13 @@ def test_times_begin_where_the_device_does(compares_clocks: bool) -> None:
     device.compute(10.0)
     lag_ms = device.clocks.compute - device.clocks.host if compares_clocks else 0.0
     assert lag_ms > 1.0 or not compares_clocks
-    recorder = Recorder(
-        device,
-        compares_clocks=compares_clocks,
-        clock=lambda: round(device.clocks.host * 1e6),
-    )
     begin_ns = time.time_ns()
+    recorder = Recorder(device, compares_clocks=compares_clocks, clock=lambda: round(device.clocks.host * 1e6))
     device.clocks.host += 1.0
     recorder.note_move(OUT, Group(), 1)
     device.compute(7.0)
     record = recorder.finish().get()
-    assert record.moves[0].host_ms == pytest.approx(1.0 - lag_ms)
-    assert record.duration_ms == 7.0
+    assert record.moves[0].host_ms == pytest.approx(1.0 - lag_ms) and record.duration_ms == 7.0
     assert (record.begin_unix_ns - begin_ns) / 1e6 == pytest.approx(lag_ms, abs=5.0)
 
 
@@ -460,15 +365,6 @@ def test_a_forked_process_is_told_where_the_record_is(step: Step, monkeypatch: p
     assert made.get() is record
     with pytest.raises(RuntimeError, match=r"recorded in process \d+: ask for its record there"):
         pending.get()
-
-
-def test_a_group_takes_ten_marks(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two around each of two copies and two waits, one where it is saved, and one where it ends."""
-    marks: list[str] = []
-    mark_time = step.device.mark_time
-    monkeypatch.setattr(step.device, "mark_time", lambda stream: marks.append(stream) or mark_time(stream))
-    out_and_back(step, Group())
-    assert len(marks) == 10
 
 
 def test_a_wait_to_drop_a_storage_is_not_where_its_group_came_to_the_host(step: Step) -> None:

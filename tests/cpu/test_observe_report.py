@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from offload_engine import IterationStats
 from offload_engine._observe.chrome_trace import read_records, write_trace
-from offload_engine._observe.fold import ModuleRow, fold, link_use, numbers_text, sums_of, why_rows
+from offload_engine._observe.fold import ModuleRow, fold, numbers_text, sums_of, why_rows
 from offload_engine._observe.reasons import Reason
 from offload_engine._observe.record import (
     Awaited,
@@ -23,7 +22,7 @@ from offload_engine._observe.record import (
     StepRecord,
     WaitRecord,
 )
-from offload_engine._observe.report import moves_text, report_table, summary_of_stats, why_text
+from offload_engine._observe.report import moves_text, report_table, why_text
 from offload_engine.planning.moves import DROP, IN, OUT
 from offload_engine.report import main
 
@@ -89,45 +88,30 @@ def test_rows_are_sums_of_storages_folded_over_layers_that_are_alike() -> None:
     assert (kept.num_groups, kept.moved_bytes, kept.kept_bytes) == (1, 0, MIB)
     assert rows["decoder.layers.*.norm", "0-3"].small_bytes == 4096
     assert rows["decoder.layers.*.mlp.fc2", "0"].stayed_bytes == {Reason.NOT_ASKED: MIB}
+    assert (moved.wait_ms, kept.wait_ms) == (1.5, 0.0), "very short waits are none"
 
 
-def test_waits_are_those_of_the_groups_and_very_short_ones_are_none() -> None:
-    rows = {numbers_text(row.layers): row.sums.wait_ms for row in module_rows(a_step()) if row.module == "attn"}
-    assert rows == {"0-2": 1.5, "3": 0.0}
-
-
-def test_ranks_fold_where_they_are_alike_only() -> None:
-    rows = module_rows(a_step(0), a_step(1), a_step(2, unasked=Reason.EXCLUDED))
+def test_ranks_fold_where_reasons_are_alike_whatever_the_sizes() -> None:
+    """Those of experts differ in every layer and on every rank. To add one row to another once changed both."""
+    sums = [sums_of(each) for each in (a_step(0), a_step(1, small_bytes=2048), a_step(2, unasked=Reason.EXCLUDED))]
+    rows = fold(row for each in sums for row in each.rows)
     unasked = {numbers_text(row.ranks): row.sums.stayed_bytes for row in rows if row.module.endswith("fc2")}
     assert unasked == {"0-1": {Reason.NOT_ASKED: 2 * MIB}, "2": {Reason.EXCLUDED: MIB}}
     (attn,) = [row for row in rows if row.module == "attn" and row.sums.moved_bytes]
     assert attn.ranks == {0, 1, 2} and attn.sums.moved_bytes == 9 * MIB
+    (norms,) = [row for row in rows if row.sums.small_bytes]
+    assert norms.sums.small_bytes == 4 * (1024 + 2048 + 1024)
+    assert [each.rows[0].sums.moved_bytes for each in sums] == [3 * MIB] * 3
 
 
-def test_sizes_alone_keep_no_rows_apart() -> None:
-    """Those of experts differ in every layer and on every rank."""
-    (norms,) = [row for row in module_rows(a_step(0), a_step(1, small_bytes=2048)) if row.sums.small_bytes]
-    assert norms.ranks == {0, 1} and norms.sums.small_bytes == 4 * (1024 + 2048)
-
-
-def test_groups_that_are_named_by_their_layer_fold() -> None:
+@pytest.mark.parametrize("knows_layers", [True, False])
+def test_groups_that_are_named_by_their_layer_fold(knows_layers: bool) -> None:
     record = a_step(names="model.layers.{}")
+    if not knows_layers:
+        record = replace(record, groups=tuple(replace(group, layer=-1) for group in record.groups))
     rows = [(row.module, numbers_text(row.layers), row.sums.num_groups) for row in module_rows(record)]
     assert rows[:1] == [("model.layers.*", "0-2", 3)] and ("model.layers.*", "3", 1) in rows
     assert [row.group for row in why_rows([record], "moved")] == ["model.layers.*"]
-
-
-def test_the_number_in_the_name_of_a_group_is_its_layer_where_no_other_is_known() -> None:
-    record = a_step(names="h.{}")
-    record = replace(record, groups=tuple(replace(group, layer=-1) for group in record.groups))
-    assert [numbers_text(row.layers) for row in module_rows(record) if row.module == "h.*"] == ["0-2", "3"]
-
-
-def test_folded_rows_do_not_share_their_sums() -> None:
-    """To add one to the other once changed both."""
-    sums = [sums_of(a_step(rank)) for rank in range(2)]
-    fold(row for each in sums for row in each.rows)
-    assert [each.rows[0].sums.moved_bytes for each in sums] == [3 * MIB, 3 * MIB]
 
 
 def test_stages_are_those_of_the_whole_pipeline() -> None:
@@ -137,37 +121,23 @@ def test_stages_are_those_of_the_whole_pipeline() -> None:
     assert stages == [({2}, {0}), ({3}, {1})]
     assert [row.stages for row in module_rows(*records) if row.sums.small_bytes] == [{2, 3}], "without groups"
     assert [row.stage for row in why_rows(records, "attn")[:2]] == [2, 3]
-    links = report_table(records).splitlines()[-3:-1]
-    assert [[cell.strip() for cell in line.strip("│").split("│")][:2] for line in links] == [["0", "2"], ["1", "3"]]
+    assert [cells_of(line)[:2] for line in report_table(records).splitlines()[-3:-1]] == [["0", "2"], ["1", "3"]]
 
 
-def test_the_link_is_used_while_it_copies() -> None:
-    out, back = link_use(a_step())
-    assert (out.nbytes, out.busy_ms, out.gbps) == (12_000_000, 2.0, 6.0)
-    assert (back.nbytes, back.busy_ms, back.gbps) == (4_000_000, 2.0, 2.0)
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│").split("│")]
 
 
-def test_the_report_has_both_tables() -> None:
-    lines = report_table([a_step(0), a_step(1)]).splitlines()
-    (row,) = [line for line in lines if "│ attn" in line and "0-2" in line]
-    assert [cell.strip() for cell in row.strip("│").split("│")] == [
-        "0-1", "1", "0-2", "attn", "6", "6.0", "0.0", "0.0", "", "3.0"
-    ]  # fmt: skip
-    (total,) = [line for line in lines if "│ all" in line]
-    assert [cell.strip() for cell in total.strip("│").split("│")][4:] == [
-        "8", "6.0", "2.0", "0.0", "not asked for 2.0", "3.0"
-    ]  # fmt: skip
-    link = [cell.strip() for cell in lines[-2].strip("│").split("│")]
-    assert link == ["0-1", "1", "10.0", "11.4", "6.0", "20%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
-    assert report_table([]) == "no step was recorded\n"
-
-
-def test_of_ranks_with_the_same_stages_the_worst_is_shown() -> None:
+def test_the_report_has_both_tables_and_shows_the_worst_of_ranks_with_the_same_stages() -> None:
     slow = replace(a_step(3), duration_ms=20.0, copies=(CopyRecord(OUT, "1.0:0", 4_000_000, 0.0, 1.0, 11.0),))
-    link = report_table([a_step(0), slow]).splitlines()[-2]
-    assert [cell.strip() for cell in link.strip("│").split("│")] == [
-        "0, 3", "1", "20.0", "11.4", "0.4", "50%", "3.8", "2.0", "20%", "1.5", "15%", "5"
-    ]  # fmt: skip
+    lines = report_table([a_step(0), slow]).splitlines()
+    (row,) = [line for line in lines if "│ attn" in line and "0-2" in line]
+    assert cells_of(row) == ["0, 3", "1", "0-2", "attn", "6", "6.0", "0.0", "0.0", "", "3.0"]
+    (total,) = [line for line in lines if "│ all" in line]
+    assert cells_of(total)[4:] == ["8", "6.0", "2.0", "0.0", "not asked for 2.0", "3.0"]
+    link = ["0, 3", "1", "20.0", "11.4", "0.4", "50%", "3.8", "2.0", "20%", "1.5", "15%", "5"]
+    assert cells_of(lines[-2]) == link
+    assert report_table([]) == "no step was recorded\n"
 
 
 def test_why_answers_for_module_shape_and_reason() -> None:
@@ -194,26 +164,6 @@ def test_moves_are_lines_of_one_group_or_chunk() -> None:
         assert moves_text([a_step()], group).splitlines() == expected[:1]
 
 
-def test_without_a_recording_the_counters_are_told() -> None:
-    stats = IterationStats(
-        num_groups=4,
-        num_offloaded_groups=3,
-        num_kept_groups=1,
-        kept_bytes=MIB,
-        copied_out_bytes=3 * MIB,
-        managed_bytes=4 * MIB,
-    )
-    text = summary_of_stats(stats)
-    assert (
-        text.startswith("3 of 4 groups offloaded: moved 3 MiB, 75% of the 4 MiB saved")
-        and "1 groups kept, 1 MiB" in text
-    )
-    assert "late" not in text and "no room" not in text and "record a step" not in text
-    stats = IterationStats(num_groups=4, prefetch_misses=2, num_host_limit_groups=4)
-    text = summary_of_stats(stats)
-    assert "2 storages came back late" in text and "no room" in text and "record a step to see why" in text
-
-
 # ---- the command ----
 
 
@@ -223,29 +173,21 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def test_the_command_gathers_files(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(files) == 0
-    assert capsys.readouterr().out == report_table([a_step(0), a_step(1)])
-    assert main([*files, "--rank", "1"]) == 0
-    assert capsys.readouterr().out == report_table([a_step(1)])
-    assert main([files[0], "--why", "norm"]) == 0
-    assert capsys.readouterr().out == why_text([a_step(0)], "norm")
-    assert main([files[0], "--moves", "--group", "1.0:0"]) == 0
-    assert capsys.readouterr().out == moves_text([a_step(0)], "1.0:0")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+    for arguments, expected in (
+        (files, report_table([a_step(0), a_step(1)])),
+        ([*files, "--rank", "1"], report_table([a_step(1)])),
+        ([files[0], "--why", "norm"], why_text([a_step(0)], "norm")),
+        ([files[0], "--moves", "--group", "1.0:0"], moves_text([a_step(0)], "1.0:0")),
+    ):
+        assert main(arguments) == 0
+        assert capsys.readouterr().out == expected
+    for wrong, message in (
         (["--rank", "7"], "no step of rank 7: the files have ranks 0, 1"),
         (["--why", "("], "--why (: not a regular expression: missing ), unterminated"),
-    ],
-)
-def test_mistakes_are_one_line(
-    arguments: list[str], message: str, files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*files, *arguments]) == 1
-    captured = capsys.readouterr()
-    assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
+    ):
+        assert main([*files, *wrong]) == 1
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
 def test_the_command_merges_with_a_profile(
@@ -260,35 +202,31 @@ def test_the_command_merges_with_a_profile(
     assert "gemm" in {event["name"] for event in json.loads(gzip.decompress(both.read_bytes()))["traceEvents"]}
 
 
-FOREIGN = {
-    "prose.json": (b"# A readme", "is no trace: not complete, or not JSON"),
-    "cut.json": (b'{"traceEvents": [', "is no trace: not complete, or not JSON"),
-    "binary.json": (b"\xff\xfe", "is no trace: not complete, or not JSON"),
-    "list.json": (b"[1, 2]", "expected a JSON object, got a list"),
-    "plain.json.gz": (b"{}", "is no trace: not complete, or not JSON"),
-    "cut.json.gz": (gzip.compress(b"{}" * 999)[:20], "is no trace: not complete, or not JSON"),
-    "profile.json": (b'{"traceEvents": []}', "has no recorded step: expected a file of engine.record(FILE)"),
-    "empty.json": (b'{"offloadEngineSteps": []}', "has no recorded step"),
-    "damaged.json": (b'{"offloadEngineSteps": [{"version": 1}]}', "it is damaged"),
-    "damaged_too.json": (b'{"offloadEngineSteps": [3]}', "it is damaged"),
-    "other.json": (b'{"offloadEngineSteps": [{"version": 0}]}', "a recorded step of version 0, expected 1"),
-}
+NOT_JSON = "is no trace: not complete, or not JSON"
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_file_that_is_no_recording_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content, message = FOREIGN[name]
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.json", b'{"traceEvents": [', NOT_JSON),
+        ("list.json", b"[1, 2]", "expected a JSON object, got a list"),
+        ("plain.json.gz", b"{}", NOT_JSON),
+        ("cut.json.gz", gzip.compress(b"{}" * 999)[:20], NOT_JSON),
+        ("profile.json", b'{"traceEvents": []}', "has no recorded step: expected a file of engine.record(FILE)"),
+        ("damaged.json", b'{"offloadEngineSteps": [{"version": 1}]}', "it is damaged"),
+        ("other.json", b'{"offloadEngineSteps": [{"version": 0}]}', "a recorded step of version 0, expected 1"),
+        ("missing.json", None, "No such file"),
+        (".", None, "Is a directory"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_named(
+    name: str, content: bytes | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / name
-    path.write_bytes(content)
-    assert main([str(path)]) == 1
-    error = capsys.readouterr().err
-    assert str(path) in error and message in error and error.count("\n") == 1
-    if "Steps" not in str(content):
-        assert main([str(path), "--merge", str(tmp_path / "both.json")]) == 1
-        assert str(path) in capsys.readouterr().err
-
-
-def test_a_missing_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for path in ("nowhere.json", "."):
-        assert main([path]) == 1
-        assert path in capsys.readouterr().err
+    if content is not None:
+        path.write_bytes(content)
+    merges = ["--merge", str(tmp_path / "both.json")]
+    for arguments in ([], merges) if content is not None and b"Steps" not in content else ([],):
+        assert main([str(path), *arguments]) == 1
+        error = capsys.readouterr().err
+        assert str(path) in error and (arguments or message in error) and error.count("\n") == 1

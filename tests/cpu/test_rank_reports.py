@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
 import torch
 
 from offload_engine._observe.report import report_table
@@ -44,26 +45,16 @@ def _share_twice() -> list[str | bool | None]:
     return found
 
 
-MISSING = "2 other ranks offload, but had no record of this step in time\n"
+@pytest.mark.parametrize(("announces", "is_last_look"), [(True, False), (True, True), (False, False)])
+def test_a_rank_that_never_shares_is_looked_for_only_so_long(announces: bool, is_last_look: bool) -> None:
+    """A last look takes what is there, and who has announced nothing is not looked for."""
+    (looks, wait_s), *_ = run_ranks(_share_on_some, announces, is_last_look, world_size=3, pipeline=PlainGroup())
+    missing = "2 other ranks offload, but had no record of this step in time\n" if announces else ""
+    table = report_table([STEP]) + missing
+    assert looks == ([None, table] if announces and not is_last_look else [table]) and wait_s < 0.5, "no look waits"
 
 
-def test_a_rank_that_never_shares_is_looked_for_only_so_long() -> None:
-    (looks, wait_s), *_ = run_ranks(_share_on_some, True, world_size=3, pipeline=PlainGroup())
-    assert looks == [None, report_table([STEP]) + MISSING] and wait_s < 0.5, "no look waits"
-
-
-def test_a_last_look_takes_what_is_there() -> None:
-    (looks, _), *_ = run_ranks(_share_on_some, True, True, world_size=3, pipeline=PlainGroup())
-    assert looks[0] == report_table([STEP]) + MISSING
-
-
-def test_a_rank_that_announces_nothing_is_not_looked_for() -> None:
-    (looks, _), *others = run_ranks(_share_on_some, False, world_size=3, pipeline=PlainGroup())
-    assert looks[0] == report_table([STEP])
-    assert all(other == ([], 0.0) for other in others)
-
-
-def _share_on_some(announces: bool, is_last_look: bool = False) -> tuple[list[str | None], float]:
+def _share_on_some(announces: bool, is_last_look: bool) -> tuple[list[str | None], float]:
     """Rank 1 has nothing to share after all, rank 2 goes away."""
     rank, reports = torch.distributed.get_rank(), RankReports("x", timeout_s=0.5)
     if rank == 0 or announces:

@@ -38,38 +38,23 @@ class Bracket:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
-def test_its_call_is_bracketed(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_call_is_bracketed_and_left_after_an_exception(row: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, name = row.target.partition(":")
     if not is_in_range(installed_version(), row.versions):
         with pytest.raises(ImportError):
             importlib.import_module(module)
         pytest.skip(f"megatron-core {installed_version()} has no such function; needed is {row.versions}")
-    owner = importlib.import_module(module)
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: f"output of {args} {kwargs}")
-    active, passive, runner = Bracket(True), Bracket(False), SimpleNamespace()
+    owner, runner = importlib.import_module(module), SimpleNamespace()
+    monkeypatch.setattr(owner, name, lambda x: f"1 / {x} = {1 // x}")
+    active, passive = Bracket(True), Bracket(False)
     with apply_patches([r for r in recompute_rows(runner) if r.target == row.target]):
-        call = getattr(owner, name)
-        for bracket, expected in (
-            (active, "marked output of (1, 2) {'a': 3}"),
-            (passive, "output of (1, 2) {'a': 3}"),
-            (None, "output of (1, 2) {'a': 3}"),
-        ):
+        for bracket, expected in ((active, "marked 1 / 1 = 1"), (passive, "1 / 1 = 1"), (None, "1 / 1 = 1")):
             runner.checkpoint_bracket = lambda _, bracket=bracket: bracket
-            assert call(1, 2, a=3) == expected
-    assert (active.seen, passive.seen) == (["enter", "output of (1, 2) {'a': 3}"], ["enter"])
-
-
-def test_it_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ValueError("in the layer")
-
-    owner = importlib.import_module("megatron.core.tensor_parallel")
-    monkeypatch.setattr(owner, "checkpoint", fail)
-    bracket = Bracket(True)
-    with apply_patches(recompute_rows(SimpleNamespace(checkpoint_bracket=lambda _: bracket))):
-        with pytest.raises(ValueError, match="in the layer"):
-            owner.checkpoint()
-    assert bracket.seen == ["enter", "leave"]
+            assert getattr(owner, name)(1) == expected
+        runner.checkpoint_bracket = lambda _: active
+        with pytest.raises(ZeroDivisionError):
+            getattr(owner, name)(0)
+    assert (active.seen, passive.seen) == (["enter", "1 / 1 = 1", "enter", "leave"], ["enter"])
 
 
 def test_without_transformer_engine_its_function_stays_none(monkeypatch: pytest.MonkeyPatch) -> None:

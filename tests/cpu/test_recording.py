@@ -22,7 +22,6 @@ from offload_engine import (
 from offload_engine._observe.chrome_trace import read_records
 from offload_engine.frontends.integrations._training import TrainingOffload
 from tests.checkpointed import (
-    DEPTH,
     HIDDEN,
     Stack,
     first_recomputation,  # noqa: F401 (a fixture)
@@ -80,17 +79,6 @@ def test_a_step_is_recorded_and_reported(front_end: Callable[[], FrontEnd], tmp_
     assert "step 2" in handle.report()
     handle.engine.close()
     assert read_records(tmp_path / "step1.json") == [record] and len(list(tmp_path.iterdir())) == 1
-
-
-def test_layers_that_are_alike_share_a_row() -> None:
-    model, handle, around = by_layers()
-    handle.record()
-    step(model, around)
-    cells = [[cell.strip() for cell in line.split("│")] for line in handle.report().splitlines()]
-    rows = {row[3]: row[4] for row in cells if len(row) > 4 and row[4].startswith("blocks.*")}
-    assert rows == {f"0-{DEPTH - 2}": "blocks.*", str(DEPTH - 1): "blocks.*"}, (
-        "all that move, and the last, which stays"
-    )
 
 
 def test_a_trainer_may_be_asked_before_it_trains(tmp_path: Path) -> None:

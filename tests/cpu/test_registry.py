@@ -73,17 +73,12 @@ def test_functions_and_methods_are_wrapped_and_restored(module: types.ModuleType
     assert dict(vars(module.Target)) == before_class
 
 
-def test_a_missing_target_names_target_reason_and_version(module: types.ModuleType) -> None:
+def test_a_missing_target_names_target_reason_and_version_and_leaves_no_row_behind(module: types.ModuleType) -> None:
+    before = dict(vars(module))
     for target in ("patched_module:gone", "patched_module:Gone.method", "no_such_module:f"):
         with pytest.raises(PatchError, match=f"{target}.*{VERSION}.*for: the test needs it"):
-            apply(Patch(target=target, wrapper=shout, why="the test needs it"))
-
-
-def test_one_error_leaves_no_row_behind(module: types.ModuleType) -> None:
-    before = dict(vars(module))
-    with pytest.raises(PatchError, match="gone"):
-        apply(row("function"), row("gone"))
-    assert dict(vars(module)) == before
+            apply(row("function"), Patch(target=target, wrapper=shout, why="the test needs it"))
+        assert dict(vars(module)) == before
 
 
 def test_the_same_row_twice_is_refused_until_removed(module: types.ModuleType) -> None:
@@ -120,25 +115,17 @@ def test_a_new_name_is_defined_and_deleted_again(module: types.ModuleType) -> No
 
 def test_a_row_for_other_versions_is_skipped(module: types.ModuleType) -> None:
     applied = apply(row("function", versions=">=0.18"), row("gone", versions="<0.17"))
-    assert applied.rows == ()
-    assert module.function() == "function"
+    assert applied.rows == () and module.function() == "function"
 
 
-def test_a_row_needs_a_well_formed_target_and_a_reason() -> None:
-    for target in ("module.function", ":function", "module:"):
-        with pytest.raises(ValueError, match="package.module:attribute"):
-            Patch(target=target, wrapper=shout, why="test")
-    with pytest.raises(ValueError, match="needs a reason"):
-        Patch(target="module:function", wrapper=shout, why="")
-
-
-def test_ranges_and_the_supported_versions() -> None:
+def test_the_supported_versions() -> None:
     assert is_in_range("0.19.2", SUPPORTED) and is_in_range("0.17.0rc1", SUPPORTED)
-    assert not is_in_range("0.16.0", SUPPORTED) and not is_in_range("0.21.0rc0", SUPPORTED)
     assert check_supported("0.16.1") == "0.16.1"
-    for version in ("0.15.3", "0.16.0", "0.21.0", "1.0"):
+    for version in ("0.15.3", "0.16.0", "0.21.0", "0.21.0rc0", "1.0"):
         with pytest.raises(RuntimeError, match=f"{version} .*is not supported.*>=0.16.1,<0.21"):
             check_supported(version)
+    pytest.importorskip("megatron.core")
+    assert check_supported() == installed_version()
 
 
 def test_errors_tell_where_a_checkout_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,8 +148,3 @@ def test_errors_tell_where_a_checkout_is(monkeypatch: pytest.MonkeyPatch, tmp_pa
         check_supported("0.99")
     monkeypatch.setattr(metadata, "distribution", Mock(side_effect=metadata.PackageNotFoundError))
     assert checkout() == place
-
-
-def test_the_installed_megatron_core_is_a_supported_one() -> None:
-    pytest.importorskip("megatron.core")
-    assert check_supported() == installed_version()

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -114,34 +114,14 @@ def test_no_golden_file_without_a_test():
     assert set(ARTIFACTS.glob("schedule_*.txt")) == {shape.golden_file for shape in GOLDEN}
 
 
-@pytest.mark.parametrize("shape", CROSS_CHECKED, ids=lambda shape: shape.name)
-def test_same_order_as_megatron(shape):
+def test_orders_are_those_of_megatron():
     pytest.importorskip("megatron.core", reason="needs megatron-core, to run its schedules")
-    for rank in range(shape.pp):
-        recorded = record_megatron(shape, rank)
-        assert format_actions(shape.actions(rank)) == format_actions(recorded)
-
-
-@pytest.mark.parametrize("shape", CROSS_CHECKED, ids=lambda shape: shape.name)
-def test_valid_and_complete(shape):
-    for rank in range(shape.pp):
-        actions = shape.actions(rank)
-        validate_actions(actions)
-        chunks = {ChunkKey(v, m) for v in range(shape.vpp or 1) for m in range(shape.microbatches)}
-        assert {action.chunk for action in actions} == chunks
-        assert len(actions) == 2 * len(chunks)
-        assert count_alive(actions)[-1] == 0
-
-
-@pytest.mark.parametrize("pp, microbatches", [(1, 5), (2, 5), (4, 3), (4, 8)])
-def test_1f1b_keeps_no_more_chunks_than_stages_to_come(pp, microbatches):
-    for stage in range(pp):
-        alive = count_alive(one_forward_one_backward(pp, stage, microbatches))
-        assert max(alive) == min(pp - stage, microbatches)
-
-
-def test_one_stage_is_no_pipeline():
-    assert one_forward_one_backward(1, 0, 3) == no_pipelining(3)
+    for shape in CROSS_CHECKED:
+        for rank in range(shape.pp):
+            actions, recorded = shape.actions(rank), record_megatron(shape, rank)
+            assert format_actions(actions) == format_actions(recorded), shape
+            validate_actions(actions)
+            assert count_alive(actions)[-1] == 0
 
 
 @pytest.mark.parametrize(
@@ -150,27 +130,22 @@ def test_one_stage_is_no_pipeline():
         (lambda: no_pipelining(0), "num_microbatches must be at least 1, got 0"),
         (lambda: one_forward_one_backward(0, 0, 1), "num_stages must be at least 1, got 0"),
         (lambda: one_forward_one_backward(2, 2, 1), r"stage must be in \[0, 1\] for num_stages=2, got 2"),
-        (lambda: one_forward_one_backward(2, -1, 1), "got -1"),
         (lambda: interleaved(1, 0, 2, 4), "num_stages of at least 2, got 1: use no_pipelining"),
         (lambda: interleaved(2, 0, 0, 4), "num_virtual_stages must be at least 1"),
-        (lambda: interleaved(2, 3, 2, 4), "got 3"),
         (lambda: interleaved(4, 0, 2, 3), r"group_size must be in \[num_stages=4, num_microbatches=3\], got 4"),
-        (lambda: interleaved(4, 0, 2, 8, 2), "got 2"),
         (lambda: interleaved(2, 0, 2, 5), "last group of 1 after groups of 2: that must be 0 or at least num_stages=2"),
+        (lambda: parse_actions("F0.0 F0.01 B0.0"), "not an action.*'F0.01'"),
+        (lambda: parse_actions("F0.1B0.1"), "not an action.*'F0.1B0.1'"),
+        (lambda: parse_actions("F٣.1"), "not an action"),
     ],
 )
-def test_impossible_shapes(call, message):
+def test_impossible_shapes_and_words(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-actions_strategy = st.lists(
-    st.builds(Action, st.sampled_from(["F", "B"]), st.builds(ChunkKey, st.integers(0, 30), st.integers(0, 3000)))
-)
-
-
 @settings(deadline=None, derandomize=True, database=None)
-@given(actions_strategy)
+@given(st.lists(st.builds(Action, st.sampled_from("FB"), st.builds(ChunkKey, st.integers(0, 30), st.integers(0, 99)))))
 def test_parse_is_the_inverse_of_format(actions):
     assert parse_actions(format_actions(actions)) == actions
 
@@ -183,28 +158,17 @@ def test_format_is_the_inverse_of_parse(text):
 
 
 @pytest.mark.parametrize(
-    "word", ["X0.0", "F0", "F0.", "F.1", "F-1.0", "F0.1.2", "f0.1", "F00.1", "F0.01", "F0.1B0.1", "F٣.1"]
-)
-def test_not_an_action(word):
-    with pytest.raises(ValueError, match="not an action") as error:
-        parse_actions(f"F0.0 {word} B0.0")
-    assert repr(word) in str(error.value)
-
-
-@pytest.mark.parametrize(
     "text, message",
     [
         ("B0.0", "B0.0 at position 0 runs before its forward"),
-        ("F0.0 B0.1", "B0.1 at position 1 runs before its forward"),
         ("F0.0 F1.0 F0.0", "F0.0 at position 2 ran before, at position 0"),
         ("F0.0 B0.0 F0.1 B0.0", "B0.0 at position 3 ran before, at position 1"),
         ("F0.0 F0.1 B0.0", "F0.1 at position 1 has no backward"),
     ],
 )
 def test_invalid_order(text, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=f"^{message}$"):
         validate_actions(parse_actions(text))
-    assert str(error.value) == message
 
 
 # Running megatron-core's schedules with nothing but their order: every tensor is the key of its chunk.
@@ -236,16 +200,8 @@ class Record(list[Action]):
         return output, self.tokens, gradient
 
 
-@dataclass
-class FakeGroup:
-    members: int = 1
-    index: int = 0
-
-    def size(self) -> int:
-        return self.members
-
-    def rank(self) -> int:
-        return self.index
+def fake_group(size: int = 1, rank: int = 0) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 class FakeCommunicator:
@@ -253,20 +209,15 @@ class FakeCommunicator:
 
     def __init__(self, shape: Shape, rank: int, config: Any) -> None:
         self.config = config
-        self.pp_group = FakeGroup(shape.pp, rank)
+        self.pp_group = fake_group(shape.pp, rank)
         self.virtual_pipeline_model_parallel_size = shape.vpp
         self.total_stages, self.current_stage = shape.pp, rank
         self.is_pp_first_stage, self.is_pp_last_stage = rank == 0, rank == shape.pp - 1
 
-    def _receive(self, *_: Any, **__: Any) -> torch.Tensor:
-        return torch.zeros(1)
-
-    recv_forward = recv_backward = _receive
-    send_forward = send_backward = send_forward_recv_backward = send_backward_recv_forward = _receive
-    send_forward_recv_forward = send_backward_recv_backward = _receive
-
-    def send_forward_backward_recv_forward_backward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._receive(), self._receive()
+    def __getattr__(self, name: str) -> Any:
+        assert name.startswith(("send_", "recv_"))
+        both = name == "send_forward_backward_recv_forward_backward"
+        return lambda *_, **__: (torch.zeros(1), torch.zeros(1)) if both else torch.zeros(1)
 
 
 @contextlib.contextmanager
@@ -307,7 +258,7 @@ def make_groups() -> Any:
 
     groups = ProcessGroupCollection()
     for name in ("tp", "cp", "embd", "pos_embd", "pp", "dp", "dp_cp", "tp_dp_cp"):
-        setattr(groups, name, FakeGroup())
+        setattr(groups, name, fake_group())
     return groups
 
 
@@ -345,13 +296,9 @@ def test_groups_that_are_passed_in_need_no_parallel_state() -> None:
 
 
 def write_golden_files() -> None:
-    from importlib.metadata import version
-
+    head = f"# recorded from megatron-core {version('megatron-core')}, a line a rank: F0.3 is stage 0, microbatch 3"
     for shape in GOLDEN:
-        lines = [
-            f"# recorded from megatron-core {version('megatron-core')}, a line a rank: F0.3 is stage 0, microbatch 3"
-        ]
-        lines += [format_actions(record_megatron(shape, rank)) for rank in range(shape.pp)]
+        lines = [head, *(format_actions(record_megatron(shape, rank)) for rank in range(shape.pp))]
         shape.golden_file.write_text("\n".join(lines) + "\n")
 
 

@@ -56,29 +56,18 @@ def forward(groups: AutomaticGroups) -> Callable[[], torch.Tensor]:
 
 
 def test_an_iteration_spans_forward_and_backward(session: Session, forward: Callable[[], torch.Tensor]) -> None:
+    """Its last group stays where its backward comes next."""
     assert not session.engine.is_in_iteration
     loss = forward()
     assert session.engine.is_in_iteration and session.chunk is None
+    assert session.stats.num_groups == session.stats.num_offloaded_groups == (DEPTH + 1) // 2
+    copied_out = session.stats.copied_out_bytes
+    loss.backward(retain_graph=True)
+    assert session.engine.is_in_iteration, "a retained graph keeps it open"
     loss.backward()
     assert not session.engine.is_in_iteration
     assert session.stats.num_storages_left == 0 and session.stats.prefetch_misses == 0
-    assert session.stats.copied_out_bytes > 0 and session.stats.copied_in_bytes > 0
-
-
-def test_it_ends_with_the_last_of_several_backwards(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    first, second = forward(), forward()
-    first.backward()
-    assert session.engine.is_in_iteration
-    second.backward()
-    assert not session.engine.is_in_iteration
-
-
-def test_a_retained_graph_keeps_it_open(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
-    loss.backward(retain_graph=True)
-    assert session.engine.is_in_iteration
-    loss.backward()
-    assert not session.engine.is_in_iteration
+    assert session.stats.copied_out_bytes == copied_out > 0 and session.stats.num_kept_groups == 1
 
 
 def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
@@ -92,12 +81,16 @@ def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Ca
 
 
 def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    kept = forward()
+    """Then the last group of the first one leaves, too."""
+    first = forward()
     stats = session.stats
-    forward().backward()
-    assert session.stats is stats
-    kept.backward()
-    assert not session.engine.is_in_iteration
+    copied_out = stats.copied_out_bytes
+    second = forward()
+    assert session.stats is stats and stats.copied_out_bytes > 2 * copied_out
+    second.backward()
+    assert session.engine.is_in_iteration
+    first.backward()
+    assert not session.engine.is_in_iteration and session.stats.num_kept_groups == 1
 
 
 def test_a_backward_that_raises_does_not_end_it(session: Session, groups: AutomaticGroups) -> None:
@@ -118,15 +111,6 @@ def test_a_backward_that_raises_does_not_end_it(session: Session, groups: Automa
     assert not session.engine.is_in_iteration
 
 
-def test_a_backward_inside_a_forward_does_not_end_it(session: Session) -> None:
-    x = torch.ones(2, requires_grad=True)
-    with session.forward():
-        y = x * 2
-        y.register_hook(lambda grad: session.note_backward())
-        y.sum().backward()
-        assert session.engine.is_in_iteration
-
-
 def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(session: Session) -> None:
     with torch.no_grad():
         assert session.start_forward() is None
@@ -138,6 +122,10 @@ def test_passive_without_gradients_inside_a_backward_and_inside_a_forward(sessio
     assert seen == [None]
     with session.forward() as chunk:
         assert chunk is not None and session.start_forward() is None
+        y = x * 2
+        y.register_hook(lambda grad: session.note_backward())
+        y.sum().backward()
+        assert session.engine.is_in_iteration, "a backward inside a forward does not end it"
 
 
 def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tensor]) -> None:
@@ -155,18 +143,14 @@ def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tenso
 def test_weights_are_asked_for_in_each_iteration(device: AdversarialDevice) -> None:
     weights = [torch.randn(ROWS, WIDTH)]
     session = Session(OffloadEngine(OffloadConfig(min_tensor_bytes=0), device), lambda: weights)
-    groups = AutomaticGroups(session, 1)
     for _ in range(2):
         weights[0] = torch.randn(ROWS, WIDTH)  # at another address
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        with groups.hooks():
+        with AutomaticGroups(session, 1).hooks():
             loss = (x * weights[0]).sum()
         assert session.stats.managed_bytes == 0
         loss.backward()
     session.close()
-
-
-# -- a copy that fails ------------------------------------------------------------------------------------------------
 
 
 def test_after_a_failed_copy_the_next_forward_starts_anew(
@@ -185,40 +169,6 @@ def test_after_a_failed_copy_the_next_forward_starts_anew(
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_leaves_when_its_bytes_are_enough(session: Session, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
-    assert session.stats.num_groups == session.stats.num_offloaded_groups == (DEPTH + 1) // 2
-    loss.backward()
-
-
-def test_the_last_group_stays_where_its_backward_comes_next(
-    session: Session, forward: Callable[[], torch.Tensor]
-) -> None:
-    loss = forward()
-    copied_out = session.stats.copied_out_bytes
-    loss.backward()
-    assert session.stats.copied_out_bytes == copied_out and session.stats.num_kept_groups == 1
-
-
-def test_the_last_group_leaves_where_another_forward_comes_first(
-    session: Session, forward: Callable[[], torch.Tensor]
-) -> None:
-    first = forward()
-    copied_out = session.stats.copied_out_bytes
-    second = forward()
-    assert session.stats.copied_out_bytes > 2 * copied_out
-    (first + second).backward()
-    assert session.stats.num_kept_groups == 1
-
-
-def test_a_storage_counts_once_for_the_size_of_a_group(session: Session, groups: AutomaticGroups) -> None:
-    x = torch.randn(ROWS, WIDTH)
-    with groups.hooks():
-        products = [torch.ones(ROWS, WIDTH, requires_grad=True) * x for _ in range(5)]
-    assert session.stats.num_groups == 0 and session.stats.managed_bytes == TENSOR_BYTES
-    torch.stack(products).sum().backward()
-
-
 @pytest.mark.parametrize("last", ["weight", "storage of the group", "view of it"])
 def test_full_group_stays_open_for_tensors_of_its_storages(
     session: Session, groups: AutomaticGroups, last: str
@@ -229,7 +179,7 @@ def test_full_group_stays_open_for_tensors_of_its_storages(
         y = (x * 1).exp().exp()  # the two results make a group
         factor = {"weight": x, "storage of the group": y.detach(), "view of it": y.detach().view(-1).view(ROWS, WIDTH)}
         loss = (torch.ones(ROWS, WIDTH, requires_grad=True) * factor[last]).sum() + y.sum()
-    assert session.stats.num_groups == 0
+    assert session.stats.num_groups == 0 and session.stats.managed_bytes == 2 * TENSOR_BYTES, "a storage counts once"
     loss.backward()
     assert session.stats.num_kept_groups == 1 and session.stats.copied_out_bytes == 0
 
@@ -246,12 +196,6 @@ def test_groups_closed_by_the_caller_only(session: Session) -> None:
         y = y.cos()
     y.sum().backward()
     assert session.stats.num_groups == 2
-
-
-@pytest.mark.parametrize("group_bytes", [0, -1])
-def test_a_group_needs_bytes(session: Session, group_bytes: int) -> None:
-    with pytest.raises(ValueError, match="group_bytes must be positive"):
-        AutomaticGroups(session, group_bytes)
 
 
 def test_unpack_outside_a_backward_begins_no_backward(session: Session, groups: AutomaticGroups) -> None:

@@ -12,98 +12,71 @@ import pytest
 
 from offload_engine import FixedBounds, GroupWindow, OffloadConfig, PrefetchWindow
 
-V2 = {"sm_activation_offloading": True, "activation_loading_horizon": 2}
+V1: dict[str, Any] = {"offload_activations": True, "pipeline_parallel_degree": 2, "microbatches": 4}
+V2: dict[str, Any] = {"sm_activation_offloading": True, "activation_loading_horizon": 2}
 
 
-def test_v2_as_it_is() -> None:
-    assert OffloadConfig.from_smp(V2) == OffloadConfig(policy=GroupWindow(2))
-    assert OffloadConfig.from_smp({**V2, "activation_loading_horizon": 7}) == OffloadConfig(policy=GroupWindow(7))
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, GroupWindow(2)),
+        ({**V2, "activation_loading_horizon": 7}, GroupWindow(7)),
+        (V1, PrefetchWindow(4)),
+        ({**V1, "activation_loading_horizon": 6}, PrefetchWindow(6)),
+        # PyTorch's own offload, without overlap.
+        ({**V2, "sm_activation_offloading": False}, FixedBounds(horizon_bytes=0, max_inflight_bytes=0)),
+    ],
+)
+def test_settings_as_they_are(settings: dict[str, Any], policy: Any) -> None:
+    assert OffloadConfig.from_smp(settings) == OffloadConfig(policy=policy)
 
 
-def test_v2_defaults() -> None:
-    assert OffloadConfig.from_smp({}) == OffloadConfig(policy=GroupWindow(2))
-    assert OffloadConfig.from_smp({"sm_activation_offloading": True}) == OffloadConfig(policy=GroupWindow(2))
-
-
-@pytest.mark.parametrize("as_text", [str, Path])
-def test_a_json_file(tmp_path: Path, as_text: type) -> None:
+def test_a_json_file_whose_other_keys_are_left_to_smp_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "smp.json"
-    path.write_text(json.dumps({**V2, "hybrid_shard_degree": 8}))
-    assert OffloadConfig.from_smp(as_text(path)) == OffloadConfig(policy=GroupWindow(2))
-
-
-def test_other_keys_are_left_to_smp_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text(json.dumps({**V2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 8}))
     with caplog.at_level(logging.INFO, "offload_engine"):
-        OffloadConfig.from_smp({**V2, "tensor_parallel_degree": 2, "hybrid_shard_degree": 8, "random_seed": 1})
-    assert caplog.messages == [
-        "left to SMP, without effect on activation offload: hybrid_shard_degree, random_seed, tensor_parallel_degree"
-    ]
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "offload_engine"):
-        OffloadConfig.from_smp(V2)
-    assert not caplog.messages
+        for file in (path, str(path), V2):
+            assert OffloadConfig.from_smp(file) == OffloadConfig(policy=GroupWindow(2))
+    named = "left to SMP, without effect on activation offload: hybrid_shard_degree, tensor_parallel_degree"
+    assert caplog.messages == [named, named]
 
 
-@pytest.mark.parametrize("key", ["activation_loading_horizn", "sm_activation_offload", "sm_activations_offloading"])
-def test_a_misspelt_key_is_an_error(key: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown key '{key}' in an SMP configuration; did you mean '"):
-        OffloadConfig.from_smp({key: 1})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"activation_loading_horizn": 1}, "unknown key 'activation_loading_horizn' .*; did you mean '"),
+        ({"sm_activation_offload": 1}, "unknown key 'sm_activation_offload' .*; did you mean '"),
+        ({"offload_activations": False}, "this SMP configuration asks for no offload"),
+        ({**V2, "offload_activations": True}, "got both: remove one"),
+        ({"sm_activation_offloading": 1}, "sm_activation_offloading must be true or false, got 1"),
+        ({"offload_activations": "true"}, "offload_activations must be true or false, got 'true'"),
+        *(
+            ({switch: switch[0] == "o", "activation_loading_horizon": value}, "must be a positive integer, got ")
+            for switch in ("sm_activation_offloading", "offload_activations")
+            for value in (0, True, 2.0, "2", None)
+        ),
+        (3, "a mapping or the path of a JSON file, got"),
+    ],
+)
+def test_what_is_wrong_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        OffloadConfig.from_smp(settings)
 
 
-def test_false_in_v2_offloads_without_overlap_as_pytorch_does(caplog: pytest.LogCaptureFixture) -> None:
-    config = OffloadConfig.from_smp({**V2, "sm_activation_offloading": False})
-    assert config == OffloadConfig(policy=FixedBounds(horizon_bytes=0, max_inflight_bytes=0))
-    assert "sm_activation_offloading is false, which in SMP means PyTorch's own offload" in caplog.text
-
-
-def test_v1_says_how_early_to_load() -> None:
-    v1 = {"offload_activations": True, "pipeline_parallel_degree": 2, "microbatches": 4}
-    assert OffloadConfig.from_smp(v1) == OffloadConfig(policy=PrefetchWindow(4))
-    assert OffloadConfig.from_smp({**v1, "activation_loading_horizon": 6}) == OffloadConfig(policy=PrefetchWindow(6))
-
-
-def test_v1_without_offload_is_an_error() -> None:
-    with pytest.raises(ValueError, match="offload_activations is false: this SMP configuration asks for no offload"):
-        OffloadConfig.from_smp({"offload_activations": False})
-
-
-def test_both_versions_at_once_are_an_error() -> None:
-    with pytest.raises(ValueError, match="got both: remove one"):
-        OffloadConfig.from_smp({**V2, "offload_activations": True})
-
-
-@pytest.mark.parametrize("switch", ["sm_activation_offloading", "offload_activations"])
-@pytest.mark.parametrize("value", [1, 0, "true", None])
-def test_the_switch_is_a_boolean(switch: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{switch} must be true or false, got {value!r}"):
-        OffloadConfig.from_smp({switch: value})
-
-
-@pytest.mark.parametrize("switch", ["sm_activation_offloading", "offload_activations"])
-@pytest.mark.parametrize("value", [0, -1, True, False, 2.0, "2", None, [2]])
-def test_the_horizon_is_a_positive_integer(switch: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="activation_loading_horizon must be a positive integer, got "):
-        OffloadConfig.from_smp({switch: True, "activation_loading_horizon": value})
-
-
-def test_the_horizon_is_checked_where_it_has_no_effect_too() -> None:
-    with pytest.raises(ValueError, match="activation_loading_horizon"):
-        OffloadConfig.from_smp({"sm_activation_offloading": False, "activation_loading_horizon": 0})
-
-
-def test_other_objects_are_refused_as_configuration(tmp_path: Path) -> None:
-    for wrong in (3, None, [("activation_loading_horizon", 2)]):
-        with pytest.raises(TypeError, match="a mapping or the path of a JSON file, got"):
-            OffloadConfig.from_smp(wrong)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file.*smp.json"),
+        (b"activation_loading_horizon: 2", "smp.json is not a JSON file: "),
+        (b"\xff\xfe\x00", "smp.json is not a JSON file: "),
+        (b"[2]", "smp.json must hold a JSON object, got list"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "smp.json"
-    with pytest.raises(FileNotFoundError, match="smp.json"):
-        OffloadConfig.from_smp(path)
-    path.write_text("activation_loading_horizon: 2")
-    with pytest.raises(ValueError, match="smp.json is not a JSON file: "):
-        OffloadConfig.from_smp(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="smp.json is not a JSON file: "):
-        OffloadConfig.from_smp(path)
-    path.write_text("[2]")
-    with pytest.raises(TypeError, match="smp.json must hold a JSON object, got list"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((OSError, TypeError, ValueError), match=message):
         OffloadConfig.from_smp(path)

@@ -22,7 +22,6 @@ from megatron_patches._arguments import Settings, resolve  # noqa: E402
 from megatron_patches._thresholds import Thresholds, parse_thresholds  # noqa: E402
 from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
 
-CONFIGS = pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])
 NO_DEFAULTS = Settings(OffloadConfig(), ())
 RECIPE: dict[str, Any] = {
     "fine_grained_activation_offloading": True,
@@ -36,11 +35,12 @@ NEW = {  # from 0.18 and 0.19 on
     "delay_offload_until_cuda_graph": True,
 }
 HAS_NEW = NEW.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
+needs_new = pytest.mark.skipif(not HAS_NEW, reason="this megatron-core has not all of these settings: runs with 0.19.2")
 
 
 @pytest.fixture
-def applied() -> Iterator[Handle]:
-    with apply() as handle:
+def applied(caplog: pytest.LogCaptureFixture) -> Iterator[Handle]:
+    with apply() as handle, caplog.at_level(logging.INFO, logger="megatron_patches"):
         yield handle
 
 
@@ -48,15 +48,19 @@ def make(config_class: type = TransformerConfig, **settings: Any) -> Any:
     return config_class(num_layers=4, hidden_size=8, num_attention_heads=2, **settings)
 
 
-@CONFIGS
+def settings_of(config: Any) -> Settings:
+    settings = resolve(config, NO_DEFAULTS)
+    assert settings is not None
+    return settings
+
+
+@pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig])
 def test_a_recipe_runs_as_it_is(config_class: type, applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="megatron_patches"):
+    for _ in range(2):
         config = make(config_class, **RECIPE, offload_engine=True, bf16=True, params_dtype=torch.bfloat16)
-        make(config_class, **RECIPE, offload_engine=True, bf16=True, params_dtype=torch.bfloat16)
     assert not config.fine_grained_activation_offloading  # the model reads it
     names = ("core_attn", "attn_proj", "router_fc1")
-    wanted = Settings(OffloadConfig(min_tensor_bytes=2000), names, is_taken_over=True)
-    assert resolve(config, NO_DEFAULTS) == wanted
+    assert settings_of(config) == Settings(OffloadConfig(min_tensor_bytes=2000), names, is_taken_over=True)
     assert caplog.messages == [  # once
         "fine_grained_activation_offloading of megatron-core becomes offload_activation, of core_attn, attn_proj, "
         "expert_fc1",
@@ -65,56 +69,38 @@ def test_a_recipe_runs_as_it_is(config_class: type, applied: Handle, caplog: pyt
     ]
 
 
-@pytest.mark.skipif(not HAS_NEW, reason="this megatron-core has not all of these settings: runs with 0.19.2")
+@needs_new
 def test_every_setting_becomes_one_of_ours_or_nothing(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="megatron_patches"):
-        config = make(**RECIPE, **NEW, offload_engine=True)
-    settings = resolve(config, NO_DEFAULTS)
-    assert settings is not None
+    settings = settings_of(make(**RECIPE, **NEW, offload_engine=True))
     assert settings.engine == OffloadConfig(min_tensor_bytes=4000, fraction=0.5)
     assert settings.rank_delta_bytes == 7
-    said = [message.replace(" of megatron-core becomes ", " -> ") for message in caplog.messages[2:]]
-    assert said == [
-        "activation_offload_fraction=0.5 of the groups -> offload_fraction=0.5 of their bytes",
-        "delta_offload_bytes_across_pp_ranks=7 -> offload_rank_delta_bytes=7: pipeline rank r keeps r times as much",
-        "fine_grained_offloading_max_inflight_offloads=1 of each name -> the engine's own bound: at most twice the "
-        "largest group, of all names",
-        "delay_offload_until_cuda_graph -> nothing: copies are issued on streams of their own, at once",
-    ]
-
-
-@pytest.mark.skipif(not HAS_NEW, reason="this megatron-core has no bound of copies in flight: runs with 0.19.2")
-def test_no_copy_in_flight(applied: Handle) -> None:
-    config = make(**RECIPE, fine_grained_offloading_max_inflight_offloads=0, offload_engine=True)
-    settings = resolve(config, NO_DEFAULTS)
-    assert settings is not None and settings.engine.policy == FixedBounds(max_inflight_bytes=0)
+    said = [message.partition(" becomes ")[::2] for message in caplog.messages[2:]]
+    assert [ours.partition("=")[0] for _, ours in said[:2]] == ["offload_fraction", "offload_rank_delta_bytes"]
+    assert "the engine's own bound" in said[2][1] and "nothing: copies are issued" in said[3][1] and len(said) == 4
+    serial = make(**RECIPE, fine_grained_offloading_max_inflight_offloads=0, offload_engine=True)
+    assert settings_of(serial).engine.policy == FixedBounds(max_inflight_bytes=0)
 
 
 def test_layers_of_transformer_engines_offload(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
     layers = {"cpu_offloading": True, "cpu_offloading_num_layers": 3, "cpu_offloading_weights": True}
-    with caplog.at_level(logging.INFO, logger="megatron_patches"):
-        config = make(**layers, offload_engine=True)
+    config = make(**layers, offload_engine=True)
     assert not config.cpu_offloading
-    assert resolve(config, NO_DEFAULTS) == Settings(OffloadConfig(), (), num_layers=3, is_taken_over=True)
-    assert caplog.messages == [
-        "cpu_offloading_num_layers=3 of megatron-core becomes offload_num_layers=3, of all names that these layers "
-        "have",
-        "cpu_offloading_weights of megatron-core becomes nothing: weights stay on the device",
-    ]
+    assert settings_of(config) == Settings(OffloadConfig(), (), num_layers=3, is_taken_over=True)
+    assert "becomes offload_num_layers=3, of all names" in caplog.messages[0]
+    assert "weights stay on the device" in caplog.messages[1] and len(caplog.messages) == 2
     with pytest.raises(ValueError, match="moves no activation"):
         make(cpu_offloading=True, cpu_offloading_num_layers=0, offload_engine=True)
 
 
 def test_own_settings_go_first(applied: Handle, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="megatron_patches"):
-        config = make(**RECIPE, offload_engine=True, offload_min_tensor_bytes="5KiB,expert_fc1=9KiB")
-    settings = resolve(config, NO_DEFAULTS)
-    assert settings is not None and settings.engine.min_tensor_bytes == 5 << 10
+    settings = settings_of(make(**RECIPE, offload_engine=True, offload_min_tensor_bytes="5KiB,expert_fc1=9KiB"))
+    assert settings.engine.min_tensor_bytes == 5 << 10
     assert settings.thresholds.of_groups() == {"": 5 << 10, "router_fc1": 9 << 10}
     assert "becomes nothing, because offload_min_tensor_bytes=5KiB,expert_fc1=9KiB is set" in caplog.messages[1]
 
 
 def test_apply_takes_over_from_all() -> None:
+    before = make(**RECIPE)
     with apply(replace_fine_grained=True):
         config = make(**RECIPE)
         assert config.offload_engine and not config.fine_grained_activation_offloading
@@ -124,20 +110,12 @@ def test_apply_takes_over_from_all() -> None:
         config.fine_grained_activation_offloading = True  # as a recipe's overrides before it is finalized again
         config.__post_init__()
         assert not config.fine_grained_activation_offloading
-    with apply():
-        assert make(**RECIPE).fine_grained_activation_offloading
-
-
-def test_nothing_to_take_over_is_an_error(applied: Handle) -> None:
-    with pytest.raises(ValueError, match="offload_engine=True takes over megatron-core's own offload, which"):
-        make(offload_engine=True)
-
-
-def test_a_configuration_from_before_is_told_what_to_do() -> None:
-    config = make(**RECIPE)
     with apply(modules=["core_attn"]) as handle:
+        assert make(**RECIPE).fine_grained_activation_offloading
         with pytest.raises(ValueError, match="or set offload_engine=True .--offload-engine. instead"):
-            resolve(config, handle._runtime._defaults)
+            resolve(before, handle._runtime._defaults)
+        with pytest.raises(ValueError, match="offload_engine=True takes over megatron-core's own offload, which"):
+            make(offload_engine=True)
 
 
 def test_the_launcher_takes_the_flag_alone() -> None:
@@ -146,7 +124,7 @@ def test_the_launcher_takes_the_flag_alone() -> None:
     assert args.offload_engine and offload_config_from_args(args) == OffloadConfig(host_limit_bytes=5 << 30)
 
 
-@pytest.mark.skipif(not HAS_NEW, reason="this wheel has no megatron.training: runs with 0.19.2")
+@needs_new
 def test_the_flags_of_a_recipe_on_a_command_line(applied: Handle) -> None:
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -159,75 +137,38 @@ def test_the_flags_of_a_recipe_on_a_command_line(applied: Handle) -> None:
     )
     args = parser.parse_args(f"{size} {flags}".split())
     args.params_dtype = torch.bfloat16
-    settings = resolve(arguments.core_transformer_config_from_args(args), NO_DEFAULTS)
-    assert settings is not None and settings.modules == ("core_attn", "attn_proj")
+    settings = settings_of(arguments.core_transformer_config_from_args(args))
+    assert settings.modules == ("core_attn", "attn_proj")
     assert settings.engine == OffloadConfig(min_tensor_bytes=1024, fraction=0.75)
     assert (settings.rank_delta_bytes, settings.thresholds.by_name) == (4096, (("core_attn", 1 << 20),))
-    args = parser.parse_args(f"{size} --cpu-offloading-num-layers 1 --offload-engine".split())
-    args.params_dtype, args.cpu_offloading = torch.bfloat16, True  # as its validate_args does
-    settings = resolve(arguments.core_transformer_config_from_args(args), NO_DEFAULTS)
-    assert settings is not None and (settings.modules, settings.num_layers) == ((), 1)
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("5", Thresholds(5)),
-        ("1KiB,expert_fc1=2KiB", Thresholds(1024, (("router_fc1", 2048),))),
-        ("moe_act = 350MB", Thresholds(None, (("moe_act", 350_000_000),))),
-    ],
-)
-def test_thresholds(text: str, wanted: Thresholds) -> None:
-    assert parse_thresholds(text) == wanted
-
-
-def test_thresholds_of_names_beside_that_of_the_others() -> None:
-    own = parse_thresholds("moe_act=5,attn_proj=9")
+def test_thresholds() -> None:
+    assert parse_thresholds("5") == Thresholds(5)
+    assert parse_thresholds("1KiB,expert_fc1=2KiB") == Thresholds(1024, (("router_fc1", 2048),))
+    own = parse_thresholds("moe_act=5,attn_proj = 9MB")
     assert (own.least_bytes(7), own._replace(of_all=3).least_bytes(7)) == (5, 3)
-    assert own.with_default(7).of_groups() == {"": 7, "moe_act": 5, "attn_proj": 9}
+    assert own.with_default(7).of_groups() == {"": 7, "moe_act": 5, "attn_proj": 9_000_000}
     assert Thresholds(3).with_default(7).of_groups() == {}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1,2", "two sizes for all names"),
-        ("moe_act=1,moe_act=2", "two sizes for moe_act"),
-        ("moe_ac=1", "unknown module name 'moe_ac'.*did you mean 'moe_act'"),
-        ("moe_act=x", "'x' is not a size"),
-        ("", "'' is not a size"),
-    ],
-)
-def test_bad_thresholds_are_rejected(text: str, message: str, applied: Handle) -> None:
-    with pytest.raises(ValueError, match=f"offload_min_tensor_bytes: .*{message}"):
-        make(offload_activation=True, offload_min_tensor_bytes=text)
-    with pytest.raises(SystemExit):
-        add_offload_arguments(argparse.ArgumentParser()).parse_args([f"--offload-min-tensor-bytes={text}"])
-
-
-def test_a_threshold_of_a_name_that_is_not_offloaded(applied: Handle) -> None:
-    config = make(offload_activation=True, offload_modules=["core_attn"], offload_min_tensor_bytes="attn_proj=1")
-    with pytest.raises(ValueError, match="'attn_proj' has no group of its own in offload_modules: name one of core_at"):
-        resolve(config, NO_DEFAULTS)
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"offload_min_tensor_bytes": "1,2"}, "offload_min_tensor_bytes: .*two sizes for all names"),
+        ({"offload_min_tensor_bytes": "moe_act=1,moe_act=2"}, "two sizes for moe_act"),
+        ({"offload_min_tensor_bytes": "moe_ac=1"}, "unknown module name 'moe_ac'.*did you mean 'moe_act'"),
+        ({"offload_min_tensor_bytes": ""}, "'' is not a size"),
+        ({"offload_modules": ["core_attn"], "offload_min_tensor_bytes": "attn_proj=1"}, "'attn_proj' has no group"),
         ({"offload_num_layers": 0}, "offload_num_layers must be a positive number"),
-        (
-            {
-                "offload_num_layers": 1,
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            },
-            "leave one of the two out",
-        ),
+        ({"offload_num_layers": 1, **FULL}, "leave one of the two out"),
         ({"offload_rank_delta_bytes": "x"}, "offload_rank_delta_bytes: 'x' is not a size"),
         ({"offload_fraction": 0.5, "offload_gpu_budget": "1G"}, "leave one of --offload-gpu-budget and --offload-fr"),
     ],
 )
-def test_bad_parts_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
+def test_bad_settings_are_rejected(settings: dict[str, Any], message: str, applied: Handle) -> None:
     with pytest.raises(ValueError, match=message):
-        make(offload_activation=True, **settings)
+        resolve(make(offload_activation=True, **settings), NO_DEFAULTS)

@@ -92,19 +92,15 @@ def forward(stack: torch.nn.ModuleList, x: torch.Tensor, handler: ChunkOffloadHa
     return x.square().mean()
 
 
-def gradients(stack: torch.nn.ModuleList, x: torch.Tensor, *handlers: ChunkOffloadHandler | None) -> list[torch.Tensor]:
-    """Return gradients after all forwards, then all backwards in the order of the forwards, as 1F1B would."""
-    stack.zero_grad()
-    leaves = [x.clone().requires_grad_() for _ in handlers]
-    losses = [forward(stack, leaf, handler) for leaf, handler in zip(leaves, handlers, strict=True)]
-    for i in range(len(losses)):
-        losses[i].backward()
-    return [tensor.grad.clone() for tensor in (*stack.parameters(), *leaves) if tensor.grad is not None]
-
-
-def check_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    assert len(left) == len(right)
-    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+def check_gradients(stack: torch.nn.ModuleList, handler: ChunkOffloadHandler) -> None:
+    """Check that a step with the handler is that without it, to the last bit."""
+    x, found = torch.linspace(-1, 1, 8 * 16).view(8, 16), []
+    for each in (None, handler):
+        stack.zero_grad()
+        leaf = x.clone().requires_grad_()
+        forward(stack, leaf, each).backward()
+        found.append([tensor.grad for tensor in (*stack.parameters(), leaf)])
+    assert all(map(torch.equal, *found)) and len(found[0]) > NUM_LAYERS
 
 
 def test_the_base_class_is_the_real_one_where_it_can_be_imported() -> None:
@@ -121,66 +117,25 @@ def test_the_base_class_is_the_real_one_where_it_can_be_imported() -> None:
         assert getattr(ChunkOffloadHandler, method) is not getattr(HandlerBase, method, None)
 
 
-@pytest.mark.parametrize("num_offload_group", [0, 1, 3, NUM_LAYERS, None])
+@pytest.mark.parametrize("num_offload_group", [0, 3, None])
 def test_a_stack_of_layers(stack: torch.nn.ModuleList, engine: OffloadEngine, num_offload_group: int | None) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None)
-    for _ in range(3):
+    """One handler serves pass after pass, with evaluation in between."""
+    offloaded = NUM_LAYERS if num_offload_group is None else num_offload_group
+    for _ in range(2):
         with engine.iteration(weights=stack.parameters()):
             handler = engine.start_chunk(num_offload_group=num_offload_group)
-            check_equal(gradients(stack, x, handler), plain)
-        offloaded = NUM_LAYERS if num_offload_group is None else num_offload_group
-        assert engine.stats.num_offloaded_groups == offloaded
-        assert engine.stats.num_kept_groups == NUM_LAYERS - offloaded
+            for _ in range(2):
+                check_gradients(stack, handler)
+                with torch.no_grad():
+                    forward(stack, torch.randn(8, 16), handler)
+        assert engine.stats.num_offloaded_groups == 2 * offloaded
+        assert engine.stats.num_kept_groups == 2 * (NUM_LAYERS - offloaded)
         assert engine.pool.num_leases == 0
 
 
-def test_one_handler_serves_pass_after_pass(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None)
-    with engine.iteration(weights=stack.parameters()):
-        handler = engine.start_chunk()
-        for _ in range(3):
-            check_equal(gradients(stack, x, handler), plain)
-    assert engine.stats.num_offloaded_groups == 3 * NUM_LAYERS
-
-
-def test_several_microbatches_in_flight(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None, None, None)
-    with engine.iteration(weights=stack.parameters()):
-        handlers: list[ChunkOffloadHandler | None] = []
-        stack.zero_grad()
-        leaves, losses = [], []
-        for _ in range(3):
-            handlers.append(engine.start_chunk())
-            leaves.append(x.clone().requires_grad_())
-            losses.append(forward(stack, leaves[-1], handlers[-1]))
-        for i in range(3):
-            losses[i].backward()
-        del losses
-        check_equal([t.grad for t in (*stack.parameters(), *leaves)], plain)  # type: ignore[misc]
-    assert engine.pool.num_leases == 0
-
-
-def test_evaluation_in_between_changes_nothing(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None)
-    with engine.iteration(weights=stack.parameters()):
-        handler = engine.start_chunk()
-        with torch.no_grad():
-            forward(stack, x, handler)
-        check_equal(gradients(stack, x, handler), plain)
-        with torch.no_grad():
-            forward(stack, x, handler)
-
-
 def test_a_checker_chooses_what_moves(stack: torch.nn.ModuleList, engine: OffloadEngine) -> None:
-    x = torch.randn(8, 16)
-    plain = gradients(stack, x, None)
     with engine.iteration(weights=stack.parameters()):
-        handler = engine.start_chunk(tensor_need_offloading_checker=lambda tensor: tensor.shape[-1] == 40)
-        check_equal(gradients(stack, x, handler), plain)
+        check_gradients(stack, engine.start_chunk(tensor_need_offloading_checker=lambda t: t.shape[-1] == 40))
     # Input and output of gelu.
     assert engine.stats.copied_out_bytes == NUM_LAYERS * 2 * 8 * 40 * 4
 

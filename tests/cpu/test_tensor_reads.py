@@ -17,25 +17,17 @@ from tests.cpu.test_cuda_calls import SOURCE, compile_library, pytestmark  # noq
 CPU = torch.device("cpu")
 
 
-def written() -> torch.Tensor:
-    return torch.zeros(4).add_(1).mul_(2)
-
-
 def discarded() -> torch.Tensor:
     tensor = torch.ones(8)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
-def tangent_of_zeros() -> torch.Tensor:
-    return torch._efficientzerotensor(4)
-
-
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "plain": lambda: torch.ones(2, 3),
     "scalar": lambda: torch.tensor(1.0),
     "empty": lambda: torch.empty(0, 3),
-    "written": written,
+    "written": lambda: torch.zeros(4).add_(1).mul_(2),
     "discarded": discarded,
     "a part": lambda: torch.ones(4, 3)[1:],
     "a part from the front": lambda: torch.ones(4, 3)[:2],
@@ -56,7 +48,7 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "on another device": lambda: torch.ones(3, device="meta"),
-    "tangent of zeros": tangent_of_zeros,
+    "tangent of zeros": lambda: torch._efficientzerotensor(4),
 }
 
 
@@ -91,13 +83,8 @@ def test_what_is_read(extension: Any) -> None:
         assert (address, version, place) == (tensor.data_ptr(), 1, (3, (3, 3), (3, 1), torch.float32))
         assert (has_all, is_lazy) == (False, False)
         assert module.read_plain(tensor, CPU, 1)[6:] == (True, False)
-
-
-@pytest.mark.parametrize("kind", ["plain", "view of a parameter", "parameter", "tangent of zeros", "sparse", "nested"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_plain_tensors_alone_are_read(kind: str, extension: Any) -> None:
-    for module in (tensor_reads, extension):
-        assert (module.read_plain(KINDS[kind](), CPU, 1) is not None) == (kind == "plain")
+        assert module.address_of(tensor.t()[2:], 48) == tensor.data_ptr()
+        assert module.address_of(tensor, 47) is None
 
 
 def test_both_see_writes_and_discarded_bytes(extension: Any) -> None:
@@ -112,13 +99,6 @@ def test_both_see_writes_and_discarded_bytes(extension: Any) -> None:
         assert module.is_unmodified(tensor, 1, storage, 12) is False
 
 
-def test_both_find_the_address_of_the_storage(extension: Any) -> None:
-    tensor = torch.ones(4, 3)
-    for module in (tensor_reads, extension):
-        assert module.address_of(tensor.t()[2:], 48) == tensor.data_ptr()
-        assert module.address_of(tensor, 47) is None
-
-
 def test_what_is_no_tensor_is_refused(extension: Any) -> None:
     storage = torch.ones(3).untyped_storage()
     with pytest.raises(TypeError, match="takes a Tensor, got a int"):
@@ -127,9 +107,6 @@ def test_what_is_no_tensor_is_refused(extension: Any) -> None:
         extension.is_unmodified(storage, 0, storage, 12)
     with pytest.raises(TypeError, match="takes a torch.storage.UntypedStorage"):
         extension.is_unmodified(torch.ones(3), 0, torch.ones(3), 12)
-    for wrong in ((), (torch.ones(3),), (torch.ones(3), CPU, 1, 2)):
-        with pytest.raises(TypeError, match="takes 3 arguments"):
-            extension.read_plain(*wrong)
-    with pytest.raises(TypeError):
-        extension.read_plain(torch.ones(3), CPU, "1")
+    with pytest.raises(TypeError, match="takes 3 arguments"):
+        extension.read_plain(torch.ones(3))
     assert extension.read_plain(3, CPU, 1) is None

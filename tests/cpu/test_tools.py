@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options and errors that all programs in `tools` share."""
+"""What holds of several programs in `tools` and `benchmarks`, and of the commands that documents name."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -14,8 +16,8 @@ import pytest
 
 pytest.importorskip("tqdm")
 
-from tests.dist.programs import BENCHMARK
-from tests.tool_scripts import TOOLS
+from tests.dist.programs import BENCHMARK, ROOT
+from tests.tool_scripts import TOOLS, load_tool
 
 
 def test_a_benchmark_measures_the_package_that_is_installed(tmp_path: Path) -> None:
@@ -23,13 +25,31 @@ def test_a_benchmark_measures_the_package_that_is_installed(tmp_path: Path) -> N
     package = tmp_path / "offload_engine"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('the one that is installed')")
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "gpu"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(BENCHMARK), "gpu"], env=environment, capture_output=True, text=True)
     assert done.stderr.strip().endswith("the one that is installed")
+
+
+def test_the_benchmark_of_cpus_still_knows_the_engine() -> None:
+    """Its cheapest part runs; what it says of the time is not looked at."""
+    from benchmarks import cpu
+
+    calls, through_autograd = cpu.bench_cost(repeats=1, num_groups=4)
+    assert "handler calls of a group" in calls.what and float(calls.value) > 0 and through_autograd.unit == "us"
+
+
+def commands() -> list[str]:
+    """Return the commands of the result files, each of which is one benchmark."""
+    texts = (file.read_text() for file in (ROOT / "docs" / "results").glob("*.json"))
+    found = re.findall(r'"[^"]*benchmarks/run\.py ((?:gpu|frontends) [^"\\]*)"', "\n".join(texts))
+    return [command.replace("RIVALS", ".").partition("  #")[0] for command in found]
+
+
+def test_the_commands_of_result_files_are_understood() -> None:
+    assert len(commands()) > 10
+    for command in commands():
+        name, *flags = command.split()
+        importlib.import_module(f"benchmarks.{name}.settings").parse(flags)
 
 
 @pytest.mark.parametrize(
@@ -40,35 +60,37 @@ def test_scripts_run_on_the_bash_of_macos(script: Path) -> None:
     if not script.exists():
         pytest.skip("the copy for the compiled core has no hidden folders: runs in the checkout")
     text = script.read_text()
-    bare = [line for line in text.splitlines() if re.search(r'(?<!\+)"\$\{\w+\[@\]\}"', line)]
-    assert not bare
+    assert not re.search(r'(?<!\+)"\$\{\w+\[@\]\}"', text)
     assert not re.search(r"\b(mapfile|readarray|declare -A)\b|\| sha256sum|\btar (?!.*-f -)", text)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
 def test_the_quickstart_keeps_off_the_gpus() -> None:
-    assert re.search(r'^export CUDA_VISIBLE_DEVICES=""$', (TOOLS / "quickstart.sh").read_text(), re.MULTILINE)
+    assert '\nexport CUDA_VISIBLE_DEVICES=""\n' in (TOOLS / "quickstart.sh").read_text()
 
 
-def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(tmp_path: Path) -> None:
+def test_the_quickstart_says_what_a_budget_predicted_and_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(TOOLS))
-    try:
-        from quickstart import Run, budget_table, has_same_losses
-    finally:
-        sys.path.remove(str(TOOLS))
+    quickstart = load_tool("quickstart")
 
-    def step(loss: float, mib: int, plan: dict[str, Any] | None) -> dict[str, Any]:
-        rank = {"offload": {"peak_resident_saved_bytes": mib << 20, "plan": plan}}
-        return {"loss": loss, "step_ms": 7.0, "ranks": [rank, rank]}
+    def write(name: str, losses: list[float], mib: int, plan: dict[str, Any] | None = None) -> None:
+        offload = {"peak_resident_saved_bytes": mib << 20, "plan": plan, "prefetch_misses": 0}
+        offload |= {"copied_out_bytes": 0, "copied_in_bytes": 0}
+        ranks = [{"offload": offload, "rss_peak_bytes": 1 << 30}] * 2
+        steps = [{"loss": loss, "step_ms": 7.0, "ranks": ranks, "offload": offload} for loss in losses]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        timeline = {"timeline": [[0.5, mib << 20], [1.0, 0]], "spans": [["F", 0.0, 0.5], ["B", 0.5, 1.0]]}
+        (tmp_path / f"{name}.timeline.json").write_text(json.dumps({"ranks": [timeline] * 2}))
 
     plan = {"budget_bytes": 400 << 20, "predicted_peak_bytes": 390 << 20, "predicted_step_ms": 8.0}
-    plain = Run([step(3.0, 600, None), step(2.0, 600, None)])
-    budget = Run([step(3.0, 200, None), step(2.0, 200, None), step(1.0, 380, plan)])
-    assert has_same_losses(plain, budget)
-    table = budget_table(plain, budget)
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[1][2:] == ["600 MiB"] * 2 and cells[2][2:] == ["390 MiB"] * 2 and cells[3][2:] == ["380 MiB"] * 2
-    assert "400 MiB" in str(table.title) and "equal" in cells[3][0] and "NOT" not in cells[3][0]
-    other = Run([step(3.0, 200, None), step(2.5, 200, None)])
-    assert "NOT EQUAL" in list(budget_table(plain, other).columns[3].cells)[0]
+    write("plain", [3.0, 2.0], 600)
+    write("offload", [3.0, 2.0], 200)
+    write("budget", [3.0, 2.0, 1.0], 380, plan)
+    assert quickstart.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "budget of 400 MiB" in printed and re.search(r"600 MiB\D+390 MiB\D+380 MiB", printed)
+    assert (tmp_path / "residency.png").read_bytes().startswith(b"\x89PNG")
+    write("budget", [3.0, 2.5], 380, plan)
+    assert quickstart.main([str(tmp_path)]) == 1 and "NOT EQUAL" in capsys.readouterr().out

@@ -94,13 +94,6 @@ def test_a_model_without_offload_adds_nothing(loop: Any) -> None:
     log.remove()
 
 
-def test_another_loop_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "megatron.training.training", raising=False)
-    log = TrainingLog(lambda: None)
-    log.attach(None)
-    log.remove()
-
-
 def test_a_loop_of_another_shape_is_no_reason_to_end(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
     del loop.print_rank_last
     log = TrainingLog(lambda: None)

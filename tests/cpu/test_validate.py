@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,32 +45,16 @@ def config(**settings: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **settings})
 
 
-@pytest.mark.parametrize("name", ["gtp_weight_remat_size", "expert_gtp_weight_remat_size"])
-def test_weights_that_are_gathered_in_backward_are_refused(name: str) -> None:
-    for setting in ({}, {name: None}, {name: 1}):
-        check_weights_stay_whole(config(**setting))
-    with pytest.raises(NotImplementedError, match=f"{name}=2"):
-        check_weights_stay_whole(config(**{name: 2}))
+def recomputing(*modules: str, **settings: Any) -> SimpleNamespace:
+    return config(recompute_granularity="selective", recompute_modules=[*modules], **settings)
 
 
-def test_inputs_that_full_recomputation_cuts_are_refused_in_a_pipeline() -> None:
-    full = {"recompute_granularity": "full", "distribute_saved_activations": True}
-    for change in ({"pipeline_model_parallel_size": 1}, {"recompute_granularity": "selective"}):
-        check_inputs_stay_whole(config(**{**full, **change}))
-    check_inputs_stay_whole(config(recompute_granularity="full"))
-    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True"):
-        check_inputs_stay_whole(config(**full))
+def block(num_layers: int, **settings: Any) -> SimpleNamespace:
+    method = {"recompute_granularity": "full", "recompute_method": "block"}
+    return config(**method, recompute_num_layers=num_layers, **settings)
 
 
-def test_megatron_cores_fused_modules_are_known_by_what_they_have() -> None:
-    transformer_engine = pytest.importorskip("megatron.core.extensions.transformer_engine")
-    shared_experts = pytest.importorskip("megatron.core.transformer.moe.shared_experts")
-    fused = [getattr(transformer_engine, "TEFusedMLP", None), getattr(shared_experts, "FusedSharedExpertMLP", None)]
-    assert all(calls_no_parts(cls.__new__(cls)) for cls in fused if cls is not None)
-
-
-def test_nothing_conflicts_without_recomputation() -> None:
-    check_conflicts(config(), [row.name for row in MODULES], NORMS)
+UNIFORM = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +67,12 @@ def test_nothing_conflicts_without_recomputation() -> None:
         ("router", "layernorm", "mlp_norm"),
         ("mlp_act", "mlp", "mlp_fc1"),
         ("router_fc1", "moe", "router"),
-        ("moe_act", "moe", "router"),
-        ("shared_fc1", "moe", "router"),
         ("shared_fc2", "shared_experts", "shared_fc1"),
     ],
 )
 def test_recomputed_modules_are_refused(name: str, module: str, instead: str) -> None:
     """With the name of what can be moved."""
-    chosen = config(recompute_granularity="selective", recompute_modules=[module])
+    chosen = recomputing(module)
     with pytest.raises(ValueError, match=f"'{name}'.*'{module}'.* Offload '{instead}', or drop one of the two"):
         check_conflicts(chosen, ["attn_proj", name], NORMS)
     check_conflicts(chosen, [instead], NORMS)
@@ -100,89 +81,82 @@ def test_recomputed_modules_are_refused(name: str, module: str, instead: str) ->
 def test_the_input_of_each_recomputation_is_in_a_name() -> None:
     for row in MODULES:
         for module in row.input_of:
-            chosen = config(recompute_granularity="selective", recompute_modules=[module])
-            check_conflicts(chosen, [row.name], NORMS)
+            check_conflicts(recomputing(module), [row.name], NORMS)
     refused = {module for row in MODULES for module in row.recomputed_by}
     assert refused == {module for row in MODULES for module in row.input_of}
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("self_attn", "core_attn"), ("core_attn", "layernorm"), ("mlp_norm", "mlp")]
+    ("chosen", "names", "norms"),
+    [
+        (config(), [row.name for row in MODULES], NORMS),
+        (recomputing("core_attn"), ["self_attn"], NORMS),
+        (recomputing("mlp"), ["mlp_norm"], NORMS),
+        (recomputing("layernorm"), ["qkv_linear"], NORMS - {"input_layernorm"}),  # inside the linear layer
+        (recomputing("gdn_norm_out", linear_attention_freq=8), ["attn_proj"], NORMS),
+        (recomputing("gdn_norm_out", linear_attention_freq=[1] * 7 + [0]), ["attn_proj"], NORMS),
+        (recomputing("gdn_norm_out", linear_attention_freq=None), ["attn_proj"], NORMS),
+        (config(fused_residual_rmsnorm=True), ["qkv_linear", "qk_norm", "mtp_norm"], NORMS),
+        (config(moe_shared_expert_overlap=True), ["shared_fc1", "shared_fc2"], NORMS),
+        (config(moe_shared_expert_overlap=False), ["shared_experts"], NORMS),
+        (UNIFORM, ["layer_input"], NORMS),
+        (block(1), ["core_attn"], NORMS),  # layers behind the block still save
+        (block(2, num_layers_in_first_pipeline_stage=5), ["core_attn"], NORMS),
+        (block(2, pipeline_model_parallel_layout="Ettttt|tttL"), ["core_attn"], NORMS),
+    ],
 )
-def test_names_that_still_save_tensors_are_accepted(name: str, module: str) -> None:
-    check_conflicts(config(recompute_granularity="selective", recompute_modules=[module]), [name], NORMS)
-
-
-@pytest.mark.parametrize(("name", "norm"), [("qkv_linear", "input_layernorm"), ("mlp_fc1", "pre_mlp_layernorm")])
-def test_of_a_norm_inside_the_linear_layer_nothing_is_discarded(name: str, norm: str) -> None:
-    chosen = config(recompute_granularity="selective", recompute_modules=["layernorm"])
-    check_conflicts(chosen, [name], NORMS - {norm})
-    with pytest.raises(ValueError, match=f"'{name}'.*'layernorm'"):
-        check_conflicts(chosen, [name], frozenset({norm}))
+def test_names_that_still_save_tensors_are_accepted(
+    chosen: SimpleNamespace, names: list[str], norms: frozenset[str]
+) -> None:
+    check_conflicts(chosen, names, norms)
 
 
 @pytest.mark.parametrize(
-    ("frequency", "is_refused"),
-    [(1, False), (8, False), (9, True), ([1] * 7 + [0], False), ([1] * 8, True), (None, False)],
+    ("chosen", "names", "message"),
+    [
+        (recomputing("gdn_norm_out", linear_attention_freq=9), ["attn_proj"], "'attn_proj'.*'gdn_norm_out'"),
+        (recomputing("gdn_norm_out", linear_attention_freq=[1] * 8), ["attn_proj"], "'attn_proj'.*'gdn_norm_out'"),
+        (recomputing("moe"), ["router_fc1"], "'router_fc1', but.*'expert_fc1' stands for 'router_fc1'"),
+        (config(fused_residual_rmsnorm=True), ["layer_input"], "'layer_input'.*fused_residual_rmsnorm=True"),
+        (config(fused_residual_rmsnorm=True), ["mlp_norm"], "'mlp_norm'.*fused_residual_rmsnorm=True"),
+        (config(moe_shared_expert_overlap=True), ["shared_experts"], "moe_shared_expert_overlap=True.*'shared_fc1'"),
+        (UNIFORM, ["layer_input", "core_attn"], "recompute_granularity='full'.*'layer_input'"),
+        (block(2), ["core_attn"], "recompute_granularity='full'"),
+    ],
 )
-def test_names_discarded_by_gated_delta_nets_need_plain_attention(frequency: Any, is_refused: bool) -> None:
-    chosen = config(
-        recompute_granularity="selective", recompute_modules=["gdn_norm_out"], linear_attention_freq=frequency
-    )
-    expected = pytest.raises(ValueError, match="'attn_proj'.*'gdn_norm_out'") if is_refused else nullcontext()
-    with expected:
-        check_conflicts(chosen, ["self_attn", "attn_proj"], NORMS)
+def test_names_that_save_nothing_are_refused(chosen: SimpleNamespace, names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_conflicts(chosen, names, NORMS)
 
 
-def test_a_conflict_tells_the_alias_it_may_have_been_asked_by() -> None:
-    chosen = config(recompute_granularity="selective", recompute_modules=["moe"])
-    with pytest.raises(ValueError, match="'router_fc1', but.*'expert_fc1' stands for 'router_fc1'"):
-        check_conflicts(chosen, ["router_fc1"], NORMS)
+def test_weights_and_inputs_that_are_cut_are_refused() -> None:
+    full = {"recompute_granularity": "full", "distribute_saved_activations": True}
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        for setting in ({}, {name: None}, {name: 1}):
+            check_weights_stay_whole(config(**setting))
+        with pytest.raises(NotImplementedError, match=f"{name}=2"):
+            check_weights_stay_whole(config(**{name: 2}))
+    for change in ({"pipeline_model_parallel_size": 1}, {"recompute_granularity": "selective"}):
+        check_inputs_stay_whole(config(**{**full, **change}))
+    with pytest.raises(NotImplementedError, match="distribute_saved_activations=True"):
+        check_inputs_stay_whole(config(**full))
 
 
-@pytest.mark.parametrize("name", ["layer_input", "attn_norm", "mlp_norm"])
-def test_a_norm_that_is_fused_with_the_residual_connection_is_refused(name: str) -> None:
-    fused = config(fused_residual_rmsnorm=True)
-    check_conflicts(fused, ["qkv_linear", "qk_norm", "mtp_norm"], NORMS)
-    with pytest.raises(ValueError, match=f"'{name}'.*fused_residual_rmsnorm=True"):
-        check_conflicts(fused, [name], NORMS)
+def test_megatron_cores_fused_modules_are_known_by_what_they_have() -> None:
+    transformer_engine = pytest.importorskip("megatron.core.extensions.transformer_engine")
+    shared_experts = pytest.importorskip("megatron.core.transformer.moe.shared_experts")
+    fused = [getattr(transformer_engine, "TEFusedMLP", None), getattr(shared_experts, "FusedSharedExpertMLP", None)]
+    assert all(calls_no_parts(cls.__new__(cls)) for cls in fused if cls is not None)
 
 
-def test_shared_experts_that_are_run_in_pieces_are_refused() -> None:
-    for overlaps in (True, False):
-        check_conflicts(config(moe_shared_expert_overlap=overlaps), ["shared_fc1", "shared_fc2"], NORMS)
-    check_conflicts(config(moe_shared_expert_overlap=False), ["shared_experts"], NORMS)
-    with pytest.raises(ValueError, match="'shared_experts'.*moe_shared_expert_overlap=True.*'shared_fc1'"):
-        check_conflicts(config(moe_shared_expert_overlap=True), ["shared_fc1", "shared_experts"], NORMS)
-
-
-def test_full_recomputation_leaves_the_layer_input() -> None:
-    full = config(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    check_conflicts(full, ["layer_input"], NORMS)
-    with pytest.raises(ValueError, match="recompute_granularity='full'.*'layer_input'"):
-        check_conflicts(full, ["layer_input", "core_attn"], NORMS)
-
-
-def test_layers_beyond_the_recomputed_block_still_save() -> None:
-    block = {"recompute_granularity": "full", "recompute_method": "block"}
-    check_conflicts(config(**block, recompute_num_layers=1), ["core_attn"], NORMS)
-    with pytest.raises(ValueError, match="recompute_granularity='full'"):
-        check_conflicts(config(**block, recompute_num_layers=2), ["core_attn"], NORMS)
-
-
-def test_of_stages_of_several_sizes_one_may_have_layers_beyond_the_block() -> None:
-    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
-    for setting in ({"num_layers_in_first_pipeline_stage": 5}, {"pipeline_model_parallel_layout": "Ettttt|tttL"}):
-        check_conflicts(config(**block, **setting), ["core_attn"], NORMS)
-
-
-def test_bytes_of_a_hidden_activation() -> None:
-    assert hidden_bytes(config(), 16, 2) == 16 * 2 * 64 * 4
+def test_host_limit_below_one_activation(caplog: pytest.LogCaptureFixture) -> None:
     assert hidden_bytes(config(bf16=True, context_parallel_size=2), 16, 2) == 8 * 2 * 64 * 2
     assert hidden_bytes(config(sequence_parallel=True, tensor_model_parallel_size=4), 16, 2) == 4 * 2 * 64 * 4
-
-
-def test_a_stash_that_spills_to_the_host_needs_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    check_host_limit(config(), None, 16, 2)
+    check_host_limit(config(), 1, None, None)  # without a pipeline megatron-core does not ask for them
+    check_host_limit(config(), 8192, 16, 2)
+    with pytest.raises(ValueError, match="offload_host_limit_bytes=8,191 cannot hold .* 8,192 bytes"):
+        check_host_limit(config(), 8191, 16, 2)
     spills = {"moe_paged_stash": True, "moe_paged_stash_buffer_size_factor_cpu": 0.8}
     check_host_limit(config(**spills), 8192, 16, 2)
     check_host_limit(config(moe_paged_stash=True), None, 16, 2)
@@ -191,19 +165,10 @@ def test_a_stash_that_spills_to_the_host_needs_a_limit(caplog: pytest.LogCapture
     assert "moe_paged_stash_buffer_size_factor_cpu=0.8 pins host memory" in caplog.text
 
 
-def test_host_limit_below_one_activation() -> None:
-    check_host_limit(config(), None, 16, 2)
-    check_host_limit(config(), 1, None, None)  # without a pipeline megatron-core does not ask for them
-    check_host_limit(config(), 8192, 16, 2)
-    with pytest.raises(ValueError, match="offload_host_limit_bytes=8,191 cannot hold .* 8,192 bytes"):
-        check_host_limit(config(), 8191, 16, 2)
-
-
 @pytest.mark.parametrize(
     ("stats", "settings", "reason"),
     [
         (IterationStats(num_groups=4), {}, "offload_min_tensor_bytes=1,048,576"),
-        (IterationStats(num_groups=4), {}, "other saved tensors hooks"),
         (IterationStats(num_groups=4, num_kept_groups=4), {}, "offload_min_tensor_bytes"),
         (IterationStats(num_groups=4, num_kept_groups=4, managed_bytes=1 << 20), {}, "at once"),
         (IterationStats(num_groups=4, num_kept_groups=3, managed_bytes=1 << 20), {}, None),

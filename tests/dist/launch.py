@@ -7,6 +7,9 @@ no threads. (The process of the tests itself may run some: the CPU device copies
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -108,6 +111,33 @@ def run_ranks(
                 process.join()
 
 
+def on_ranks(
+    pipeline: Pipeline | PlainGroup = Pipeline(),  # noqa: B008  # immutable
+    *,
+    world_size: int | None = None,
+    timeout_s: float = 120.0,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function at module level: it runs on every rank, set up as by `run_ranks`.
+
+    A parameter `shape` of the test is its pipeline, one named `world_size` its number of ranks.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**parameters: Any) -> None:
+            options = {"pipeline": parameters.get("shape", pipeline), "timeout_s": timeout_s}
+            number = parameters.get("world_size", world_size)
+            run_ranks(_run_body, body.__module__, body.__name__, parameters, world_size=number, **options)
+
+        return test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, parameters: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**parameters)
+
+
 class Group(NamedTuple):
     rank: int
     world_size: int
@@ -157,9 +187,13 @@ def _receive(reader: Any) -> Outcome:
 
 
 def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.disable()  # as in the process of the tests: a reference cycle shows as memory that stays
     try:
         if isinstance(group.pipeline, Pipeline):
-            _set_up(group, group.pipeline)
+            from megatron_patches import apply_cpu_support
+
+            apply_cpu_support()
+            set_up_groups(group, group.pipeline)
         elif isinstance(group.pipeline, Variables):
             set_variables(group)
             os.environ.update(group.pipeline.meeting)
@@ -171,13 +205,6 @@ def _rank_main(writer: Connection, group: Group, fn: Callable[..., Any], args: t
     writer.send(tuple(outcome))
     writer.close()
     os._exit(0)  # without waiting for gloo's threads, whose peers may be gone
-
-
-def _set_up(group: Group, shape: Pipeline) -> None:
-    from megatron_patches import apply_cpu_support
-
-    apply_cpu_support()
-    set_up_groups(group, shape)
 
 
 def set_variables(group: Group) -> None:

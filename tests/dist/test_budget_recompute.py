@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,24 +10,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core import parallel_state as ps
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core import parallel_state as ps  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.candidates import find_candidates  # noqa: E402
-from megatron_patches._model.modules import drop_parts  # noqa: E402
-from megatron_patches._model.recompute_options import RecomputeOptions  # noqa: E402
-from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
-from offload_engine.planning.choices import Choices, Slot  # noqa: E402
-from offload_engine.planning.clocks import Link  # noqa: E402
-from offload_engine.planning.shapes import ChunkShape, GroupShape  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.test_budget_agreement import Skewed  # noqa: E402
-from tests.dist.test_recompute_switches import MODELS, _config, _step  # noqa: E402
-from tests.dist.tiny import make_chunks, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.modules import drop_parts
+from megatron_patches._model.recompute_options import RecomputeOptions
+from offload_engine import OffloadConfig, OffloadEngine
+from offload_engine.planning.choices import Choices, Slot
+from offload_engine.planning.clocks import Link
+from offload_engine.planning.shapes import ChunkShape, GroupShape
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.test_budget_agreement import Skewed
+from tests.dist.test_recompute_switches import MODELS, _config, _step
+from tests.dist.tiny import ALL, engine_of, make_chunks, run, stats_of
 
 NUM_STEPS = 10
 NUM_MICROBATCHES = 2
@@ -43,10 +39,11 @@ def where_the_link_is_behind() -> Iterator[None]:
             yield
 
 
-RUNS = [("dense", Pipeline(2)), ("dropout", Pipeline()), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))]
-
-
-@pytest.mark.parametrize(("model", "shape"), RUNS, ids=str)
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [("dense", Pipeline(2)), ("spread", Pipeline(tensor=2)), ("experts", Pipeline(2, 2, 2))],
+    ids=str,
+)
 def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: Pipeline) -> None:
     chosen = run_ranks(_check_steps, model, pipeline=shape, timeout_s=240.0)
     assert any(recomputed for _, recomputed in chosen)
@@ -55,7 +52,6 @@ def test_what_is_recomputed_is_chosen_and_steps_are_the_same(model: str, shape: 
 
 
 def _check_steps(model: str) -> tuple[int, list[Slot]]:
-    gc.disable()
     chunks = _chunks(model)
     expected = [_step(chunks, NUM_MICROBATCHES)]
     _, whole = _train(model, "1TiB", expected, num_steps=6)
@@ -66,14 +62,7 @@ def _check_steps(model: str) -> tuple[int, list[Slot]]:
     recomputed = view.decider.chosen.best.decision.choices.recomputed
     assert max(peaks[-3:]) <= budget and bool(view.summary.recomputed_bytes) == bool(recomputed)
     assert sum(view.decider.chosen.best.recomputed_bytes.values()) == view.summary.recomputed_bytes
-    with where_the_link_is_behind():
-        _, view = _train(model, f"{budget}", expected, offload_recompute="off")
-    assert not view.decider.chosen.best.decision.choices.recomputed
-    return _stage(), sorted(recomputed)
-
-
-def _stage() -> int:
-    return ps.get_pipeline_model_parallel_rank()
+    return ps.get_pipeline_model_parallel_rank(), sorted(recomputed)
 
 
 def _chunks(model: str, **more: Any) -> list[torch.nn.Module]:
@@ -95,28 +84,27 @@ def _train(
 ) -> tuple[list[int], Any]:
     """Train within a budget; return the peaks of the steps, and the budget's view."""
     peaks = []
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+    with apply(ALL) as handle:
         chunks = _chunks(model, offload_gpu_budget=budget, **more)
         optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.0)
-        for step in range(num_steps):
-            assert _step(chunks, NUM_MICROBATCHES) in expected, (model, budget, step)
+        for number in range(num_steps):
+            assert _step(chunks, NUM_MICROBATCHES) in expected, (model, budget, number)
             optimizer.step()
-            assert handle.stats is not None and handle.engine is not None
-            peaks.append(handle.stats.peak_resident_bytes)
-            run(chunks, NUM_MICROBATCHES, forward_only=True)  # as an evaluation
-        return peaks, handle.engine.budget
+            peaks.append(stats_of(handle).peak_resident_bytes)
+            if number % 3 == 0:
+                run(chunks, NUM_MICROBATCHES, forward_only=True)  # as an evaluation
+        return peaks, engine_of(handle).budget
 
 
+@on_ranks()
 def test_a_plan_that_recomputes_is_given_back_unless_that_is_forbidden(tmp_path: Path) -> None:
-    run_ranks(_check_plan, str(tmp_path / "plan.json"))
-
-
-def _check_plan(file: str) -> None:
-    gc.disable()
+    file = str(tmp_path / "plan.json")
     expected = [_step(_chunks("dense"), NUM_MICROBATCHES)]
     budget = _budget_between(_train("dense", "1TiB", expected, num_steps=6)[1])
     with where_the_link_is_behind():
         peaks, _ = _train("dense", f"{budget}", expected, offload_plan=file)
+        _, forbidden = _train("dense", f"{budget}", expected, offload_recompute="off")
+    assert not forbidden.decider.chosen.best.decision.choices.recomputed
     again, view = _train("dense", f"{budget}", expected, num_steps=3, offload_plan=file)
     assert view.decider.chosen is None  # nothing was measured
     assert view.decider.saved.allowance.choices.recomputed
@@ -131,28 +119,24 @@ def test_a_rank_above_its_budget_changes_nothing_that_others_recompute_too() -> 
 
 
 def _check_excess() -> list[list[Slot]]:
-    gc.disable()
     expected, found = _step(_chunks("dense"), NUM_MICROBATCHES), []
     budget = _budget_between(_train("dense", "1TiB", [expected], num_steps=6)[1])
-    with where_the_link_is_behind(), apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
+    with where_the_link_is_behind(), apply(ALL) as handle:
         chunks = _chunks("dense", offload_gpu_budget=f"{budget}")
         optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.0)
-        for step in range(NUM_STEPS + 2):
+        for number in range(NUM_STEPS + 2):
             assert _step(chunks, NUM_MICROBATCHES) == expected
             optimizer.step()
-            view: Any = handle.engine.budget if handle.engine is not None else None
-            if step == NUM_STEPS - 1:
+            view: Any = engine_of(handle).budget
+            if number == NUM_STEPS - 1:
                 view._last.gauge = Skewed(view._last.gauge, budget // 4 if torch.distributed.get_rank() else 0)
-            if step >= NUM_STEPS - 1:
+            if number >= NUM_STEPS - 1:
                 found.append(sorted(view.decider.chosen.best.decision.choices.recomputed))
     return [found[0], found[-1]]
 
 
+@on_ranks()
 def test_what_is_offered() -> None:
-    run_ranks(_check_offered)
-
-
-def _check_offered() -> None:
     found = _offered("experts")
     assert {"mlp", "moe", "core_attn"} <= found, found
     for model, settings in (("dense", {"fp8": "e4m3"}), ("dense", {"cuda_graph_impl": "local"})):

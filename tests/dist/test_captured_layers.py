@@ -17,7 +17,7 @@ import torch
 
 from megatron_patches import apply
 from offload_engine import OffloadConfig, OffloadError
-from tests.dist.launch import run_ranks
+from tests.dist.launch import on_ranks
 from tests.dist.streams import Cuda, used_by_megatron
 from tests.dist.tiny import HIDDEN, MICRO_BATCH, NUM_LAYERS, SEQUENCE, make_chunks, make_config, run
 from tests.graph_device import GraphDevice
@@ -63,11 +63,8 @@ class _Helper:
         graph.capture_end()
 
 
+@on_ranks()
 def test_named_modules_of_captured_layers_leave() -> None:
-    run_ranks(_check_capture)
-
-
-def _check_capture() -> None:
     from megatron.core.transformer import cuda_graphs
 
     device = GraphDevice()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,54 +12,48 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
+from megatron_patches import apply
+from megatron_patches._hooks.attach import Attachment
+from megatron_patches._model import experts
+from offload_engine import OffloadEngine
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.models import GroupedLinear, GroupedProduct
+from tests.dist.saved_storages import innermost_hooks
+from tests.dist.tiny import ALL, make_chunks, make_config, run
 
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._hooks.attach import Attachment  # noqa: E402
-from megatron_patches._model import experts  # noqa: E402
-from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import GroupedLinear, GroupedProduct  # noqa: E402
-from tests.dist.saved_storages import innermost_hooks  # noqa: E402
-from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
-
-ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
-WAYS = pytest.mark.parametrize("settings", [{}, OVERLAP], ids=["called", "as nodes of a plan"])
-
-
-def _pipeline(settings: dict[str, Any]) -> Pipeline:
-    return Pipeline(expert=2) if settings else Pipeline()
+WAYS = pytest.mark.parametrize(
+    ("settings", "shape"),
+    [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
+)
 
 
 @WAYS
-@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
-@pytest.mark.parametrize("name", ["expert_fc1", "experts", "dispatched_tokens", "qkv_linear"])
-def test_weights_go_through_no_hooks(name: str, is_quantized: bool, settings: dict[str, Any]) -> None:
+@on_ranks()
+def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) -> None:
     """Autograd gives a parameter itself back where no hooks have packed it. Quantised, anything may be saved."""
-    run_ranks(_check_saved, name, is_quantized, settings, pipeline=_pipeline(settings))
-
-
-def _check_saved(name: str, is_quantized: bool, settings: dict[str, Any]) -> None:
-    is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
-    with apply(ALL, modules=[name]), mock.patch.object(experts, "_will_quantize", lambda linear: is_quantized):
-        chunks = _make_chunks(settings)
-        with _saved_tensors() as saved:
-            run(chunks, 2)
-        linears = [module.experts.linear_fc1 for chunk in chunks for module in chunk.modules() if _is_moe(module)]
-        assert not any(linear.save_original_input for linear in _linears(chunks))
-    weights = {weight.data_ptr(): weight for linear in linears for weight in linear.weights}
-    num_experts = linears[0].num_gemms
-    of_fc1 = [tensors for tensors in saved if tensors[-1].data_ptr() in weights]
-    assert of_fc1
-    for tensors in of_fc1:
-        is_whole = is_offloaded and not is_quantized
-        assert len(tensors) == num_experts + (1 if is_whole else num_experts)
-        are_themselves = {weights[tensor.data_ptr()] is tensor for tensor in tensors[-num_experts:]}
-        assert are_themselves == {not (is_offloaded and is_quantized)}
+    for name, is_quantized in (
+        *(("expert_fc1", False), ("expert_fc1", True), ("dispatched_tokens", False)),
+        *(("qkv_linear", False), ("qkv_linear", True)),
+    ):
+        is_offloaded = name != "qkv_linear"  # there all that the experts save passes by
+        with apply(ALL, modules=[name]), mock.patch.object(experts, "_will_quantize", lambda linear: is_quantized):  # noqa: B023
+            chunks = _make_chunks(settings)
+            with _saved_tensors() as saved:
+                run(chunks, 2)
+            linears = [module.experts.linear_fc1 for module in chunks[0].modules() if hasattr(module, "experts")]
+            assert not any(linear.save_original_input for linear in _linears(chunks))
+        weights = {weight.data_ptr(): weight for linear in linears for weight in linear.weights}
+        num_experts = linears[0].num_gemms
+        of_fc1 = [tensors for tensors in saved if tensors[-1].data_ptr() in weights]
+        assert of_fc1
+        for tensors in of_fc1:
+            is_whole = is_offloaded and not is_quantized
+            assert len(tensors) == num_experts + (1 if is_whole else num_experts)
+            are_themselves = {weights[tensor.data_ptr()] is tensor for tensor in tensors[-num_experts:]}
+            assert are_themselves == {not (is_offloaded and is_quantized)}
 
 
 @contextmanager
@@ -76,29 +71,26 @@ def _saved_tensors() -> Iterator[list[tuple[torch.Tensor, ...]]]:
 
 
 @WAYS
-@pytest.mark.parametrize("when", ["before", "behind"])
-@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_one_that_raises_is_left_as_it_was(error: type[BaseException], when: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("names", [["expert_fc1", "moe_act"], ["qkv_linear"]], ids=["its input", "nothing of it"])
+@on_ranks()
+def test_one_that_raises_is_left_as_it_was(names: list[str], settings: dict[str, Any], shape: Pipeline) -> None:
     """Before and behind the saving of its input. An interrupt does not run the hooks behind a module's forward."""
-    run_ranks(_raise_inside, error, when, settings, pipeline=_pipeline(settings))
-
-
-def _raise_inside(error: type[BaseException], when: str, settings: dict[str, Any]) -> None:
     function = GroupedProduct.apply
-
-    def raising(*args: Any) -> None:
-        if when == "behind":
-            function(*args)
-        raise error("in an expert")
-
-    with apply(ALL, modules=["expert_fc1", "moe_act"]):
+    with apply(ALL, modules=names):
         chunks = _make_chunks(settings)
         expected = run(chunks, 2)
-        with mock.patch.object(GroupedProduct, "apply", raising), pytest.raises(error, match="in an expert"):
-            run(chunks, 2)
-        assert innermost_hooks(True) is None
-        assert not any(linear.save_original_input for linear in _linears(chunks))
-        assert run(chunks, 2) == expected
+        for error, is_behind in itertools.product((ArithmeticError, KeyboardInterrupt), (False, True)):
+
+            def raising(*args: Any, error: type[BaseException] = error, is_behind: bool = is_behind) -> None:
+                if is_behind:
+                    function(*args)
+                raise error("in an expert")
+
+            with mock.patch.object(GroupedProduct, "apply", raising), pytest.raises(error, match="in an expert"):
+                run(chunks, 2)
+            assert innermost_hooks(True) is None
+            assert not any(linear.save_original_input for linear in _linears(chunks))
+            assert run(chunks, 2) == expected
 
 
 class Nested(GroupedLinear):
@@ -163,67 +155,57 @@ class Forwarding(torch.nn.Module):
     forward.__module__ = GroupedLinear.forward.__module__
 
 
+@on_ranks()
 def test_of_other_classes_nothing_is_known() -> None:
-    run_ranks(_find_linears)
-
-
-def _find_linears() -> None:
     plain = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
     others = Others(2, 4, 4, init_method=torch.nn.init.ones_)
     found = [*experts.linears_of_experts(torch.nn.ModuleList([plain, others, Forwarding(plain), Forwarding(others)]))]
     assert found == [plain]
 
 
+def _linear() -> Any:
+    return GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+
+
+ARGS = (torch.ones(4, 4), [2, 2])
+
+
 @pytest.mark.parametrize("case", ["plain", "other dtype", "autocast", "weights of another kind", "no tensor"])
 def test_linear_layer_that_casts_may_save_more(case: str) -> None:
-    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
-    tokens: Any = torch.ones(4, 4)
+    linear = _linear()
     if case == "other dtype":
         linear.half()
     if case == "weights of another kind":
         linear.weights[0] = type("Quantized", (torch.nn.Parameter,), {})(torch.ones(4, 4))
-    args = () if case == "no tensor" else (tokens, [2, 2])
     with torch.autocast("cpu", torch.bfloat16) if case == "autocast" else contextlib.nullcontext():
-        assert experts.saves_only_weights_behind(linear, args) == (case == "plain")
+        assert experts.saves_only_weights_behind(linear, () if case == "no tensor" else ARGS) == (case == "plain")
 
 
 @pytest.mark.parametrize("is_context_quantized", [False, True])
 def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_context_quantized: bool) -> None:
-    te = pytest.importorskip("transformer_engine.pytorch", exc_type=Exception)
-    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
-    args = (torch.ones(4, 4), [2, 2])
+    pytest.importorskip("transformer_engine.pytorch", exc_type=Exception)
+    linear = _linear()
     with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_context_quantized):
-        assert te and experts.saves_only_weights_behind(linear, args) == (not is_context_quantized)
-        linear.will_execute_quantized = lambda is_quantized: not is_quantized  # type: ignore[assignment]
-        assert experts.saves_only_weights_behind(linear, args) == is_context_quantized
+        assert experts.saves_only_weights_behind(linear, ARGS) == (not is_context_quantized)
+        linear.will_execute_quantized = lambda is_quantized: not is_quantized
+        assert experts.saves_only_weights_behind(linear, ARGS) == is_context_quantized
 
 
-def test_where_it_cannot_be_asked_all_goes_through_hooks() -> None:
-    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
-    with mock.patch.dict(sys.modules, {"transformer_engine": mock.Mock(), "megatron.core.fp8_utils": None}):
-        assert not experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2]))
-
-
-@pytest.mark.parametrize("is_debugged", [False, True])
-def test_debugged_linear_layer_goes_through_hooks(is_debugged: bool) -> None:
-    """It looks at the input in its backward once more."""
-    linear = GroupedLinear(2, 4, 4, init_method=torch.nn.init.ones_)
+@pytest.mark.parametrize("is_debugged", [None, False, True])
+def test_where_it_is_debugged_or_cannot_be_asked_all_goes_through_hooks(is_debugged: bool | None) -> None:
+    """A debugged one looks at the input in its backward once more."""
     fp8 = mock.Mock(FP8GlobalStateManager=mock.Mock(is_fp8_enabled=lambda: False))
     modules = {
         "transformer_engine": mock.Mock(),
         "transformer_engine.debug.pytorch.debug_state": mock.Mock(TEDebugState=mock.Mock(debug_enabled=is_debugged)),
-        "megatron.core.fp8_utils": fp8,
+        "megatron.core.fp8_utils": None if is_debugged is None else fp8,
     }
     with mock.patch.dict(sys.modules, modules), mock.patch("megatron.core.fp8_utils", fp8):
-        assert experts.saves_only_weights_behind(linear, (torch.ones(4, 4), [2, 2])) == (not is_debugged)
+        assert experts.saves_only_weights_behind(_linear(), ARGS) == (is_debugged is False)
 
 
 def _make_chunks(settings: dict[str, Any]) -> list[torch.nn.Module]:
     return make_chunks(make_config("moe", torch.bfloat16, moe_grouped_gemm=True, **settings))
-
-
-def _is_moe(module: torch.nn.Module) -> bool:
-    return hasattr(module, "experts")
 
 
 def _linears(chunks: list[torch.nn.Module]) -> list[GroupedLinear]:

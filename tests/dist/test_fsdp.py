@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,12 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
-pytest.importorskip("transformers")
+from offload_engine import OffloadConfig, enable_activation_offloading
+from tests.decoders import SMALL, CountAllGathers, Trace, distribute, make_decoder, train
+from tests.dist.launch import PlainGroup, on_ranks
+from tests.dist.programs import ROOT, run_program
 
-from offload_engine import LayerOffload, enable_activation_offloading  # noqa: E402
-from offload_engine._budget.summary import BudgetSummary  # noqa: E402
-from tests.decoders import SMALL, CountAllGathers, Trace, distribute, make_decoder, train  # noqa: E402
-from tests.dist.launch import PlainGroup, run_ranks  # noqa: E402
+pytest.importorskip("transformers")
 
 NUM_LAYERS = 4
 
@@ -28,93 +30,75 @@ class Case(NamedTuple):
     is_mixed: bool = False
 
 
-CASES = [
-    Case(),
-    Case(enable_ckpt=True),
-    Case(own="plain"),
-    Case(own="reentrant"),
-    Case(own="plain", enable_ckpt=True),
-    Case(is_mixed=True),
-    Case(enable_ckpt=True, is_mixed=True),
-]
+CASES = [Case(), Case(own="reentrant"), Case(own="plain", enable_ckpt=True), Case(enable_ckpt=True, is_mixed=True)]
 
 
 class Run(NamedTuple):
     trace: Trace
     num_all_gathers: int
-    handle: LayerOffload | None
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world_size", "kind"),
-    [("fsdp", 2, "qwen2"), ("fsdp2", 2, "qwen2"), ("ddp", 2, "qwen2"), ("fsdp2", 4, "llama")],
-)
-def test_losses_and_gradients_are_equal_to_the_last_bit(strategy: str, world_size: int, kind: str) -> None:
-    run_ranks(_check_parity, strategy, kind, world_size=world_size, pipeline=PlainGroup())
-
-
-def _check_parity(strategy: str, kind: str) -> None:
-    """Checkpointing or not, and whose, makes no difference to the numbers either."""
-    for is_mixed in (False,) if strategy == "ddp" else (False, True):
-        plain = _train(strategy, kind, Case(is_mixed=is_mixed), offload=False)
-        for case in CASES if kind == "qwen2" else CASES[1::5]:
-            if case.is_mixed != is_mixed or (strategy == "ddp" and case.own == "reentrant"):
-                continue  # DDP itself refuses reentrant checkpointing here
-            run = _train(strategy, kind, case, offload=True)
-            assert run.handle is not None
-            stats = run.handle.stats
-            assert run.trace == plain.trace, case
-            assert stats.num_offloaded_groups == NUM_LAYERS - 1 and stats.num_kept_groups == 1, case
-            assert stats.copied_in_bytes == stats.copied_out_bytes and stats.num_storages_left == 0, case
-            # Recomputation finds the parameters that backward has gathered anyway.
-            assert run.num_all_gathers == plain.num_all_gathers, case
-            assert (strategy == "ddp") == (plain.num_all_gathers == 0)
-            run.handle.remove()
-
-
-def _train(strategy: str, kind: str, case: Case, offload: bool) -> Run:
-    model: Any = make_decoder(kind, NUM_LAYERS)
-    if case.own is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": case.own == "reentrant"})
-    model = distribute(model, strategy, case.is_mixed)
-    handle = enable_activation_offloading(model, strategy, case.enable_ckpt, config=SMALL) if offload else None
-    with CountAllGathers() as count:
-        trace = train(model, num_steps=2, seed=torch.distributed.get_rank())
-    return Run(trace, count.num_all_gathers, handle)
+    handle: Any
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2", "ddp"])
-def test_a_rank_checkpoints_by_its_budget_whatever_the_others_do(strategy: str) -> None:
-    run_ranks(_check_budget, strategy, world_size=2, pipeline=PlainGroup())
+@on_ranks(PlainGroup(), world_size=2)
+def test_losses_and_gradients_are_equal_to_the_last_bit(strategy: str) -> None:
+    """Checkpointing or not, and whose, makes no difference to the numbers either."""
+    plain = {is_mixed: _train(strategy, Case(is_mixed=is_mixed)) for is_mixed in {strategy != "ddp", False}}
+    for case in CASES:
+        if strategy == "ddp" and (case.is_mixed or case.own == "reentrant"):
+            continue  # DDP itself refuses reentrant checkpointing here
+        run, expected = _train(strategy, case, SMALL), plain[case.is_mixed]
+        stats = run.handle.stats
+        assert run.trace == expected.trace, case
+        assert stats.num_offloaded_groups == NUM_LAYERS - 1 and stats.num_kept_groups == 1, case
+        assert stats.copied_in_bytes == stats.copied_out_bytes and stats.num_storages_left == 0, case
+        # Recomputation finds the parameters that backward has gathered anyway.
+        assert run.num_all_gathers == expected.num_all_gathers, case
+        assert (strategy == "ddp") == (expected.num_all_gathers == 0)
+        run.handle.remove()
 
 
-def _check_budget(strategy: str) -> None:
-    def run(gpu_budget: int | None) -> Run:
-        model = distribute(make_decoder("qwen2", NUM_LAYERS), strategy)
-        handle = None
-        if gpu_budget is not None:
-            config = SMALL.replace(gpu_budget=gpu_budget)
-            handle = enable_activation_offloading(model, strategy, config=config)
-        with CountAllGathers() as count:
-            trace = train(model, num_steps=5, seed=torch.distributed.get_rank())
-        return Run(trace, count.num_all_gathers, handle)
+def _train(strategy: str, case: Case, config: OffloadConfig | None = None, num_steps: int = 2) -> Run:
+    """Train, with offload if there is a configuration for it."""
+    model: Any = make_decoder("qwen2", NUM_LAYERS)
+    if case.own is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": case.own == "reentrant"})
+    model = distribute(model, strategy, case.is_mixed)
+    handle = config and enable_activation_offloading(model, strategy, case.enable_ckpt, config=config)
+    with CountAllGathers() as count:
+        trace = train(model, num_steps=num_steps, seed=torch.distributed.get_rank())
+    return Run(trace, count.num_all_gathers, handle)
 
-    plain, roomy = run(None), run(1 << 40)
-    lowest = _summary(roomy).lowest_bytes
+
+@on_ranks(PlainGroup(), world_size=2)
+def test_a_rank_checkpoints_by_its_budget_whatever_the_others_do() -> None:
+    def run(gpu_budget: int) -> Run:
+        return _train("fsdp2", Case(), SMALL.replace(gpu_budget=gpu_budget), num_steps=5)
+
+    plain, roomy = _train("fsdp2", Case(), num_steps=5), run(1 << 40)
+    lowest = roomy.handle.engine.budget.summary.lowest_bytes
     is_first = torch.distributed.get_rank() == 0
     tight = run(lowest if is_first else 1 << 40)
-    assert (_summary(tight).recomputed_bytes > 0) == is_first
-    assert tight.handle is not None and tight.handle.stats.peak_resident_bytes <= lowest or not is_first
+    assert (tight.handle.engine.budget.summary.recomputed_bytes > 0) == is_first
+    assert tight.handle.stats.peak_resident_bytes <= lowest or not is_first
     for each in (roomy, tight):
         assert each.trace == plain.trace
         assert each.num_all_gathers == plain.num_all_gathers
 
 
-def _summary(run: Run) -> BudgetSummary:
-    assert run.handle is not None and run.handle.engine.budget is not None
-    summary = run.handle.engine.budget.summary
-    assert summary is not None
-    return summary
+def test_the_example_prints_the_same_losses_without_offload(tmp_path: Path) -> None:
+    plain, offload = (_run_example(tmp_path, *flags) for flags in (["--no-offload"], ["--checkpoint"]))
+    assert "layers" not in plain[0] and "6 of 6 layers are checkpointed" in offload[0]
+    for of_plain, of_offload in zip(plain, offload, strict=True):
+        losses = re.findall(r"rank \d: loss ([\d.]+)", of_plain)
+        assert len(losses) == 3 and float(losses[-1]) < float(losses[0])
+        assert re.findall(r"rank \d: loss ([\d.]+)", of_offload) == losses
+
+
+def _run_example(cwd: Path, *flags: str) -> list[str]:
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    printed = run_program(ROOT / "examples/fsdp.py", "3", *flags, cwd=cwd, num_ranks=2, environment=environment)
+    return ["".join(of_rank) for of_rank in printed]
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -159,11 +143,8 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@on_ranks(PlainGroup(), world_size=2)
 def test_gathered_parameters_are_never_offloaded(strategy: str, is_mixed: bool) -> None:
-    run_ranks(_check_weights, strategy, is_mixed, world_size=2, pipeline=PlainGroup())
-
-
-def _check_weights(strategy: str, is_mixed: bool) -> None:
     torch.manual_seed(0)
     low = torch.bfloat16 if is_mixed else None
     model: nn.Module = Blocks()

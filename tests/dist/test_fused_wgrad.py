@@ -11,59 +11,44 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
+import torch
+from megatron.core.tensor_parallel import layers
 
-pytest.importorskip("megatron.core")
+from megatron_patches import Handle, apply
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.parity import EXPERTS, Case, run_with, run_without
+from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of, step
+from tests.dist.training import train
 
-import torch  # noqa: E402
-from megatron.core.tensor_parallel import layers  # noqa: E402
-
-from megatron_patches import Handle, apply  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.parity import EXPERTS, Case, run_with, run_without  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
-from tests.dist.training import train  # noqa: E402
-
+DEEP = Pipeline(2, 2, expert=2)
 FUSED = {"gradient_accumulation_fusion": True}
 NAMES = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2", *EXPERTS]
 
 
-@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2, 2, expert=2)], ids=str)
-def test_parity(shape: Pipeline) -> None:
-    settings = {**FUSED, "expert_model_parallel_size": shape.expert}
-    cases = [Case("mixed", names, torch.bfloat16, settings, wrap=True) for names in (NAMES, ["self_attn", "experts"])]
-    run_ranks(_check, cases, 2 * shape.size, pipeline=shape)
-
-
-def _check(cases: list[Case], num_microbatches: int) -> None:
-    for case in cases:
+@on_ranks(DEEP)
+def test_parity() -> None:
+    for names in (NAMES, ["self_attn", "experts"]):
+        case = Case("mixed", names, torch.bfloat16, {**FUSED, "expert_model_parallel_size": 2}, wrap=True)
         with kernels() as kernel:
-            run_with(case, [num_microbatches], run_without(case, [num_microbatches]))
+            run_with(case, [4], run_without(case, [4]))
             assert kernel.call_count > 0
 
 
+@on_ranks()
 def test_every_weight_says_that_its_gradient_was_added() -> None:
-    run_ranks(_check_flags)
-
-
-def _check_flags() -> None:
     with kernels() as kernel, _applied() as handle:
         (chunk,) = make_chunks(make_config("dense", torch.bfloat16, **FUSED), wrap=True)
         run([chunk], 3)
-        assert handle.stats is not None and handle.stats.copied_out_bytes > 0
+        assert stats_of(handle).copied_out_bytes > 0
         linears = (layers.ColumnParallelLinear, layers.RowParallelLinear)
         weights = [module.weight for module in chunk.modules() if isinstance(module, linears)]
         assert kernel.call_count == 3 * len(weights) > 0
         assert all(weight.grad_added_to_main_grad and weight.main_grad.any() for weight in weights)
 
 
+@on_ranks(world_size=2)
 def test_gradients_reduced_during_the_backward() -> None:
     """Give every parameter a gradient, which data parallelism wants although it is not read."""
-    run_ranks(_check_reduced, world_size=2)
-
-
-def _check_reduced() -> None:
     with kernels():
         expected = _train()
         with _applied():
@@ -72,11 +57,11 @@ def _check_reduced() -> None:
 
 def _train() -> list[dict[str, str]]:
     config = make_config("dense", torch.bfloat16, **FUSED)
-    return train(config, make_chunks(config), lambda chunks: fingerprint(chunks, run(chunks, 2)))
+    return train(config, make_chunks(config), lambda chunks: step(chunks, 2))
 
 
 def _applied() -> Handle:
-    return apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=NAMES[:6])
+    return apply(ALL, modules=NAMES[:6])
 
 
 @contextmanager

@@ -1,52 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training within a budget of bytes: the same bits, and no more on the device than the budget."""
+"""Training within a budget of bytes: the same bits, and no more on the device than the budget, in every layout."""
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from megatron.core import parallel_state as ps
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.candidates import find_candidates  # noqa: E402
-from megatron_patches._model.gpu_budget import checked  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from offload_engine.sizes import parse_size  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._model.candidates import find_candidates
+from megatron_patches._model.gpu_budget import checked
+from offload_engine._budget.state import State
+from offload_engine.sizes import parse_size
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
+from tests.dist.training import train
 
 NUM_STEPS = 8
-NUM_FREE = 4
-"""Steps before the third that goes by a plan: two with everything offloaded, two more to correct what was predicted."""
+NUM_FREE = 6
+"""Steps before the third that goes by a plan, at most: later ones are within the budget."""
 SHARED = {"moe_shared_expert_intermediate_size": 32}
+OVERLAP = {**SHARED, "overlap_moe_expert_parallel_comm": True, "dtype": torch.bfloat16}
 
 
-def test_steps_are_the_same_within_each_budget() -> None:
-    """Other layouts: test_budget_layouts.py."""
-    run_ranks(_check_budgets, pipeline=Pipeline(2), timeout_s=240.0)
+class Layout(NamedTuple):
+    """Kind of the model, settings, and the numbers of microbatches of some steps, by number."""
+
+    kind: str
+    settings: dict[str, Any]
+    others: dict[int, int] = {}  # noqa: RUF012
 
 
-def _check_budgets() -> None:
-    gc.disable()
-    num_microbatches, settings = 4, SHARED
-    chunks = make_chunks(make_config("mixed", **settings))
-    expected = fingerprint(chunks, run(chunks, num_microbatches))
-    unbounded = _peaks(num_microbatches, settings, expected, "1TiB")
-    floor, highest = unbounded[0], unbounded[-1]
-    assert floor < highest  # everything leaves until the budget has decided, and nothing after it
-    worst, most = _largest(floor, highest)
-    last: list[int] = []
-    for share in (0.2, 0.6):
-        budget = round(worst + share * (most - worst))
-        peaks = _peaks(num_microbatches, settings, expected, f"{budget}")
-        assert max(peaks[NUM_FREE:]) <= budget, (budget, peaks)
-        last.append(peaks[-1])
-    assert last[0] <= last[1], last
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        pytest.param(Layout("dense", {}, {5: 2, 6: 6}), Pipeline(2), id="1F1B, other microbatches"),
+        pytest.param(Layout("moe", OVERLAP), Pipeline(2, 2, expert=2), id="interleaved, all-to-all overlap"),
+    ],
+)
+@on_ranks(timeout_s=240.0)
+def test_steps_are_the_same_and_within_the_budget(layout: Layout, shape: Pipeline) -> None:
+    numbers = [layout.others.get(number, 4) for number in range(NUM_STEPS)]
+    reference = make_chunks(_config(layout))
+    expected = {number: step(reference, number) for number in set(numbers)}
+    floor, top, peaks = _train(layout, "1TiB", [4] * 6, expected)
+    assert floor == top or peaks[0] < peaks[-1]  # everything leaves until the budget has decided, and nothing after it
+    floor, top = _largest(floor, top)
+    budget = (floor + top) // 2 if floor < top else top
+    _, _, peaks = _train(layout, f"{budget}", numbers, expected)
+    assert max(peaks[NUM_FREE:]) <= budget, (budget, peaks)
+
+
+def _config(layout: Layout, **budget: Any) -> Any:
+    experts = {"expert_model_parallel_size": ps.get_expert_model_parallel_world_size()}
+    return make_config(layout.kind, **layout.settings, **(experts if layout.kind != "dense" else {}), **budget)
 
 
 def _largest(*numbers: int) -> list[int]:
@@ -55,45 +65,81 @@ def _largest(*numbers: int) -> list[int]:
     return tensor.tolist()
 
 
-def _peaks(num_microbatches: int, settings: dict[str, object], expected: dict[str, str], budget: str) -> list[int]:
-    """Return the most bytes of groups that were on the device in each step."""
-    found = []
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none")) as handle:
-        chunks = make_chunks(make_config("mixed", **settings, offload_gpu_budget=budget))
+def _train(
+    layout: Layout, budget: str, numbers: list[int], expected: dict[int, dict[str, str]], **files: str
+) -> tuple[int, int, list[int]]:
+    """Train; return what is predicted with everything offloaded and with nothing moved, and the peaks of the steps."""
+    peaks = []
+    with apply(ALL, has_report=False) as handle:
+        chunks = make_chunks(_config(layout, offload_gpu_budget=budget, **files))
         optimizer = torch.optim.SGD([p for chunk in chunks for p in chunk.parameters()], lr=0.0)
-        for _ in range(NUM_STEPS):
-            assert fingerprint(chunks, run(chunks, num_microbatches)) == expected
+        for number in numbers:
+            assert step(chunks, number) == expected[number]
             optimizer.step()
-            assert handle.stats is not None
-            found.append(handle.stats.peak_resident_bytes)
-    return found
+            peaks.append(stats_of(handle).peak_resident_bytes)
+            if len(peaks) % 3 == 1:
+                run(chunks, number, forward_only=True)
+        view: Any = engine_of(handle).budget
+        assert view.state in (State.HOLD, State.VERIFY)
+        chosen = view.decider.chosen
+        return (0, 0, peaks) if chosen is None else (chosen.floor.held_bytes, chosen.top.held_bytes, peaks)
+
+
+@on_ranks(world_size=2, timeout_s=240.0)
+def test_the_distributed_optimizer() -> None:
+    def steps(**budget: str) -> list[tuple[dict[str, str], int]]:
+        config = make_config("dense", torch.bfloat16, **budget)
+
+        def counted(chunks: list[Any]) -> tuple[dict[str, str], int]:
+            return step(chunks, 4), 0 if handle.stats is None else handle.stats.peak_resident_bytes
+
+        return train(config, make_chunks(config), counted, NUM_STEPS)
+
+    with apply(ALL, has_report=False) as handle:
+        expected, kept = steps(), steps(offload_gpu_budget="1TiB")
+        floor, top = kept[0][1], kept[-1][1]
+        budget = sum(_largest(floor, top)) // 2
+        within = steps(offload_gpu_budget=f"{budget}")
+    assert [found for found, _ in within] == [found for found, _ in kept] == [found for found, _ in expected]
+    assert max(peak for _, peak in within[NUM_FREE:]) <= budget and floor < top
+
+
+@on_ranks(Pipeline(2), timeout_s=240.0)
+def test_two_models_in_a_process() -> None:
+    kinds = {"dense": "1TiB", "mixed": "250KiB"}
+    expected = {kind: step(make_chunks(make_config(kind)), 4) for kind in kinds}
+    with apply(ALL, has_report=False) as handle:
+        models = {kind: make_chunks(make_config(kind, offload_gpu_budget=size)) for kind, size in kinds.items()}
+        weights = [p for chunks in models.values() for chunk in chunks for p in chunk.parameters()]
+        optimizer = torch.optim.SGD(weights, lr=0.0)
+        for _ in range(NUM_STEPS):
+            for kind, chunks in models.items():
+                assert step(chunks, 4) == expected[kind], kind
+            optimizer.step()
+        view: Any = engine_of(handle).budget
+        assert view.state is State.HOLD and stats_of(handle).peak_resident_bytes <= 250 << 10
 
 
 def test_a_plan_is_written_drawn_and_given_back(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run_ranks(_check_plan, str(tmp_path), pipeline=Pipeline(2))
-    names = {"plan_rank0.json", "plan_rank1.json", "plan.png"}
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert {path.name for path in tmp_path.iterdir()} == {"plan_rank0.json", "plan_rank1.json", "plan.png"}
 
 
 def _check_plan(folder: str) -> None:
+    layout, numbers = Layout("mixed", {}), [4] * 6
     files = {"offload_plan": f"{folder}/plan.json", "offload_plan_plot": f"{folder}/plan.png"}
-    chunks = make_chunks(make_config("mixed"))
-    expected = fingerprint(chunks, run(chunks, 4))
-    budget = f"{_largest(_peaks(4, {}, expected, '1TiB')[-1])[0]}"
-    first = _peaks(4, files, expected, budget)
-    again = _peaks(4, files, expected, budget)
+    expected = {4: step(make_chunks(make_config("mixed")), 4)}
+    (budget,) = _largest(_train(layout, "1TiB", numbers, expected)[2][-1])
+    first, again = (_train(layout, f"{budget}", [4] * n, expected, **files)[2] for n in (6, 2))
     assert first[0] < first[-1] and again[0] > first[0]  # nothing had to be measured
-    assert max(again) <= int(budget)
+    assert max(again) <= budget
     with pytest.raises(ValueError, match="--offload-plan .*/nowhere/plan.json: there is no directory"):
-        _peaks(4, {"offload_plan": f"{folder}/nowhere/plan.json"}, expected, budget)
+        _train(layout, f"{budget}", numbers, expected, offload_plan=f"{folder}/nowhere/plan.json")
 
 
+@on_ranks()
 def test_what_a_model_offers() -> None:
-    run_ranks(_check_candidates)
-
-
-def _check_candidates() -> None:
     dense, _ = _candidates("dense")
     assert dense == (
         "layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2",
@@ -119,36 +165,30 @@ def _candidates(kind: str, **settings: object) -> tuple[tuple[str, ...], dict[st
     return find_candidates(config, make_chunks(config))
 
 
+@on_ranks()
 def test_only_the_names_given_are_candidates() -> None:
-    run_ranks(_check_names)
-
-
-def _check_names() -> None:
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), gpu_budget="1GiB", modules=["mlp_act"]) as handle:
-        chunks = make_chunks(make_config("dense"))
+    with apply(ALL, gpu_budget="1GiB", modules=["mlp_act"]) as handle:
+        chunks = make_chunks(make_config())
         run(chunks, 2)
-        assert handle.stats is not None and handle.stats.num_groups == 8
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), gpu_budget="50%"):
+        assert stats_of(handle).num_groups == 8
+    with apply(ALL, gpu_budget="50%"):
         with pytest.raises(ValueError, match="--offload-gpu-budget 50% depends on the memory of a GPU"):
-            run(make_chunks(make_config("dense")), 2)
+            run(make_chunks(make_config()), 2)
 
 
 @pytest.mark.parametrize(
-    ("budget", "nbytes"), [("60GiB", 60 << 30), ("75%", 60 << 30), ("auto", (80 << 30) - (80 << 30) // 64)]
-)
-def test_a_budget_on_a_gpu(budget: str, nbytes: int) -> None:
-    assert checked(parse_size(budget), 80 << 30, 5 << 30) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("budget", "message"),
+    ("budget", "nbytes", "message"),
     [
-        ("81GiB", "--offload-gpu-budget 81GiB is above the 80.00 GiB of the GPU: lower it, or give auto"),
-        ("4GiB", "--offload-gpu-budget 4GiB is 4.00 GiB, but 5.00 GiB are taken before the first step"),
-        ("5%", "--offload-gpu-budget 5% is 4.00 GiB, but 5.00 GiB are taken"),
+        ("60GiB", 60 << 30, ""),
+        ("75%", 60 << 30, ""),
+        ("auto", (80 << 30) - (80 << 30) // 64, ""),
+        ("81GiB", None, "--offload-gpu-budget 81GiB is above the 80.00 GiB of the GPU: lower it, or give auto"),
+        ("5%", None, "--offload-gpu-budget 5% is 4.00 GiB, but 5.00 GiB are taken"),
     ],
 )
-def test_a_budget_that_a_gpu_cannot_have(budget: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        checked(parse_size(budget), 80 << 30, 5 << 30)
-    assert "\n" not in str(error.value)
+def test_a_budget_on_a_gpu(budget: str, nbytes: int | None, message: str) -> None:
+    if nbytes is not None:
+        assert checked(parse_size(budget), 80 << 30, 5 << 30) == nbytes
+    else:
+        with pytest.raises(ValueError, match=message):
+            checked(parse_size(budget), 80 << 30, 5 << 30)

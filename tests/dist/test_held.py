@@ -3,83 +3,74 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
-
-from megatron_patches import Handle, apply  # noqa: E402
-from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from offload_engine import FixedBounds, IterationStats, OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without  # noqa: E402
-from tests.dist.tiny import NUM_LAYERS, forward_step, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import Handle, apply
+from megatron_patches._rows.runtime import unwrap
+from offload_engine import FixedBounds
+from offload_engine.schedule import backward_at_once
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.models import LATENT
+from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without
+from tests.dist.tiny import ALL, NUM_LAYERS, forward_step, make_chunks, make_config, run, stats_of
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("dense", ["attn_norm"]),
-        Case("moe", ["attn_norm", "core_attn"]),
-        Case("dense", ["layer_input"], settings=FULL),
-    ],
-    ids=["dense", "moe", "recomputed"],
-)
-def test_stage_inputs(shape: Pipeline, case: Case) -> None:
+@on_ranks()
+def test_stage_inputs(shape: Pipeline) -> None:
     """The schedule keeps them in `input_tensors` until the backward of their chunk."""
-    run_ranks(_check_stage_inputs, case, pipeline=shape)
-
-
-def _check_stage_inputs(case: Case) -> None:
-    gc.disable()
     num_microbatches = 6
-    inputs: list[torch.Tensor] = []
-    sizes: list[int] = []
+    for case in (Case("moe", ["attn_norm", "core_attn"]), Case("dense", ["layer_input"], settings=FULL)):
+        inputs: list[torch.Tensor] = []
+        sizes: list[int] = []
 
-    def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
-        result = forward_step(batches, model, *more)
-        decoder = unwrap(model).decoder
-        if not decoder.pre_process:
-            inputs.append(decoder.input_tensor)  # the same tensor object that the schedule keeps
-            sizes.append(decoder.input_tensor.untyped_storage().nbytes())
-        return result
+        def looking(
+            batches: Iterator[torch.Tensor],
+            model: torch.nn.Module,
+            *more: Any,
+            inputs: list[torch.Tensor] = inputs,
+            sizes: list[int] = sizes,
+        ) -> Any:
+            result = forward_step(batches, model, *more)
+            decoder = unwrap(model).decoder
+            if not decoder.pre_process:
+                inputs.append(decoder.input_tensor)  # the same tensor object that the schedule keeps
+                sizes.append(decoder.input_tensor.untyped_storage().nbytes())
+            return result
 
-    with _applied() as handle:
-        chunks = make_chunks(_config(case))
-        run(chunks, num_microbatches, forward_step=step)
-        stats = _stats(handle)
-        # Kept is the last group of a chunk whose backward comes at once: the first layer's, where there is one only.
-        kept = _at_once(case, num_microbatches) if len(unwrap(chunks[0]).decoder.layers) == 1 else frozenset()
-        assert stats.num_viewed_storages == 0
-        assert stats.num_emptied_storages == num_microbatches * len(chunks) - len(kept)
-        assert sum(size > 0 for size in sizes) == len(kept)
-        assert bool(inputs) == any(not unwrap(chunk).decoder.pre_process for chunk in chunks)
-        assert all(x.grad is not None and x.untyped_storage().nbytes() > 0 for x in inputs)
-    assert all(torch.isfinite(x).all() for x in inputs)
-
-
-def test_embeddings_without_a_pipeline() -> None:
-    """`GPTModel.forward` keeps them in a local variable while it computes the loss."""
-    run_ranks(_check_embeddings, {}, True)
-    run_ranks(_check_embeddings, {}, True, 1)
-
-
-def test_embeddings_that_are_read_again_stay() -> None:
-    run_ranks(_check_embeddings, {"config_logger_dir": "somewhere"}, False)
+        with _applied() as handle:
+            chunks = make_chunks(_config(case))
+            run(chunks, num_microbatches, forward_step=looking)
+            stats = stats_of(handle)
+            # Kept is the last group of a chunk whose backward comes at once: the first layer's, if there is only one.
+            has_one_layer = len(unwrap(chunks[0]).decoder.layers) == 1
+            num_kept = len(backward_at_once(actions(case, num_microbatches))) if has_one_layer else 0
+            assert stats.num_viewed_storages == 0
+            assert stats.num_emptied_storages == num_microbatches * len(chunks) - num_kept
+            assert sum(size > 0 for size in sizes) == num_kept
+            assert bool(inputs) == any(not unwrap(chunk).decoder.pre_process for chunk in chunks)
+            assert all(x.grad is not None and x.untyped_storage().nbytes() > 0 for x in inputs)
+        assert all(torch.isfinite(x).all() for x in inputs)
 
 
-def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: int = 2) -> None:
-    gc.disable()
+@pytest.mark.parametrize(
+    ("logger", "micro_batch"),
+    [
+        pytest.param("", 2, id="emptied"),
+        pytest.param("", 1, id="emptied, of one sequence"),
+        pytest.param("somewhere", 2, id="read again: they stay"),
+    ],
+)
+@on_ranks()
+def test_embeddings_without_a_pipeline(logger: str, micro_batch: int) -> None:
+    """`GPTModel.forward` keeps them in a local variable while it computes the loss, and logs them if it is asked to."""
     storages: list[torch.UntypedStorage] = []
     sizes: list[int] = []
 
@@ -89,20 +80,20 @@ def _check_embeddings(settings: dict[str, Any], is_emptied: bool, micro_batch: i
     def note_size(module: Any, args: Any) -> None:
         sizes.append(storages[-1].nbytes())
 
-    def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
+    def some(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
         return forward_step((batch[:micro_batch] for batch in batches), model, *more)
 
     with _applied() as handle:
-        (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"])))
+        (chunk,) = _chunks(["attn_norm"])
         chunk.decoder.register_forward_pre_hook(_as_known(enter_decoder), with_kwargs=True)
         chunk.decoder.layers[1].register_forward_pre_hook(_as_known(note_size))
         chunk.output_layer.register_forward_pre_hook(note_size)
-        chunk.config.config_logger_dir = settings.get("config_logger_dir", "")
+        chunk.config.config_logger_dir = logger
         chunk.output_layer.register_forward_hook(lambda *_: setattr(chunk.config, "config_logger_dir", ""))
-        run([chunk], 1, forward_step=step)
-        stats = _stats(handle)
-        assert (sizes == [0, 0]) == is_emptied and stats.num_viewed_storages == 0
-        assert stats.num_emptied_storages == int(is_emptied)
+        run([chunk], 1, forward_step=some)
+        stats = stats_of(handle)
+        assert (sizes == [0, 0]) == (not logger) and stats.num_viewed_storages == 0
+        assert stats.num_emptied_storages == int(not logger)
         assert stats.copied_in_bytes == stats.copied_out_bytes > 0
 
 
@@ -112,12 +103,8 @@ def _as_known(hook: Any) -> Any:
     return hook
 
 
+@on_ranks()
 def test_held_storage_is_readable_after_an_exception() -> None:
-    run_ranks(_check_exception)
-
-
-def _check_exception() -> None:
-    gc.disable()
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def enter_decoder(module: Any, args: Any, kwargs: Any) -> None:
@@ -128,7 +115,7 @@ def _check_exception() -> None:
         raise KeyError("in forward")
 
     with _applied() as handle:
-        (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"])))
+        (chunk,) = _chunks(["attn_norm"])
         chunk.decoder.register_forward_pre_hook(_as_known(enter_decoder), with_kwargs=True)
         hook = chunk.output_layer.register_forward_pre_hook(enter_loss)
         with pytest.raises(KeyError, match="in forward"):
@@ -136,48 +123,41 @@ def _check_exception() -> None:
         assert all(torch.equal(tensor.detach(), before) for tensor, before in held)
         hook.remove()
         run([chunk], 2)
-        assert _stats(handle).num_emptied_storages == 2
+        assert stats_of(handle).num_emptied_storages == 2
 
 
+@on_ranks()
 def test_inputs_of_recomputation_are_emptied() -> None:
-    """`CheckpointWithoutOutput` saves detached leaves, which the graph keeps; the numbers are those without offload."""
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    run_ranks(_check_recomputed_from, Case("dense", ["self_attn"], settings={**LATENT, **recompute}))
+    """`CheckpointWithoutOutput` saves detached leaves, which the graph keeps; the numbers are those without offload.
 
-
-def test_inputs_of_a_recomputed_mtp_layer_are_emptied() -> None:
-    """The layer inside it is a layer like any other: as many storages are emptied for it. (Those of the last stay.)"""
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    counts = [
-        run_ranks(_check_recomputed_from, Case("dense", ["self_attn"], settings={**LATENT, **recompute, **more}))
-        for more in ({}, {"mtp_num_layers": 2})
-    ]
-    (plain,), (ahead,) = counts
-    assert ahead == plain + 2 * plain // (NUM_LAYERS - 1)
-
-
-def test_detached_inputs_of_recomputation_are_emptied() -> None:
-    """The part has no bytes, and no writes, of its own: it is no other save than that of the whole."""
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    run_ranks(_check_recomputed_from, Case("dense", ["qk_norm"], settings={**LATENT, **recompute}))
+    The layer inside an MTP layer is a layer like any other: as many storages are emptied for it. (Those of the last
+    stay.) A part of detached inputs has no bytes, and no writes, of its own: it is no other save than the whole.
+    """
+    settings = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    counts = []
+    for name, more in (("self_attn", {}), ("self_attn", {"mtp_num_layers": 2}), ("qk_norm", {})):
+        case = Case("dense", [name], settings={**settings, **more})
+        run_with(case, [2], run_without(case, [2]))
+        with _applied() as handle:
+            chunks = make_chunks(_config(case))
+            run(chunks, 2)
+            stats = stats_of(handle)
+            assert stats.num_viewed_storages == 0 and (stats.num_emptied_storages > 0) == SAVES_COPIES
+            counts.append(stats.num_emptied_storages)
+    assert counts[1] == counts[0] + 2 * counts[0] // (NUM_LAYERS - 1)
 
 
 @pytest.mark.skipif(SAVES_COPIES, reason="before 0.20 the graph keeps copies, which are emptied in place")
+@on_ranks()
 def test_inputs_of_recomputation_are_gone() -> None:
-    run_ranks(_check_gone)
-
-
-def _check_gone() -> None:
-    gc.disable()
     inputs: list[StorageWeakRef] = []
     left: list[int] = []
 
     def note(module: Any, args: Any) -> None:
         inputs.append(StorageWeakRef(args[0].untyped_storage()))
 
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     with _applied():
-        (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"], settings=recompute)))
+        (chunk,) = _chunks(["attn_norm"], NORMS)
         for layer in chunk.decoder.layers:
             layer.input_layernorm.register_forward_pre_hook(_as_known(note))
         chunk.output_layer.register_forward_pre_hook(
@@ -185,63 +165,39 @@ def _check_gone() -> None:
         )
         run([chunk], 1)
     assert len(inputs) == 2 * NUM_LAYERS
-    assert left == [
-        2
-    ]  # the first layer's, which the model keeps and which is emptied, and the last layer's, which stays
+    # The first layer's, which the model keeps and which is emptied, and the last layer's, which stays.
+    assert left == [2]
 
 
+@on_ranks()
 def test_an_input_of_recomputation_that_other_code_keeps_stays() -> None:
     """Its holders are counted: of what no one knows of, one too many would be taken for a copy of megatron-core's."""
-    run_ranks(_check_kept)
-
-
-def _check_kept() -> None:
-    gc.disable()
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    are_equal: list[bool] = []
 
     def keep(module: Any, args: Any) -> None:
         kept.append((args[0].detach(), args[0].detach().clone()))
 
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     with _applied() as handle:
-        (chunk,) = make_chunks(_config(Case("dense", ["attn_norm"], settings=recompute)))
+        (chunk,) = _chunks(["attn_norm"], NORMS)
         for layer in chunk.decoder.layers:
             layer.input_layernorm.register_forward_pre_hook(_as_known(keep))
-        chunk.output_layer.register_forward_pre_hook(lambda *_: assert_kept(kept))
+        chunk.output_layer.register_forward_pre_hook(lambda *_: are_equal.extend(torch.equal(*pair) for pair in kept))
         run([chunk], 1)
-        assert _stats(handle).num_offloaded_groups > 0
+        assert are_equal and all(are_equal) and stats_of(handle).num_offloaded_groups > 0
 
 
-def assert_kept(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    assert kept and all(torch.equal(tensor, before) for tensor, before in kept)
-
-
-def _check_recomputed_from(case: Case) -> int:
-    gc.disable()
-    run_with(case, [2], run_without(case, [2]))
-    with _applied() as handle:
-        chunks = make_chunks(_config(case))
-        run(chunks, 2)
-        stats = _stats(handle)
-        assert stats.num_viewed_storages == 0 and (stats.num_emptied_storages > 0) == SAVES_COPIES
-        return stats.num_emptied_storages
+NORMS = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 
 
 def _applied() -> Handle:
     # Released as soon as they are copied: what is empty is so at once.
-    return apply(OffloadConfig(min_tensor_bytes=1, directory="none", policy=FixedBounds(max_inflight_bytes=0)))
+    return apply(ALL.replace(policy=FixedBounds(max_inflight_bytes=0)))
+
+
+def _chunks(names: list[str], settings: dict[str, Any] = {}) -> list[Any]:  # noqa: B006
+    return make_chunks(_config(Case("dense", names, settings=settings)))
 
 
 def _config(case: Case) -> Any:
     return make_config(case.kind, **case.settings, offload_activation=True, offload_modules=list(case.names))
-
-
-def _stats(handle: Handle) -> IterationStats:
-    assert handle.stats is not None
-    return handle.stats
-
-
-def _at_once(case: Case, num_microbatches: int) -> frozenset[Any]:
-    from offload_engine.schedule import backward_at_once
-
-    return backward_at_once(actions(case, num_microbatches))

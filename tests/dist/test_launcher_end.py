@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher ends offload behind its script: the last plan is written, the patches are gone, errors are the script's."""
+"""The launcher ends offload behind its script: the last plan is written, no patch is left, errors are the script's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model chunks sharded by Megatron-FSDP (`--use-megatron-fsdp`): the same numbers, and weights never move."""
+"""Chunks sharded by Megatron-FSDP, or by torch (`--use-torch-fsdp2`): the same numbers, and weights never move."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-pytest.importorskip("megatron.core")
+from megatron_patches import apply
+from megatron_patches._model.unshared import unshared_modules
+from megatron_patches._versions import installed_version, is_in_range
+from offload_engine._devices.cpu import CpuDevice
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.models import LATENT
+from tests.dist.parity import SAVES_COPIES
+from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run, stats_of
+
 pytest.importorskip("einops", reason="Megatron-FSDP arranges its ranks with it")
 
-import torch  # noqa: E402
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import IterationStats, OffloadConfig  # noqa: E402
-from offload_engine._devices.cpu import CpuDevice  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
 from tests.dist.megatron_fsdp import (  # noqa: E402
     SHARDED,
     STRATEGIES,
@@ -29,118 +33,104 @@ from tests.dist.megatron_fsdp import (  # noqa: E402
     noting_moved_weights,
     step,
 )
-from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
 
 DENSE = ["layer_input", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 MOE = ["layer_input", "core_attn", "router", "dispatched_tokens", "router_fc1", "moe_act", "router_fc2"]
-NAMES = {"dense": DENSE, "moe": MOE, "mixed": [*MOE, "mlp_fc1", "mlp_act", "mlp_fc2"]}
+MIXED = [*MOE, "mlp_fc1", "mlp_act", "mlp_fc2"]
 EXPERTS: dict[str, Any] = {"expert_model_parallel_size": 2}
-OVERLAP: dict[str, Any] = {
-    **EXPERTS,
-    "overlap_moe_expert_parallel_comm": True,
-    "moe_shared_expert_intermediate_size": 32,
-}
-HYBRID = {"num_distributed_optimizer_instances": 2}
-RECOMPUTED: dict[str, dict[str, Any]] = {
-    "layer_input": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "attn_norm": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
-    "mlp_norm": dict(recompute_granularity="selective", recompute_modules=["layernorm", "mlp"], add_bias_linear=False),
-}
+OVERLAP = {**EXPERTS, "overlap_moe_expert_parallel_comm": True, "moe_shared_expert_intermediate_size": 32}
+DEFERRED = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"}
+HYBRID = {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "no_shard"}
 has_overlap = pytest.mark.skipif(
     not is_in_range(installed_version() or "0", ">=0.19"), reason="Megatron-FSDP runs under the overlap from 0.19 on"
 )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_losses_and_gradients_are_equal_to_the_last_bit(kind: str, strategy: str) -> None:
-    run_ranks(_check_as_without, Job(kind, Sharding(strategy)), NAMES[kind], world_size=2)
+def _full() -> dict[str, Any]:
+    return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["fsdp_double_buffer", "megatron_fsdp_max_pool_double_buffer", "megatron_fsdp_enable_fine_grained_param_gather"],
-)
-def test_buffers_that_take_turns_and_weights_gathered_module_by_module(option: str) -> None:
-    run_ranks(_check_as_without, Job("dense", Sharding(options={option: True})), DENSE, world_size=2)
+def _selective(*modules: str) -> dict[str, Any]:
+    return dict(recompute_granularity="selective", recompute_modules=list(modules), add_bias_linear=False)
 
 
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_hybrid_sharding(kind: str, outer: str) -> None:
-    sharding = Sharding(options={**HYBRID, "outer_dp_sharding_strategy": outer})
-    has_experts = kind == "moe" and outer == "no_shard"  # megatron-core does not shard experts twice
-    job = Job(kind, sharding, EXPERTS if has_experts else {})
-    shape = Pipeline(expert=2 if has_experts else 1, instances=2)
-    run_ranks(check_parity, job, NAMES[kind], world_size=4, pipeline=shape)
+@pytest.mark.parametrize("sharding", [*(Sharding(strategy) for strategy in STRATEGIES)], ids=lambda s: s.strategy)
+@on_ranks(world_size=2)
+def test_as_without_sharding(sharding: Sharding) -> None:
+    """Parity, and neither more nor less is managed and emptied than without Megatron-FSDP."""
+    _check_as_without(Job("dense", sharding), DENSE)
+    _check_as_without(Job("moe", sharding), MOE)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_expert_parallelism(world_size: int) -> None:
-    job = Job("mixed", settings=EXPERTS)
-    run_ranks(check_parity, job, NAMES["mixed"], world_size=world_size, pipeline=Pipeline(expert=2))
-
-
-def test_tensor_parallelism() -> None:
-    run_ranks(check_parity, Job("dense"), DENSE, world_size=4, pipeline=Pipeline(tensor=2))
-
-
-@has_overlap
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", SHARDED])
-def test_the_all_to_all_overlap(strategy: str) -> None:
-    job = Job("mixed", Sharding(strategy), OVERLAP)
-    run_ranks(check_parity, job, NAMES["mixed"], world_size=2, pipeline=Pipeline(expert=2))
-
-
-@has_overlap
-def test_the_all_to_all_overlap_where_experts_are_sharded_too() -> None:
-    run_ranks(check_parity, Job("moe", settings=OVERLAP), MOE, world_size=4, pipeline=Pipeline(expert=2))
-
-
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_recomputation_gathers_weights_again(name: str) -> None:
-    run_ranks(check_parity, Job("dense", settings=RECOMPUTED[name]), [name], world_size=2)
+@on_ranks(world_size=2)
+def test_buffers_that_take_turns_and_weights_gathered_module_by_module() -> None:
+    double, fine = "megatron_fsdp_max_pool_double_buffer", "megatron_fsdp_enable_fine_grained_param_gather"
+    for option in ("fsdp_double_buffer", double, fine):
+        _check_as_without(Job("dense", Sharding(options={option: True})), DENSE)
 
 
 def _check_as_without(job: Job, names: Sequence[str]) -> None:
-    """Parity, and neither more nor less is managed and emptied than without Megatron-FSDP."""
-    stats, plain = check_parity(job, names), _plain(job, names)
+    stats = check_parity(job, names)
+    with apply(ALL, modules=names) as handle:
+        chunks = make_chunks(make_config(job.kind, torch.bfloat16, **job.settings), wrap=True)
+        run(chunks, job.microbatches[-1])
+        plain = stats_of(handle)
     assert stats.num_emptied_storages == plain.num_emptied_storages > 0
     assert stats.num_viewed_storages == 0
     if job.kind == "dense":  # weights that have changed route tokens to other experts
         assert (stats.managed_bytes, stats.copied_out_bytes) == (plain.managed_bytes, plain.copied_out_bytes)
 
 
-def _plain(job: Job, names: Sequence[str]) -> IterationStats:
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names) as handle:
-        run(make_chunks(make_config(job.kind, torch.bfloat16, **job.settings), wrap=True), job.microbatches[-1])
-        assert handle.stats is not None
-        return handle.stats
+@pytest.mark.parametrize(
+    ("job", "names", "world_size", "shape"),
+    [
+        # megatron-core does not shard experts twice
+        pytest.param(
+            Job("moe", Sharding(options=HYBRID), EXPERTS), MOE, 4, Pipeline(expert=2, instances=2), id="replicas"
+        ),
+        pytest.param(Job("dense", Sharding(options=DEFERRED)), DENSE, 4, Pipeline(instances=2), id="shards of shards"),
+        pytest.param(Job("mixed", settings=EXPERTS), MIXED, 4, Pipeline(expert=2), id="experts"),
+        pytest.param(Job("dense"), DENSE, 4, Pipeline(tensor=2), id="tensor parallel"),
+        *(
+            pytest.param(job, MIXED, 2, Pipeline(expert=2), id=f"overlap, {job.sharding.strategy}", marks=has_overlap)
+            for job in (Job("mixed", Sharding(strategy), OVERLAP) for strategy in ("optim_grads", SHARDED))
+        ),
+        pytest.param(
+            Job("moe", settings=OVERLAP), MOE, 4, Pipeline(expert=2), id="overlap, sharded", marks=has_overlap
+        ),
+        *(
+            pytest.param(Job("dense", settings=settings), [name], 2, Pipeline(), id=f"{name} recomputed from")
+            for name, settings in (
+                ("layer_input", _full()),
+                ("attn_norm", _selective("layernorm")),
+                ("mlp_norm", _selective("layernorm", "mlp")),
+            )
+        ),
+    ],
+)
+@on_ranks()
+def test_losses_and_gradients_are_equal_to_the_last_bit(
+    job: Job, names: list[str], world_size: int, shape: Pipeline
+) -> None:
+    check_parity(job, names)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["", "fsdp_double_buffer"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_saved_alias_of_a_weight_never_moves(strategy: str, option: str) -> None:
+@on_ranks(world_size=2)
+def test_a_saved_alias_of_a_weight_never_moves() -> None:
     """It is no view of a parameter, and its buffer is emptied, or has other weights, between forward and backward."""
-    if option and strategy != SHARDED:
-        pytest.skip("weights are in buffers of their own")
-    sharding = Sharding(strategy, {option: True} if option else {})
-    run_ranks(_check_aliases, Job("dense", sharding, {"add_bias_linear": False}, change=_save_aliases), world_size=2)
-
-
-def _check_aliases(job: Job) -> None:
-    chunks = make_job(job)
-    config = OffloadConfig(min_tensor_bytes=1, directory="none")
-    with apply(config, modules=["qkv_linear", "mlp_fc1"]) as handle, noting_moved_weights(CpuDevice, chunks) as moved:
-        for num_microbatches in (2, 3):
-            step(chunks, num_microbatches)
-            assert handle.stats is not None and handle.stats.copied_out_bytes > 0
-            assert not moved
-            assert handle.engine is not None
-            handle.engine.reset_iteration()  # as after an error: its books begin anew
+    shardings = [*(Sharding(strategy) for strategy in STRATEGIES), Sharding(options={"fsdp_double_buffer": True})]
+    for sharding in shardings:
+        chunks = make_job(Job("dense", sharding, {"add_bias_linear": False}, change=_save_aliases))
+        names = ["qkv_linear", "mlp_fc1"]
+        with apply(ALL, modules=names) as handle, noting_moved_weights(CpuDevice, chunks) as moved:
+            for num_microbatches in (2, 3):
+                step(chunks, num_microbatches)
+                assert stats_of(handle).copied_out_bytes > 0
+                assert not moved, sharding
+                engine_of(handle).reset_iteration()  # as after an error: its books begin anew
 
 
 def _save_aliases(chunk: torch.nn.Module) -> None:
@@ -168,3 +158,49 @@ class _SavesAlias(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         flat, grad = inputs.reshape(-1, inputs.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
         return grads[0].matmul(weight), grad.t().matmul(flat)
+
+
+# ---- torch's ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept whole"])
+@on_ranks(world_size=2)
+def test_parity_under_torchs(reshard: bool) -> None:
+    for kind, names in (("dense", DENSE), ("moe", MOE), ("dense", ["core_attn"])):
+        expected = _train_torch(kind, reshard)
+        with apply(ALL, modules=names) as handle:
+            assert _train_torch(kind, reshard) == expected, names
+            assert stats_of(handle).copied_in_bytes > 0 and stats_of(handle).num_storages_left == 0
+
+
+@on_ranks(world_size=2)
+def test_storages_kept_by_megatron_core_are_emptied_under_torchs() -> None:
+    """Torch derives a class from that of each layer, and hooks on it: both read nothing later."""
+    settings = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    with apply(ALL, modules=["attn_norm", "qk_norm"]) as handle:
+        _train_torch("dense", True, **settings)
+        # the embeddings of each microbatch, and copies that recomputation starts from
+        assert stats_of(handle).num_emptied_storages > (3 if SAVES_COPIES else 0)
+
+
+@on_ranks(world_size=2)
+def test_under_torchs_modules_that_share_no_tensor_bypass_the_engine() -> None:
+    (chunk,) = make_chunks(make_config())
+    num_passing = len(unshared_modules(chunk, ["core_attn"]))
+    _shard_by_torch(chunk, True)
+    assert len(unshared_modules(chunk, ["core_attn"])) == num_passing > 0
+
+
+def _train_torch(kind: str, reshard: bool, **settings: Any) -> dict[str, str]:
+    (chunk,) = chunks = make_chunks(make_config(kind, **settings))
+    _shard_by_torch(chunk, reshard)
+    losses = [loss for _ in range(2) for loss in run(chunks, 3)]
+    for parameter in chunk.parameters():
+        parameter.main_grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
+    return fingerprint(chunks, losses)
+
+
+def _shard_by_torch(chunk: Any, reshard: bool) -> None:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in (*chunk.decoder.layers, chunk):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)

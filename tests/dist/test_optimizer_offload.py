@@ -3,25 +3,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer  # noqa: E402
-
-from megatron_patches import Handle, apply  # noqa: E402
-from megatron_patches._rows.registry import Patch, apply_patches  # noqa: E402
-from megatron_patches._rows.without_gpu import TorchWithoutGpu  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from offload_engine._devices.cpu import CpuDevice  # noqa: E402
-from tests.dist.launch import run_ranks  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import Handle, apply
+from megatron_patches._rows.registry import Patch, apply_patches
+from megatron_patches._rows.without_gpu import TorchWithoutGpu
+from offload_engine._devices.cpu import CpuDevice
+from tests.dist.launch import on_ranks
+from tests.dist.tiny import ALL, make_chunks, make_config, step
 
 NAMES = ["self_attn", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2"]
 NUM_STEPS = 3
@@ -67,17 +61,13 @@ class Host:
         return self.nbytes - self.of_engine() - self.of_optimizer()
 
 
+@on_ranks()
 def test_both_fit_and_the_engine_gets_what_the_optimizer_leaves() -> None:
-    run_ranks(_check)
-
-
-def _check() -> None:
-    gc.disable()
     with _on_cpu():
         roomy = Host(1 << 40)
         expected, _ = _train(roomy)
         of_optimizer = roomy.of_optimizer()
-        with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=NAMES) as handle:
+        with apply(ALL, modules=NAMES) as handle:
             host = Host(of_optimizer * 5 // 4, handle)
             steps, spared = _train(host)
         assert steps == expected
@@ -100,7 +90,7 @@ def _train(host: Host) -> tuple[list[dict[str, str]], list[int]]:
     steps, spared = [], []
     for _ in range(NUM_STEPS):
         with mock.patch.object(CpuDevice, "free_host_bytes", lambda _: host.free()):
-            steps.append(fingerprint(chunks, run(chunks, 2)))
+            steps.append(step(chunks, 2))
         for mirror, parameter in zip(mirrors, parameters, strict=True):
             mirror.grad = parameter.grad
         host.optimizer.step()

@@ -3,29 +3,25 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.pipeline_parallel.utils import ScheduleNode  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.modules import MODULES  # noqa: E402
-from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_in_turns, run_with, run_without  # noqa: E402
-from tests.dist.streams import adversarial_device  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._rows.runtime import unwrap
+from megatron_patches._versions import installed_version, is_in_range
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.models import LATENT
+from tests.dist.names import leaves
+from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_cases, run_with, run_without
+from tests.dist.saved_storages import innermost_hooks
+from tests.dist.streams import adversarial_device
+from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 2], 4: [2, 6]}  # by number of stages in all
@@ -43,10 +39,9 @@ SETTINGS: dict[str, Any] = {
 def test_each_name_alone_and_all_together(shape: Pipeline) -> None:
     """In the pipeline, where stages change nothing about a name, those alone whose layers some chunks lack."""
     names = [*ATTENTION, "mlp_norm", *DENSE, *SHARED, "router", "dispatched_tokens", "experts", *EXPERTS]
-    cases = [_case("mixed", [name]) for name in (names if shape.size == 1 else ["mlp_fc1", "shared_fc1", "moe_act"])]
-    cases.append(_case("mixed", [row.name for row in MODULES if row.name in names and not row.parts]))
-    cases.append(_case("moe", [name for name in names if name not in DENSE]))
-    run_ranks(check_in_turns, cases, _microbatches(shape), pipeline=shape)
+    alone = names if shape.size == 1 else ["mlp_fc1", "moe_act"]
+    together = [_case("mixed", leaves(names)), _case("moe", [name for name in names if name not in DENSE])]
+    _check([_case("mixed", [name]) for name in alone], together, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -54,69 +49,61 @@ def test_delayed_weight_gradients(shape: Pipeline) -> None:
     """What was copied in is read once more after autograd has dropped it."""
     delayed = {"delay_wgrad_compute": True}
     alone = ["qkv_linear", "attn_proj", *DENSE, "dispatched_tokens", *EXPERTS] if shape.size == 1 else []
-    cases = [_case("mixed", [name], **delayed) for name in alone]
-    cases.append(_case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed))
-    cases.append(_case("mixed", ["qkv_linear", "router", "dispatched_tokens", "experts"], **delayed))
-    run_ranks(check_in_turns, cases, _microbatches(shape)[:3], pipeline=shape)
-    run_ranks(_check_delay, pipeline=shape)
+    together = [
+        _case("mixed", ["self_attn", "mlp_norm", *DENSE, "shared_experts", *EXPERTS], **delayed),
+        _case("mixed", ["qkv_linear", "router", "dispatched_tokens", "experts"], **delayed),
+    ]
+    _check([_case("mixed", [name], **delayed) for name in alone], together, shape)
 
 
-def _check_delay() -> None:
-    """Check that the linear layers of the test delay, and compute what those of megatron-core do."""
-    cases = [_case("mixed", [], delay_wgrad_compute=is_delayed) for is_delayed in (True, False)]
-    delayed, usual = (run_without(case, [4]) for case in cases)
+def _check(alone: list[Case], together: list[Case], shape: Pipeline) -> None:
+    """Names alone see one number of microbatches: that these change is no matter of a single name."""
+    numbers = [*([_microbatches(shape)[-1:]] * len(alone)), *[_microbatches(shape)] * len(together)]
+    run_ranks(check_cases, [*alone, *together], numbers, pipeline=shape)
+
+
+@on_ranks(SHAPES[0])
+def test_linear_layers_of_the_tests_delay_and_compute_what_those_of_megatron_core_do() -> None:
+    delayed, usual = (run_without(_case("mixed", [], delay_wgrad_compute=late), [4]) for late in (True, False))
     assert delayed == usual
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_ranks()
 def test_no_group_is_entered_while_the_backward_of_another_chunk_runs(shape: Pipeline) -> None:
     """`dispatched_tokens` begins in one node and ends in another: what is recomputed in between is not its."""
-    counts = run_ranks(_check_backward_nodes, pipeline=shape)
-    assert all(num_nodes > 0 and num_entered == 0 for num_nodes, num_entered in counts), counts
-
-
-def _check_backward_nodes() -> tuple[int, int]:
-    """How many backward nodes ran with offload, and in front of how many of them something packs what is saved."""
-    nodes: list[bool] = []
+    packs: list[bool] = []  # in front of each backward node with offload: whether something packs what is saved
     backward = ScheduleNode.backward
 
     def note_hooks(self: Any, *args: Any) -> Any:
-        nodes.append(torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        packs.append(innermost_hooks(True) is not None)
         return backward(self, *args)
 
-    recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    case = _case("moe", ["dispatched_tokens", "attn_proj"], **recompute)
+    case = _case("moe", ["dispatched_tokens", "attn_proj"], **_selective("core_attn"))
     expected = run_without(case, [4])
     with mock.patch.object(ScheduleNode, "backward", note_hooks):
         run_with(case, [4], expected)
-    return len(nodes), sum(nodes)
+    assert packs and not any(packs)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_ranks()
 def test_storages_held_by_the_schedule_are_emptied(shape: Pipeline) -> None:
     """Inputs of nodes: of attention, of dense MLPs, and of the residual connection around experts."""
-    run_ranks(_check_emptied, [2, 4], pipeline=shape)
-
-
-def _check_emptied(microbatches: list[int]) -> None:
     references = References()
     for kind, name in (("moe", "layer_input"), ("mixed", "attn_norm"), ("moe", "mlp_norm"), ("mixed", "mlp_norm")):
         case = _case(kind, [name])
-        for stats in run_with(case, microbatches, references.of(case, microbatches)):
+        for stats in run_with(case, [2, 4], references.of(case, [2, 4])):
             assert stats.num_viewed_storages == 0, (case, stats)
             # The residual of a step's last layer with experts is not declared: no plan follows.
             num_told = stats.num_offloaded_groups - (name == "mlp_norm")
             assert num_told <= stats.num_emptied_storages <= stats.num_offloaded_groups, (case, stats)
 
 
+@on_ranks(SHAPES[0])
 def test_inputs_of_recomputed_attention_are_emptied() -> None:
     """Latents, of which `CheckpointWithoutOutput` has saved detached leaves."""
-    latent = {**LATENT, "num_layers": 2, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    run_ranks(_check_recomputed_from, _case("moe", ["self_attn"], **latent), pipeline=SHAPES[0])
-
-
-def _check_recomputed_from(case: Case) -> None:
-    gc.disable()
+    case = _case("moe", ["self_attn"], **LATENT, num_layers=2, **_selective("mla_up_proj"))
     expected = run_without(case, [2])
     with adversarial_device(1) as device:
         (stats,) = run_with(case, [2], expected)
@@ -127,15 +114,13 @@ def _check_recomputed_from(case: Case) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_selective_recomputation_and_early_release(shape: Pipeline) -> None:
     """Attention's backward may run before the experts' forward."""
-    selective = {"recompute_granularity": "selective"}
-    early = {"ep_overlap_early_attn_memory_release": True}
     cases = [
-        _case("mixed", ["core_attn", "router_fc1"], **selective, recompute_modules=["layernorm"]),
-        _case("mixed", ["self_attn", "router_fc1"], **selective, recompute_modules=["mlp", "shared_experts"]),
-        _case("moe", ["layer_input", "mlp_norm", "router"], **selective, recompute_modules=["core_attn"]),
-        _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], **early),
+        _case("mixed", ["core_attn", "router_fc1"], **_selective("layernorm")),
+        _case("mixed", ["self_attn", "router_fc1"], **_selective("mlp", "shared_experts")),
+        _case("moe", ["layer_input", "mlp_norm", "router"], **_selective("core_attn")),
+        _case("moe", ["layer_input", "self_attn", "router", *EXPERTS], ep_overlap_early_attn_memory_release=True),
     ]
-    run_ranks(check_all, cases, _microbatches(shape)[:2], pipeline=shape)
+    run_ranks(check_all, cases if shape.size == 1 else cases[1::2], _microbatches(shape)[-1:], pipeline=shape)
 
 
 def test_latent_attention_and_grouped_experts() -> None:
@@ -144,22 +129,19 @@ def test_latent_attention_and_grouped_experts() -> None:
     model = {**LATENT, "moe_grouped_gemm": True}
     run_ranks(check_all, [_case("moe", [name], **model) for name in (*latents, *grouped)], [2], pipeline=SHAPES[0])
     cases = [_case("mixed", ["layer_input", "core_attn", *latents, "mlp_act", *grouped], **model)]
-    selective = {**model, "recompute_granularity": "selective"}
-    for modules in (["mla_up_proj"], ["moe_act"], ["mla_up_proj", "moe_act", "layernorm", "shared_experts"]):
-        cases.append(_case("moe", ["self_attn", "router_fc1"], **selective, recompute_modules=modules))
+    cases.append(
+        _case("moe", ["self_attn", "router_fc1"], **model, **_selective("mla_up_proj", "moe_act", "layernorm"))
+    )
     run_ranks(check_all, cases, [4], pipeline=SHAPES[1])
 
 
+@on_ranks(SHAPES[1])
 def test_multi_token_prediction() -> None:
     """Its layer is one more layer of the plan, whose input is one part of a tensor that is read again."""
     names = ["layer_input", "core_attn", "mlp_norm", "mtp_norm", "mtp_proj", "router_fc1"]
-    run_ranks(_check_none_is_viewed, _case("moe", names, mtp_num_layers=1), [2, 4], pipeline=SHAPES[1])
-
-
-def _check_none_is_viewed(case: Case, microbatches: list[int]) -> None:
-    gc.disable()
-    steps = run_with(case, microbatches, run_without(case, microbatches))
-    assert [stats.num_viewed_storages for stats in steps] == [0] * len(microbatches)
+    case = _case("moe", names, mtp_num_layers=1)
+    for stats in run_with(case, [2, 4], run_without(case, [2, 4])):
+        assert stats.num_viewed_storages == 0
 
 
 @pytest.mark.skipif(
@@ -171,24 +153,23 @@ def test_only_expert_of_a_rank_saves_the_received_tokens() -> None:
     run_ranks(check_all, [_case("moe", ["router_fc1"], num_moe_experts=2)], [3, 1], pipeline=SHAPES[0])
 
 
+@on_ranks(SHAPES[0])
 def test_the_step_after_one_that_raised() -> None:
-    """Without a pipeline: in one, what was sent to the stage that raised is still under way."""
-    run_ranks(_check_exception, 3, pipeline=SHAPES[0])
+    """In a forward node, between the nodes of another microbatch's backward.
 
-
-def _check_exception(num_microbatches: int) -> None:
-    """In a forward node, between the nodes of another microbatch's backward."""
+    Without a pipeline: in one, what was sent to the stage that raised is still under way.
+    """
     case = _case("moe", ["layer_input", "core_attn", "mlp_norm", "router_fc1", "moe_act"])
-    (expected,) = run_without(case, [num_microbatches])
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=case.names) as handle:
+    (expected,) = run_without(case, [3])
+    with apply(ALL, modules=case.names) as handle:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
         layer = unwrap(chunks[-1]).decoder.layers[-1]
         for module in (layer.self_attention.linear_proj, layer.mlp.router):
             with _raising_in_second_call(module), pytest.raises(ArithmeticError):
-                run(chunks, num_microbatches)
+                run(chunks, 3)
             torch.distributed.barrier()
-            assert handle.engine is not None and handle.engine.pool.num_leases == 0
-            assert fingerprint(chunks, run(chunks, num_microbatches)) == expected
+            assert engine_of(handle).pool.num_leases == 0
+            assert step(chunks, 3) == expected
 
 
 @contextmanager
@@ -208,12 +189,8 @@ def _raising_in_second_call(module: torch.nn.Module) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@on_ranks()
 def test_every_copy_is_ordered_on_both_streams(shape: Pipeline) -> None:
-    run_ranks(_check_order, _microbatches(shape)[:2], pipeline=shape)
-
-
-def _check_order(microbatches: list[int]) -> None:
-    gc.disable()
     names = [
         "layer_input",
         "qkv_linear",
@@ -225,14 +202,18 @@ def _check_order(microbatches: list[int]) -> None:
         "dispatched_tokens",
         *EXPERTS,
     ]
-    case = _case("mixed", names, delay_wgrad_compute=True)
+    case, microbatches = _case("mixed", names, delay_wgrad_compute=True), _microbatches(shape)[:2]
     expected = run_without(case, microbatches)
-    for seed in (None, 1, 2):
+    for seed in (None, 1):
         with adversarial_device(seed) as device:
             counters = run_with(case, microbatches, expected)
             assert device.hazards == []
             assert device.num_copies["out"] and device.num_copies["in"]
             assert all(stats.num_emptied_storages for stats in counters)
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
 def _case(kind: str, names: list[str], **more: Any) -> Case:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from offload_engine import OffloadConfig
 from offload_engine.frontends.integrations.pipelining import offload_schedule, read_actions, stages_of
 from offload_engine.schedule import Action, ChunkKey, parse_actions, validate_actions
-from tests.dist.launch import run_ranks
+from tests.dist.launch import on_ranks, run_ranks
+from tests.dist.tiny import ALL
 
 RANKS, WIDTH, SAMPLES = 2, 32, 8  # SAMPLES in each microbatch
-MICROBATCHES = [4, 6]
-CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 BLOCK_BYTES = SAMPLES * WIDTH * 4 * 6  # about what one block saves
 
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
@@ -40,21 +39,57 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_bitwise_equal(name: str) -> None:
-    """With two numbers of microbatches; evaluation comes between and after the steps."""
-    run_ranks(_check_parity, name, world_size=RANKS)
+@on_ranks(world_size=RANKS)
+def test_each_schedule(name: str) -> None:
+    """Its order is the one that runs, the numbers are the same, less is resident, and the backward does not wait.
+
+    With two numbers of microbatches; evaluation comes between and after the steps.
+    """
+    schedule, ran = _make(name, 4), list[Action]()
+    for stage in stages_of(schedule):
+        _record(stage, ran)
+    expected_order = read_actions(schedule)
+    validate_actions(expected_order)
+    _call(schedule, schedule.step, 0)
+    assert ran == expected_order
+
+    for num_microbatches in (4, 6):
+        expected = _train(_make(name, num_microbatches))
+        with _offloaded(name, num_microbatches) as (schedule, offload):
+            offload.record()
+            got = _train(schedule)
+        assert "Links and waits" in offload.report()
+        assert offload.stats.copied_out_bytes > 0 and offload.stats.num_storages_left == 0
+        assert len(expected.grads) == sum(len(list(stage.submod.parameters())) for stage in stages_of(schedule))
+        _check_equal(expected, got)
+
+    peaks = []
+    for is_dry in (True, False):
+        with _offloaded(name, 6, dry_run=is_dry) as (schedule, offload):
+            _call(schedule, schedule.step, 0)
+        peaks.append(offload.stats.peak_resident_bytes)
+    assert peaks[1] <= 0.8 * peaks[0], peaks  # least where few chunks wait, or what they saved for the weights' part
+    # Only where a chunk turns around at once there is no time: one group of two storages each.
+    assert offload.stats.prefetch_misses <= 2 * offload.stats.num_kept_groups
 
 
-def test_less_is_resident_and_the_backward_does_not_wait(name: str) -> None:
-    run_ranks(_check_residency, name, world_size=RANKS)
+@contextmanager
+def _offloaded(name: str, num_microbatches: int, **changes: Any) -> Iterator[tuple[Any, Any]]:
+    schedule = _make(name, num_microbatches)
+    with offload_schedule(schedule, ALL.replace(**changes), group_bytes=BLOCK_BYTES) as offload:
+        yield schedule, offload
 
 
-def test_the_order_is_the_one_that_runs(name: str) -> None:
-    run_ranks(_check_order, name, world_size=RANKS)
-
-
+@on_ranks(world_size=1)
 def test_a_split_backward_of_the_first_stage_begins_with_the_weights() -> None:
-    run_ranks(_check_first_stage, world_size=1)
+    (stage,) = stages_of(_make("ScheduleGPipe", 2))
+    schedule = schedules._PipelineScheduleRuntime([stage], 2, loss_fn=nn.functional.mse_loss)
+    order = [schedules._Action.from_str(text) for text in "0F0 0F1 0I0 0I1 0W1 0W0".split()]
+    schedule._prepare_schedule_with_comms({0: order})
+    ran: list[Action] = []
+    _record(stage, ran)
+    _call(schedule, schedule.step, 0)
+    assert ran == read_actions(schedule) == parse_actions("F0.0 F0.1 B0.1 B0.0")
 
 
 def test_inputs_of_stages_stay() -> None:
@@ -63,12 +98,55 @@ def test_inputs_of_stages_stay() -> None:
     assert first == second > 0
 
 
+@on_ranks(world_size=1)
 def test_a_step_that_raises_leaves_nothing_behind() -> None:
-    run_ranks(_check_exception, world_size=1)  # with more, messages of the failed step would reach the next one
+    expected = _train(_make("ScheduleGPipe", 4))
+    with _offloaded("ScheduleGPipe", 4) as (schedule, offload):
+        module = stages_of(schedule)[0].submod
+        _call(schedule, schedule.step, 0)
+        calls = iter(range(100))
+
+        def fail(module: nn.Module, args: Any) -> None:
+            if next(calls) == 2:
+                raise ArithmeticError("told to fail")
+
+        graphs: list[torch.Tensor] = []  # of the microbatches in front of it: torch's stages keep them, too
+        hooks = [
+            module[1].register_forward_pre_hook(fail),
+            module.register_forward_hook(lambda module, args, output: graphs.append(output)),
+        ]
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            _call(schedule, schedule.step, 0)
+        for hook in hooks:
+            hook.remove()
+        schedule._internal_losses.clear()  # which torch's schedule keeps (2.13)
+        assert len(graphs) == 2 and not offload._session.engine.has_saved
+        module.zero_grad()
+        got = _train(schedule)
+    _check_equal(expected, got)
 
 
+@on_ranks(world_size=RANKS)
 def test_remove_gives_everything_back() -> None:
-    run_ranks(_check_remove, world_size=RANKS)
+    schedule = _make("Schedule1F1B", 4)
+    (stage,) = stages_of(schedule)
+    before = [vars(schedule).keys() - {"step"}, vars(stage).keys() - {"forward_one_chunk"}]
+    offload = offload_schedule(schedule, ALL, group_bytes=BLOCK_BYTES)
+    with pytest.raises(ValueError, match="offloaded already"):
+        offload_schedule(schedule, ALL)
+    _call(schedule, schedule.step, 0)
+    assert all(map(torch.equal, copy.deepcopy(stage.submod).parameters(), stage.submod.parameters()))
+    copied = offload.stats.copied_out_bytes
+    offload.remove()
+    offload.remove()
+    _call(schedule, schedule.step, 0)
+    assert offload.stats.copied_out_bytes == copied > 0
+    assert [vars(schedule).keys(), vars(stage).keys()] == before
+    assert not stage.submod._forward_pre_hooks
+    with pytest.raises(TypeError, match="expected a schedule"):
+        offload_schedule(stage, ALL)
+    with pytest.raises(TypeError, match="in which order"):
+        offload_schedule(schedules._ScheduleForwardOnly(stage, 4), ALL)
 
 
 class Block(nn.Module):
@@ -128,6 +206,11 @@ class Trained(NamedTuple):
     grads: list[torch.Tensor]
 
 
+def _check_equal(expected: Trained, got: Trained) -> None:
+    for one, other in zip(expected, got, strict=True):
+        assert len(one) == len(other) and all(map(torch.equal, one, other))
+
+
 def _train(schedule: Any, num_steps: int = 2) -> Trained:
     losses = []
     for step in range(num_steps):  # gradients add up over the steps
@@ -137,109 +220,8 @@ def _train(schedule: Any, num_steps: int = 2) -> Trained:
     return Trained(losses, [grad.clone() for grad in grads if grad is not None])
 
 
-def _check_parity(name: str) -> None:
-    for num_microbatches in MICROBATCHES:
-        expected = _train(_make(name, num_microbatches))
-        schedule = _make(name, num_microbatches)
-        with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
-            offload.record()
-            got = _train(schedule)
-        assert "Links and waits" in offload.report()
-        assert offload.stats.copied_out_bytes > 0
-        assert offload.stats.num_storages_left == 0
-        assert len(expected.grads) == len(list(_parameters(schedule)))
-        assert all(map(torch.equal, expected.losses, got.losses)) and len(expected.losses) == len(got.losses)
-        assert all(map(torch.equal, expected.grads, got.grads)) and len(expected.grads) == len(got.grads)
-
-
-def _check_residency(name: str) -> None:
-    peaks = []
-    for config in (CONFIG.replace(dry_run=True), CONFIG):
-        schedule = _make(name, 6)
-        with offload_schedule(schedule, config, group_bytes=BLOCK_BYTES) as offload:
-            _call(schedule, schedule.step, 0)
-        peaks.append(offload.stats.peak_resident_bytes)
-    assert peaks[1] <= 0.8 * peaks[0], peaks  # least where few chunks wait, or what they saved for the weights' part
-    # Only where a chunk turns around at once there is no time: one group of two storages each.
-    assert offload.stats.prefetch_misses <= 2 * offload.stats.num_kept_groups
-
-
-def _check_exception() -> None:
-    expected = _train(_make("ScheduleGPipe", 4))
-    schedule = _make("ScheduleGPipe", 4)
-    module = stages_of(schedule)[0].submod
-    with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
-        _call(schedule, schedule.step, 0)
-        calls = iter(range(100))
-
-        def fail(module: nn.Module, args: Any) -> None:
-            if next(calls) == 2:
-                raise ArithmeticError("told to fail")
-
-        graphs: list[torch.Tensor] = []  # of the microbatches in front of it: torch's stages keep them, too
-        hooks = [
-            module[1].register_forward_pre_hook(fail),
-            module.register_forward_hook(lambda module, args, output: graphs.append(output)),
-        ]
-        with pytest.raises(RuntimeError, match="failed to run forward"):
-            _call(schedule, schedule.step, 0)
-        for hook in hooks:
-            hook.remove()
-        schedule._internal_losses.clear()  # which torch's schedule keeps (2.13)
-        assert len(graphs) == 2 and not offload._session.engine.has_saved
-        module.zero_grad()
-        got = _train(schedule)
-    assert all(map(torch.equal, expected.losses, got.losses))
-    assert all(map(torch.equal, expected.grads, got.grads))
-
-
-def _check_remove() -> None:
-    schedule = _make("Schedule1F1B", 4)
-    (stage,) = stages_of(schedule)
-    before = [vars(schedule).keys() - {"step"}, vars(stage).keys() - {"forward_one_chunk"}]
-    offload = offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES)
-    with pytest.raises(ValueError, match="offloaded already"):
-        offload_schedule(schedule, CONFIG)
-    _call(schedule, schedule.step, 0)
-    assert all(map(torch.equal, copy.deepcopy(stage.submod).parameters(), stage.submod.parameters()))
-    copied = offload.stats.copied_out_bytes
-    offload.remove()
-    offload.remove()
-    _call(schedule, schedule.step, 0)
-    assert offload.stats.copied_out_bytes == copied > 0
-    assert [vars(schedule).keys(), vars(stage).keys()] == before
-    assert not stage.submod._forward_pre_hooks
-    with pytest.raises(TypeError, match="expected a schedule"):
-        offload_schedule(stage, CONFIG)
-    with pytest.raises(TypeError, match="in which order"):
-        offload_schedule(schedules._ScheduleForwardOnly(stage, 4), CONFIG)
-
-
-def _check_order(name: str) -> None:
-    schedule = _make(name, 4)
-    ran: list[Action] = []
-    for stage in stages_of(schedule):
-        _record(stage, ran)
-    expected = read_actions(schedule)
-    validate_actions(expected)
-    _call(schedule, schedule.step, 0)
-    assert ran == expected
-
-
-def _check_first_stage() -> None:
-    (stage,) = stages_of(_make("ScheduleGPipe", 2))
-    schedule = schedules._PipelineScheduleRuntime([stage], 2, loss_fn=nn.functional.mse_loss)
-    order = [schedules._Action.from_str(text) for text in "0F0 0F1 0I0 0I1 0W1 0W0".split()]
-    schedule._prepare_schedule_with_comms({0: order})
-    ran: list[Action] = []
-    _record(stage, ran)
-    _call(schedule, schedule.step, 0)
-    assert ran == read_actions(schedule) == parse_actions("F0.0 F0.1 B0.1 B0.0")
-
-
 def _managed_bytes() -> int:
-    schedule = _make("ScheduleGPipe", 4)
-    with offload_schedule(schedule, CONFIG, group_bytes=BLOCK_BYTES) as offload:
+    with _offloaded("ScheduleGPipe", 4) as (schedule, offload):
         _call(schedule, schedule.step, 0)
     return offload.stats.managed_bytes
 
@@ -261,7 +243,3 @@ def _record(stage: Any, ran: list[Action]) -> None:
         return tensor
 
     stage.forward_one_chunk = run
-
-
-def _parameters(schedule: Any) -> list[torch.Tensor]:
-    return [p for stage in stages_of(schedule) for p in stage.submod.parameters()]

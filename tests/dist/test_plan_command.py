@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
-from tests.dist.launch import run_ranks  # noqa: E402
+from tests.dist.launch import run_ranks
 
 TRAINER = str(Path(__file__).parents[2] / "examples" / "pretrain_gpt.py")
 MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "64"]
@@ -57,21 +55,13 @@ def test_dense_in_a_pipeline(tmp_path: Path) -> None:
     assert plot.stat().st_size > 1000
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_experts(implementation: str) -> None:
-    experts = [word for word in EXPERTS if implementation != "local" or word != "--moe-grouped-gemm"]
-    flags = ["--plan", "--hardware", "h200x2", "--nodes", "2"]
-    out, _, status = _run(*flags, TRAINER, *MODEL, *DATA, *experts, "--transformer-impl", implementation)
+def test_experts_on_two_nodes_and_named_modules_only() -> None:
+    flags = ["--plan", "--hardware", "h200x2", "--nodes", "2", "--offload-activation"]
+    flags += ["--offload-modules", "core_attn", "router_fc1"]
+    out, _, status = _run(*flags, TRAINER, *MODEL, *DATA, *EXPERTS)
     assert status == 0
-    assert "4 GPUs on 2 node(s)" in out
-    assert "router_fc1" in out and "Experts: each is taken to get equally many tokens." in out
-
-
-def test_named_modules_only() -> None:
-    flags = ["--plan", "--offload-activation", "--offload-modules", "core_attn"]
-    out, _, status = _run(*flags, TRAINER, *MODEL, *DATA)
-    assert status == 0
-    assert "core_attn" in out and "mlp_fc1" not in out
+    assert "4 GPUs on 2 node(s)" in out and "Experts: each is taken to get equally many tokens." in out
+    assert "router_fc1" in out and "core_attn" in out and "moe_act" not in out
 
 
 def test_a_budget_that_needs_offload(tmp_path: Path) -> None:
@@ -95,26 +85,22 @@ def test_a_budget_that_needs_offload(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--budget", "much", TRAINER], "'much' is not a size"),
-        (["--hardware", "h300", TRAINER], "'h300' is unknown hardware; known are a100-40"),
-        ([TRAINER, *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
+        (["--plan", "--hardware", "h300", TRAINER], "'h300' is unknown hardware; known are a100-40"),
+        (["--plan", TRAINER, *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
         (
-            ["--hardware", "h200x3", TRAINER, *MODEL, *DATA, "--pipeline-model-parallel-size", "2"],
+            ["--plan", "--hardware", "h200x3", TRAINER, *MODEL, *DATA, "--pipeline-model-parallel-size", "2"],
             "3 GPUs cannot be divided among model replicas of 2",
         ),
-        ([TRAINER, *MODEL, *DATA, "--micro-batch-size", "3"], "--global-batch-size 4 is no multiple of 3"),
+        (
+            ["--hardware", "h100", "--budget", "3GiB", TRAINER],
+            "--hardware, --budget without --plan changes nothing",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
-    _, error, status = _run("--plan", *arguments)
+    _, error, status = _run(*arguments)
     assert status == 2
     assert message in error.splitlines()[-1]
-
-
-def test_hardware_is_for_plans() -> None:
-    _, error, status = _run("--hardware", "h100", "--budget", "3GiB", TRAINER)
-    assert status == 2
-    assert "--hardware, --budget without --plan changes nothing" in error.splitlines()[-1]
 
 
 def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:

@@ -9,20 +9,28 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.recompute import Switches  # noqa: E402
-from megatron_patches._model.sites import find_sites  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import OffloadConfig, ResidencyMeter  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE, fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._model.recompute import Switches
+from megatron_patches._model.sites import find_sites
+from megatron_patches._versions import installed_version, is_in_range
+from offload_engine import ResidencyMeter
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.models import LATENT
+from tests.dist.tiny import (
+    ALL,
+    HIDDEN,
+    MICRO_BATCH,
+    SEQUENCE,
+    forward_step,
+    make_chunks,
+    make_config,
+    run,
+    stats_of,
+    step,
+)
 
 SHARED = {"moe_shared_expert_intermediate_size": 32}
 GROUPED = {"moe_grouped_gemm": True}
@@ -52,39 +60,55 @@ OFFERED = {
 }
 
 
-RUNS = [(model, Pipeline()) for model in MODELS]
-RUNS += [("dense", Pipeline(2)), ("experts", Pipeline(2))]
-RUNS += [(model, Pipeline(2, 2, expert=2)) for model in ("grouped", "latent")]
-
-
-@pytest.mark.parametrize(("model", "shape"), RUNS, ids=str)
-def test_steps_are_the_same_whatever_is_recomputed(model: str, shape: Pipeline) -> None:
-    """Each recomputation is on alone beside offload and without a pipeline: stages change nothing about one of them."""
-    run_ranks(_check_steps, model, shape.size > 1, pipeline=shape, timeout_s=240.0)
-
-
-def _check_steps(model: str, is_pipeline: bool) -> None:
-    gc.disable()
-    num_microbatches = 4 if is_pipeline else 2
+@pytest.mark.parametrize("model", MODELS)
+@on_ranks(timeout_s=240.0)
+def test_steps_are_the_same_whatever_is_recomputed(model: str) -> None:
+    """Each recomputation is on alone beside offload, which saves fewer bytes."""
     kind, settings, names = MODELS[model]
     chunks = make_chunks(_config(kind, settings))
-    reference = _step(chunks, num_microbatches)
-    for offloaded in [names] if is_pipeline else ([], names):
-        with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=offloaded, has_report=False):
-            chunks = make_chunks(_config(kind, settings))
-            switches = Switches(chunks)
-            found = {name for _, _, name in switches.by_key}
-            assert found <= OFFERED[model], found - OFFERED[model]
-            for on in [set(), *_choices(switches, bool(offloaded) and not is_pipeline), set()]:
-                switches.set(on)
-                assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
-                got = _step(chunks, num_microbatches)
-                wrong = [key for key in reference if got[key] != reference[key]]
-                assert not wrong, (offloaded, on, wrong[:5])
-            switches.set(switches.by_key)
-            run(chunks, num_microbatches, forward_only=True)
-            switches.restore()
-            assert _step(chunks, num_microbatches) == reference
+    reference = _step(chunks, 2)
+    switches = Switches(chunks)
+    assert {name for _, _, name in switches.by_key} == OFFERED[model]
+    everything = _saved_bytes(chunks)
+    for key in switches.by_key:
+        switches.set({key})
+        assert _saved_bytes(chunks) < everything, key
+    switches.restore()
+    assert _saved_bytes(chunks) == everything
+    for offloaded in ([], names):
+        _check_choices(model, 2, offloaded, reference, has_each=bool(offloaded))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [("experts", Pipeline(2)), ("grouped", Pipeline(2, 2, expert=2))], ids=["experts", "grouped"]
+)
+@on_ranks(timeout_s=240.0)
+def test_steps_of_a_pipeline_are_the_same(model: str, shape: Pipeline) -> None:
+    """Stages change nothing about one recomputation alone."""
+    kind, settings, names = MODELS[model]
+    reference = _step(make_chunks(_config(kind, settings)), 4)
+    _check_choices(model, 4, names, reference, has_each=False)
+
+
+def _check_choices(
+    model: str, num_microbatches: int, offloaded: list[str], reference: dict[str, str], *, has_each: bool
+) -> None:
+    kind, settings, _ = MODELS[model]
+    with apply(ALL, modules=offloaded, has_report=False):
+        chunks = make_chunks(_config(kind, settings))
+        switches = Switches(chunks)
+        found = {name for _, _, name in switches.by_key}
+        assert found <= OFFERED[model], found - OFFERED[model]
+        for on in [set(), *_choices(switches, has_each), set()]:
+            switches.set(on)
+            assert {key for key, switch in switches.by_key.items() if switch.is_on} == on
+            got = _step(chunks, num_microbatches)
+            wrong = [key for key in reference if got[key] != reference[key]]
+            assert not wrong, (offloaded, on, wrong[:5])
+        switches.set(switches.by_key)
+        run(chunks, num_microbatches, forward_only=True)
+        switches.restore()
+        assert _step(chunks, num_microbatches) == reference
 
 
 def _choices(switches: Switches, has_each: bool) -> Iterator[set[tuple[int, int, str]]]:
@@ -109,26 +133,7 @@ def _config(kind: str, settings: dict[str, Any]) -> Any:
 
 def _step(chunks: list[torch.nn.Module], num_microbatches: int) -> dict[str, str]:
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)  # of the dropout
-    return fingerprint(chunks, run(chunks, num_microbatches))
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_every_recomputation_is_offered_and_saves_fewer_bytes(model: str) -> None:
-    run_ranks(_check_bytes, model)
-
-
-def _check_bytes(model: str) -> None:
-    gc.disable()
-    kind, settings, _ = MODELS[model]
-    chunks = make_chunks(_config(kind, settings))
-    switches = Switches(chunks)
-    assert {name for _, _, name in switches.by_key} == OFFERED[model]
-    everything = _saved_bytes(chunks)
-    for key in switches.by_key:
-        switches.set({key})
-        assert _saved_bytes(chunks) < everything, key
-    switches.restore()
-    assert _saved_bytes(chunks) == everything
+    return step(chunks, num_microbatches)
 
 
 def _saved_bytes(chunks: list[torch.nn.Module]) -> int:
@@ -153,14 +158,11 @@ class _Saved:
         alive.add(self)
 
 
+@on_ranks()
 def test_of_what_is_recomputed_only_the_input_has_a_group() -> None:
-    run_ranks(_check_groups)
-
-
-def _check_groups() -> None:
     names = ["mlp_fc1", "mlp_act", "mlp_fc2"]
     meter = ResidencyMeter()
-    with apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names, meter=meter) as handle:
+    with apply(ALL, modules=names, meter=meter) as handle:
         chunks = make_chunks(make_config("dense", **NO_BIAS))
         sites = len(find_sites(chunks[0], names))
         switches = Switches(chunks)
@@ -169,17 +171,13 @@ def _check_groups() -> None:
             switches.set({(0, layer, "mlp") for layer in layers})
             meter.reset_peak()
             run(chunks, 2)
-            assert handle.stats is not None
-            assert handle.stats.num_groups == 2 * (sites * (4 - len(layers)) // 4 + len(layers))
-            found.append((handle.stats.managed_bytes, meter.peak_bytes))
+            assert stats_of(handle).num_groups == 2 * (sites * (4 - len(layers)) // 4 + len(layers))
+            found.append((stats_of(handle).managed_bytes, meter.peak_bytes))
     assert found[0][0] > found[1][0] > found[2][0] == 2 * 4 * INPUT and found[3][0] == found[0][0]
 
 
+@on_ranks()
 def test_everything_is_put_back() -> None:
-    run_ranks(_check_restored)
-
-
-def _check_restored() -> None:
     chunks = make_chunks(make_config("dense", recompute_granularity="selective", recompute_modules=["mlp"], **NO_BIAS))
     switches = Switches(chunks)
     built = {key: switch.is_on for key, switch in switches.by_key.items()}
@@ -226,11 +224,8 @@ REFUSED_AFTERWARDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 }
 
 
+@on_ranks()
 def test_what_is_not_safe_is_refused_with_the_reason() -> None:
-    run_ranks(_check_refused)
-
-
-def _check_refused() -> None:
     for what, (kind, settings, reasons) in REFUSED.items():
         _expect_refusals(what, make_chunks(make_config(kind, **settings)), reasons)
     for what, (changes, reasons) in REFUSED_AFTERWARDS.items():

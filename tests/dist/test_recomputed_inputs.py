@@ -6,24 +6,20 @@ Among the cases are those of megatron-core's own test of its offload, as recipes
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import ChunkOffloadHandler, IterationStats, OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.models import LATENT  # noqa: E402
-from tests.dist.parity import SAVES_COPIES, Case, run_with, run_without  # noqa: E402
-from tests.dist.streams import adversarial_device  # noqa: E402
-from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE, fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from offload_engine import ChunkOffloadHandler, OffloadConfig
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.models import LATENT
+from tests.dist.parity import SAVES_COPIES, Case, run_with, run_without
+from tests.dist.streams import adversarial_device
+from tests.dist.tiny import ALL, HIDDEN, MICRO_BATCH, SEQUENCE, make_chunks, make_config, run, stats_of, step
 
 TOKENS = SEQUENCE * MICRO_BATCH
 INPUT = TOKENS * HIDDEN * 4  # bytes of a hidden activation
@@ -46,53 +42,38 @@ INPUTS: list[tuple[str, str, str, dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "module", "kind", "model", "num", "nbytes"), INPUTS, ids=[f"{i[0]}" for i in INPUTS])
-def test_it_leaves(name: str, module: str, kind: str, model: dict[str, Any], num: int, nbytes: int) -> None:
-    ((hazards, stats),) = run_ranks(_check, name, module, kind, model)
-    assert hazards == []
-    assert (stats.num_offloaded_groups, stats.copied_out_bytes) == (num, num * nbytes)
-    assert (stats.copied_in_bytes, stats.prefetch_misses) == (stats.copied_out_bytes, 0)
-    assert stats.num_viewed_storages == 0  # or it would not be freed
-    assert stats.peak_resident_bytes <= 3 * nbytes < stats.managed_bytes or name == "mlp_fc1"
+@on_ranks()
+def test_it_leaves() -> None:
+    for name, module, kind, model, num, nbytes in INPUTS:
+        case = Case(kind, [name], settings={**model, **_recomputing(module)})
+        expected = run_without(case, [2])
+        with adversarial_device(1) as device:
+            (stats,) = run_with(case, [2], expected)
+            assert device.hazards == [], name
+        assert (stats.num_offloaded_groups, stats.copied_out_bytes) == (num, num * nbytes), name
+        assert (stats.copied_in_bytes, stats.prefetch_misses) == (stats.copied_out_bytes, 0), name
+        assert stats.num_viewed_storages == 0, name  # or it would not be freed
+        assert stats.peak_resident_bytes <= 3 * nbytes < stats.managed_bytes or name == "mlp_fc1", name
 
 
-def _check(name: str, module: str, kind: str, model: dict[str, Any]) -> tuple[list[str], IterationStats]:
-    gc.disable()
-    case = Case(kind, [name], settings={**model, **_recomputing(module)})
-    expected = run_without(case, [2])
-    with adversarial_device(1) as device:
-        (stats,) = run_with(case, [2], expected)
-        return device.hazards, stats
-
-
+@on_ranks()
 def test_queries_keys_and_values_leave() -> None:
     """Beside them the kernel's checkpoint keeps a number that the host reads, which on a GPU is not on the device."""
-    (stats,) = run_ranks(_check_core_attention)
+    case = Case("mixed", ["core_attn"], settings=_recomputing("core_attn"))
+    (stats,) = run_with(case, [2], run_without(case, [2]))
     mask = SEQUENCE * SEQUENCE
     assert stats.num_offloaded_groups == 6
     assert 6 * 3 * INPUT < stats.copied_out_bytes <= 6 * (3 * INPUT + mask + 4)
     assert (stats.copied_in_bytes, stats.num_viewed_storages) == (stats.copied_out_bytes, 0)
 
 
-def _check_core_attention() -> IterationStats:
-    gc.disable()
-    case = Case("mixed", ["core_attn"], settings=_recomputing("core_attn"))
-    (stats,) = run_with(case, [2], run_without(case, [2]))
-    return stats
-
-
+@on_ranks()
 def test_projections_beside_a_recomputed_one() -> None:
     """`qkv_linear` is all of them: the input of those to the latents, and what the recomputed ones start from."""
-    (stats,) = run_ranks(_check_projections)
-    assert stats.copied_in_bytes == stats.copied_out_bytes >= 6 * LATENTS + 6 * INPUT
-    assert stats.num_viewed_storages == 0
-
-
-def _check_projections() -> IterationStats:
-    gc.disable()
     case = Case("dense", ["qkv_linear"], settings={**LATENT, **_recomputing("mla_up_proj")})
     (stats,) = run_with(case, [2], run_without(case, [2]))
-    return stats
+    assert stats.copied_in_bytes == stats.copied_out_bytes >= 6 * LATENTS + 6 * INPUT
+    assert stats.num_viewed_storages == 0
 
 
 OWN_NORM = ["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
@@ -121,40 +102,35 @@ UPSTREAM_OVERLAP = [
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
 
 
-@pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM)
-def test_megatron_cores_own_cases(has_experts: bool, has_latents: bool, names: list[str]) -> None:
-    (stats,) = run_ranks(_check_upstream, has_experts, has_latents, names, {})
-    _check_upstream_stats(stats, names)
-
-
-@pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM_OVERLAP)
-def test_megatron_cores_own_cases_of_the_overlap(has_experts: bool, has_latents: bool, names: list[str]) -> None:
-    for stats in run_ranks(_check_upstream, has_experts, has_latents, names, OVERLAP, pipeline=Pipeline(expert=2)):
-        _check_upstream_stats(stats, names)
-
-
-def _check_upstream_stats(stats: IterationStats, names: list[str]) -> None:
-    assert 0 < stats.copied_out_bytes == stats.copied_in_bytes
-    assert stats.num_viewed_storages == 0
-    assert stats.copied_out_bytes + stats.kept_bytes == stats.managed_bytes
-    if SAVES_COPIES and {*names} <= {"attn_norm", "mlp_norm", "moe_act"}:  # these are kept, until they are emptied
-        assert stats.num_emptied_storages >= stats.num_offloaded_groups
-
-
-def _check_upstream(has_experts: bool, has_latents: bool, names: list[str], overlap: dict[str, Any]) -> IterationStats:
-    gc.disable()
-    modules = ["layernorm", "moe_act"] if has_experts else ["layernorm"]
-    settings = {**_recomputing(*modules), **(LATENT if has_latents else {}), **(GROUPED if has_experts else {})}
-    kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
-    recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
-    change = None if has_latents else _with_the_norm_inside
-    chunks = make_chunks(make_config(kind, dtype, **{**settings, **overlap}), change=change)
-    expected = [fingerprint(chunks, run(chunks, n)) for n in (2, 3)]
-    with apply(OffloadConfig(directory="none"), replace_fine_grained=True, has_report=False) as handle:
-        chunks = make_chunks(make_config(kind, dtype, **{**settings, **overlap, **recipe}), change=change)
-        assert [fingerprint(chunks, run(chunks, n)) for n in (2, 3)] == expected
-        assert handle.stats is not None
-        return handle.stats
+@pytest.mark.parametrize(
+    ("cases", "overlap", "shape"),
+    [
+        pytest.param(UPSTREAM, {}, Pipeline(), id="alone"),
+        pytest.param(UPSTREAM_OVERLAP, OVERLAP, Pipeline(expert=2), id="under the overlap"),
+    ],
+)
+@on_ranks()
+def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], shape: Pipeline) -> None:
+    references: dict[tuple[bool, bool], dict[str, str]] = {}
+    for has_experts, has_latents, names in cases:
+        kind, dtype = "moe" if has_experts else "dense", torch.bfloat16 if overlap else torch.float32
+        settings = {**overlap, **_recomputing(*(["layernorm", "moe_act"] if has_experts else ["layernorm"]))}
+        settings.update({**(LATENT if has_latents else {}), **(GROUPED if has_experts else {})})
+        recipe = {"fine_grained_activation_offloading": True, "offload_modules": names, "min_offloaded_tensor_size": 1}
+        change = None if has_latents else _with_the_norm_inside
+        model = has_experts, has_latents
+        if model not in references:
+            chunks = make_chunks(make_config(kind, dtype, **settings), change=change)
+            references[model] = step(chunks, 2)
+        with apply(OffloadConfig(directory="none"), replace_fine_grained=True, has_report=False) as handle:
+            chunks = make_chunks(make_config(kind, dtype, **settings, **recipe), change=change)
+            assert step(chunks, 2) == references[model], names
+            stats = stats_of(handle)
+        assert 0 < stats.copied_out_bytes == stats.copied_in_bytes, names
+        assert stats.num_viewed_storages == 0, names
+        assert stats.copied_out_bytes + stats.kept_bytes == stats.managed_bytes, names
+        if SAVES_COPIES and {*names} <= {"attn_norm", "mlp_norm", "moe_act"}:  # these are kept, until they are emptied
+            assert stats.num_emptied_storages >= stats.num_offloaded_groups, names
 
 
 def _with_the_norm_inside(chunk: torch.nn.Module) -> None:
@@ -163,14 +139,9 @@ def _with_the_norm_inside(chunk: torch.nn.Module) -> None:
         layer.input_layernorm, layer.recompute_input_layernorm = IdentityOp(), False
 
 
+@on_ranks()
 def test_the_input_is_needed_when_the_recomputation_begins() -> None:
     """That is before the rest of the layer, whose groups would otherwise be copied in all at once."""
-    (order,) = run_ranks(_check_order)
-    assert order == 4 * ["attn_norm", "attn_proj", "core_attn"]
-
-
-def _check_order() -> list[str]:
-    gc.disable()
     order: list[str] = []
     begin = ChunkOffloadHandler.on_group_commit_backward
 
@@ -178,13 +149,12 @@ def _check_order() -> list[str]:
         order.append(group.name)
         begin(chunk, group)
 
-    names = ["attn_norm", "core_attn", "attn_proj"]
     with (
         mock.patch.object(ChunkOffloadHandler, "on_group_commit_backward", note),
-        apply(OffloadConfig(min_tensor_bytes=1, directory="none"), modules=names),
+        apply(ALL, modules=["attn_norm", "core_attn", "attn_proj"]),
     ):
         run(make_chunks(make_config("mixed", **_recomputing("layernorm"))), 1)
-    return order
+    assert order == 4 * ["attn_norm", "attn_proj", "core_attn"]
 
 
 def _recomputing(*modules: str) -> dict[str, Any]:

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
+from tests.dist.launch import Pipeline, run_ranks
 
 NUM_MICROBATCHES = 4
 NAMES = {
@@ -27,8 +25,7 @@ Groups = list[list[tuple[str, int, int]]]
 """Of each virtual stage: name, layer and bytes of its groups."""
 
 
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("shape", [Pipeline(), Pipeline(2), Pipeline(2, 2)], ids=str)
+@pytest.mark.parametrize(("kind", "shape"), [("dense", Pipeline(2)), ("moe", Pipeline(2, 2))], ids=str)
 def test_groups_are_those_of_a_real_step(kind: str, shape: Pipeline) -> None:
     real = run_ranks(_real_groups, kind, pipeline=shape)
     (rehearsed,) = run_ranks(_rehearsed_groups, kind, shape, pipeline=None)
@@ -120,11 +117,8 @@ MEASURED = {
 def test_figures_of_h200(setup: str) -> None:
     """Peaks within 0.1%, the step within 3%; with everything offloaded, which the link bounds, within 10%."""
     (found,) = run_ranks(_forecast_of_setup, setup, pipeline=None, timeout_s=600)
-    expected = MEASURED[setup]
-    assert found.peaks == pytest.approx(expected.peaks, rel=1e-3)
-    assert found.offloaded_peaks == pytest.approx(expected.offloaded_peaks, rel=1e-3)
-    assert found.step_ms == pytest.approx(expected.step_ms, rel=0.03)
-    assert found.offloaded_ms == pytest.approx(expected.offloaded_ms, rel=0.10)
+    for got, expected, tolerance in zip(found, MEASURED[setup], (1e-3, 1e-3, 0.03, 0.10), strict=True):
+        assert got == pytest.approx(expected, rel=tolerance)
 
 
 def _forecast_of_setup(name: str) -> Measured:

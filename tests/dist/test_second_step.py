@@ -5,23 +5,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-pytest.importorskip("megatron.core")
+from megatron_patches import apply
+from megatron_patches._model.graphs import may_be_recorded
+from tests.dist.launch import Pipeline, on_ranks, run_ranks
+from tests.dist.logged import messages
+from tests.dist.tiny import ALL, engine_of, fingerprint, make_chunks, make_config, run
 
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._model.graphs import may_be_recorded  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.logged import messages  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
-
-ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 NUM_STEPS = 4
 
 
@@ -41,21 +37,21 @@ def train(chunks: list[torch.nn.Module]) -> list[float]:
 class Seen:
     """What one rank has logged of the tables, in which step, and what it has trained."""
 
-    def __init__(self, settings: dict[str, Any], modules: list[str], **options: Any) -> None:
+    def __init__(self, modules: list[str], settings: dict[str, Any], options: dict[str, Any]) -> None:
         logged = tables()
         self.tables: list[str] = []
         self.in_steps: list[int] = []
         self.num_emptied: list[int] = []
         with apply(ALL, modules=modules, **options) as handle:
-            chunks = make_chunks(make_config(settings.pop("kind", "dense"), **settings))
+            chunks = make_chunks(make_config(**settings))
             for step in range(NUM_STEPS):
-                self.losses = train(chunks)
+                losses = train(chunks)
                 self.in_steps += [step] * (len(logged) - len(self.tables))
                 self.tables = list(logged)
                 self.num_emptied.append(-1 if handle.stats is None else handle.stats.num_emptied_storages)
             self.has_record = handle.engine is not None and handle.engine.last_record is not None
             self.report = handle.report()
-        self.fingerprint = fingerprint(chunks, self.losses)
+        self.fingerprint = fingerprint(chunks, losses)
 
     def rows(self, module: str) -> list[list[str]]:
         """The cells of its rows in the table: rank, stage, layers, module, groups and so on."""
@@ -63,42 +59,32 @@ class Seen:
         return [cells for cells in lines if len(cells) > 3 and cells[3] == module]
 
 
-def see(settings: dict[str, Any], modules: list[str], options: dict[str, Any]) -> Seen:
-    return Seen(dict(settings), modules, **options)
-
-
-def on_ranks(
-    shape: Pipeline, modules: list[str], world_size: int | None = None, *, settings: Any = None, **options: Any
+def see(
+    shape: Pipeline,
+    modules: list[str],
+    settings: dict[str, Any] = {},  # noqa: B006
 ) -> list[Seen]:
-    return run_ranks(see, settings or {}, modules, options, pipeline=shape, world_size=world_size)
+    return run_ranks(Seen, modules, settings, {}, pipeline=shape)
 
 
-@pytest.mark.parametrize("shape", [Pipeline(2), Pipeline(2, 2)], ids=str)
-def test_it_has_all_stages_once_on_rank_0(shape: Pipeline) -> None:
-    plain = on_ranks(shape, [])
-    first, second = on_ranks(shape, ["core_attn"])
+def test_it_has_all_stages_once_on_rank_0() -> None:
+    plain = see(Pipeline(2, 2), [])
+    first, second = see(Pipeline(2, 2), ["core_attn"])
     assert first.in_steps in ([2], [3]) and second.in_steps == []
     stages = [(cells[0], cells[1]) for cells in first.rows("core_attn")]
-    assert set(stages) == {(str(stage % 2), str(stage)) for stage in range(2 * (shape.virtual or 1))}
+    assert set(stages) == {(str(stage % 2), str(stage)) for stage in range(4)}
     assert first.has_record and second.has_record and "core_attn" in str(second.report)
     assert [rank.fingerprint for rank in (first, second)] == [rank.fingerprint for rank in plain]
 
 
-def test_ranks_that_are_alike_share_a_row() -> None:
-    first, second = on_ranks(Pipeline(), ["core_attn"], 2)
-    assert {cells[0] for cells in first.rows("core_attn")} == {"0-1"} and not second.tables
-
-
 def test_a_stage_without_groups_is_no_obstacle() -> None:
     """Experts are in the last two layers only: rank 0 has none."""
-    settings = {"kind": "moe", "moe_layer_freq": [0, 0, 1, 1]}
-    first, second = on_ranks(Pipeline(2), ["router_fc1"], settings=settings)
+    first, second = see(Pipeline(2), ["router_fc1"], {"kind": "moe", "moe_layer_freq": [0, 0, 1, 1]})
     assert {tuple(cells[:2]) for cells in first.rows("router_fc1")} == {("1", "1")} and not second.tables
     assert first.in_steps in ([2], [3])
 
 
-@pytest.mark.parametrize("offloading", [0, 1])
-@pytest.mark.parametrize("shape", [Pipeline(2), Pipeline()], ids=["one pipeline", "two"])
+@pytest.mark.parametrize(("shape", "offloading"), [(Pipeline(2), 0), (Pipeline(2), 1), (Pipeline(), 1)], ids=str)
 def test_ranks_whose_model_does_not_offload(shape: Pipeline, offloading: int) -> None:
     first, second = run_ranks(_see_on_one, offloading, pipeline=shape, world_size=2)
     assert first.in_steps in ([2], [3]) and second.in_steps == []
@@ -106,69 +92,56 @@ def test_ranks_whose_model_does_not_offload(shape: Pipeline, offloading: int) ->
 
 
 def _see_on_one(offloading: int) -> Seen:
-    is_on = torch.distributed.get_rank() == offloading
-    return Seen({"offload_activation": is_on}, [])
+    return Seen([], {"offload_activation": torch.distributed.get_rank() == offloading}, {})
 
 
 @pytest.mark.parametrize("offloading", [0, 1])
+@on_ranks(world_size=2, timeout_s=30)
 def test_no_rank_waits_for_a_rank_without_patches(offloading: int) -> None:
     """Two data-parallel ranks, of which one was started without offload."""
-    logged = run_ranks(_train_with_patches_on, offloading, world_size=2, timeout_s=30)
-    assert [len(texts) for texts in logged] == [int(offloading == 0), 0]
-
-
-def _train_with_patches_on(offloading: int) -> list[str]:
-    if torch.distributed.get_rank() == offloading:
-        return Seen({}, ["core_attn"]).tables
-    for _ in range(NUM_STEPS):
-        train(make_chunks(make_config()))
-    return []
+    rank = torch.distributed.get_rank()
+    if rank == offloading:
+        assert len(Seen(["core_attn"], {}, {}).tables) == int(rank == 0)
+    else:
+        for _ in range(NUM_STEPS):
+            train(make_chunks(make_config()))
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
+@on_ranks(world_size=1)
 def test_a_training_of_two_steps_has_its_tables_at_the_end(num_steps: int) -> None:
     """Where the patches are taken off; what other ranks have not shared by then is missing."""
-    (logged,) = run_ranks(_train_shortly, num_steps, world_size=1)
-    assert ["core_attn" in text for text in logged] == [True] * (num_steps - 1)
-
-
-def _train_shortly(num_steps: int) -> list[str]:
     logged = tables()
     with apply(ALL, modules=["core_attn"]):
         chunks = make_chunks(make_config())
         for _ in range(num_steps):
             train(chunks)
         assert not logged
-    return logged
+    assert ["core_attn" in text for text in logged] == [True] * (num_steps - 1)
 
 
+@on_ranks()
 def test_it_can_be_switched_off() -> None:
     for settings, options in (({}, {"has_report": False}), ({"offload_report": False}, {})):
-        (seen,) = on_ranks(Pipeline(), ["core_attn"], settings=settings, **options)
+        seen = Seen(["core_attn"], settings, options)
         assert not seen.tables and not seen.has_record
 
 
+@on_ranks(Pipeline(2))
 def test_the_recorded_step_empties_what_other_steps_empty() -> None:
     """Its hooks on all modules do not count as other readers of the inputs of stages."""
-    for seen in on_ranks(Pipeline(2), ["attn_norm"]):
-        assert seen.num_emptied[0] > 0 and len(set(seen.num_emptied)) == 1, seen.num_emptied
+    num_emptied = Seen(["attn_norm"], {}, {}).num_emptied
+    assert num_emptied[0] > 0 and len(set(num_emptied)) == 1, num_emptied
 
 
-def test_a_trace_is_of_the_same_step(tmp_path: Any) -> None:
-    (seen,) = on_ranks(Pipeline(), ["core_attn"], trace=str(tmp_path / "step{step}.json"))
+@on_ranks()
+def test_a_trace_is_of_the_same_step(tmp_path: Path) -> None:
+    seen = Seen(["core_attn"], {}, {"trace": str(tmp_path / "step{step}.json")})
     assert [path.name for path in tmp_path.iterdir()] == ["step1.json"] and seen.in_steps == [2]
 
 
+@on_ranks(Pipeline(2))
 def test_each_model_has_its_own() -> None:
-    for rank, logged in enumerate(run_ranks(_train_two_models, pipeline=Pipeline(2))):
-        # Each is logged by a thread of its own, in any order.
-        assert sorted(("core_attn" in text, "mlp_fc1" in text) for text in logged) == (
-            [(False, True), (True, False)] if rank == 0 else []
-        )
-        assert not any("other ranks" in text for text in logged), "each waits for its own"
-
-
-def _train_two_models() -> list[str]:
     logged = tables()
     with apply(ALL):
         models = [
@@ -177,52 +150,43 @@ def _train_two_models() -> list[str]:
         ]
         for chunks in (*models, *models, *models):
             train(chunks)
-    return logged
+    # Each is logged by a thread of its own, in any order.
+    expected = [] if torch.distributed.get_rank() else [(False, True), (True, False)]
+    assert sorted(("core_attn" in text, "mlp_fc1" in text) for text in logged) == expected
+    assert not any("other ranks" in text for text in logged), "each waits for its own"
 
 
+@on_ranks()
 def test_a_model_that_records_nothing_has_a_summary() -> None:
-    ((text,),) = run_ranks(_train_compiled)
-    assert "groups offloaded" in text and "Saved tensors" not in text
-
-
-def _train_compiled() -> list[str]:
     logged = tables()
     with apply(ALL, modules=["core_attn"]) as handle:
-        chunks = make_chunks(make_config())
+        chunks: Any = make_chunks(make_config())
         chunks[0].decoder.final_layernorm.compile(backend="eager")
         for _ in range(3):
             train(chunks)
-        assert handle.engine is not None and handle.engine.last_record is None
-    return logged
+        assert engine_of(handle).last_record is None
+    (text,) = logged
+    assert "groups offloaded" in text and "Saved tensors" not in text
 
 
-def _compile_module(model: torch.nn.Module) -> None:
-    model[0].compile(backend="eager")  # type: ignore[index]
+def _compile_module(model: Any) -> None:
+    model[0].compile(backend="eager")
 
 
-def _wrap_module(model: torch.nn.Module) -> None:
-    model[1] = torch.compile(model[1], backend="eager")  # type: ignore[index, operator]
+def _wrap_module(model: Any) -> None:
+    model[1] = torch.compile(model[1], backend="eager")
 
 
-def _compile_forward(model: torch.nn.Module) -> None:
-    model[0].forward = torch.compile(model[0].forward, backend="eager")  # type: ignore[index]
+def _compile_forward(model: Any) -> None:
+    model[0].forward = torch.compile(model[0].forward, backend="eager")
 
 
-@pytest.mark.parametrize("compile_it", [_compile_module, _wrap_module, _compile_forward])
-def test_what_is_compiled_is_not_recorded_unasked(compile_it: Callable[[torch.nn.Module], None]) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
-    assert may_be_recorded([model], make_config_without_ranks())
-    compile_it(model)
-    assert not may_be_recorded([model], make_config_without_ranks())
-
-
-def test_what_may_be_captured_is_not_recorded_unasked() -> None:
-    config = make_config_without_ranks()
+def test_what_may_be_captured_or_is_compiled_is_not_recorded_unasked() -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    for compile_it in (_compile_module, _wrap_module, _compile_forward):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        assert may_be_recorded([model], config)
+        compile_it(model)
+        assert not may_be_recorded([model], config), compile_it
     config.cuda_graph_impl = "transformer_engine"
     assert not may_be_recorded([torch.nn.Tanh()], config)
-
-
-def make_config_without_ranks() -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)

@@ -3,131 +3,101 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
-
-from megatron_patches import apply  # noqa: E402
-from megatron_patches._rows.runtime import unwrap  # noqa: E402
-from megatron_patches._versions import installed_version, is_in_range  # noqa: E402
-from offload_engine import OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.tiny import NUM_LAYERS, fingerprint, make_chunks, make_config, run  # noqa: E402
+from megatron_patches import apply
+from megatron_patches._rows.runtime import unwrap
+from megatron_patches._versions import installed_version, is_in_range
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.logged import messages
+from tests.dist.tiny import ALL, NUM_LAYERS, make_chunks, make_config, run, stats_of, step
 
 NAMES = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 RECIPE: dict[str, Any] = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
-SHAPES = [Pipeline(), Pipeline(2, 2)]
 FROM_19 = pytest.mark.skipif(
     not is_in_range(installed_version(), ">=0.19"), reason="these settings came with 0.19: runs with 0.19.2"
 )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "settings",
+    ("names", "recompute"),
     [
-        {"offload_modules": NAMES},
-        {"offload_modules": ["core_attn", "attn_proj"]},
-        {"offload_modules": ["qkv_linear", "moe_act"], "recompute_modules": ["layernorm", "core_attn"]},
+        pytest.param(NAMES, {}, id="all"),
+        pytest.param(
+            ["qkv_linear", "moe_act"],
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "core_attn"]},
+            id="one of them discarded",
+        ),
     ],
-    ids=["all", "two", "one of them discarded"],
 )
-def test_names(settings: dict[str, Any], shape: Pipeline) -> None:
+@on_ranks(Pipeline(2, 2))
+def test_names(names: list[str], recompute: dict[str, Any]) -> None:
     """A name with nothing to move is no error, as in megatron-core, but the log says so."""
-    recompute = {"recompute_granularity": "selective"} if "recompute_modules" in settings else {}
-    moved = run_ranks(_check_recipe, {**RECIPE, **settings, **recompute}, pipeline=shape)
-    assert all(stats[0] for stats, _ in moved)
-    said = moved[0][1]
-    assert f"becomes offload_activation, of {', '.join(settings['offload_modules'])}" in said
-    assert ("'qkv_linear' is left out" in said) == bool(recompute)
+    moved, said = _train({**RECIPE, "offload_modules": names, **recompute})
+    assert moved[0]
+    if torch.distributed.get_rank() == 0:
+        assert f"becomes offload_activation, of {', '.join(names)}" in said
+        assert ("'qkv_linear' is left out" in said) == bool(recompute)
 
 
 @FROM_19
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_fraction(shape: Pipeline) -> None:
-    recipe = {**RECIPE, "offload_modules": NAMES, "activation_offload_fraction": 0.5}
-    for (first, second), _ in run_ranks(_check_recipe, recipe, pipeline=shape):
-        assert 0.25 * first < second < 0.75 * first  # the first shows how much there is
+@on_ranks(Pipeline(2, 2))
+def test_a_fraction_bytes_by_rank_and_no_copy_in_flight() -> None:
+    recipe = {**RECIPE, "offload_modules": NAMES}
+    first, second = _train({**recipe, "activation_offload_fraction": 0.5})[0]
+    assert 0.25 * first < second < 0.75 * first  # the first shows how much there is
+    first, second = _train({**recipe, "delta_offload_bytes_across_pp_ranks": 20_000})[0]
+    assert second == first if torch.distributed.get_rank() == 0 else 0 < second < first
+    assert _train({**recipe, "fine_grained_offloading_max_inflight_offloads": 0})[0][0]
 
 
-@FROM_19
-def test_bytes_by_rank() -> None:
-    recipe = {**RECIPE, "offload_modules": NAMES, "delta_offload_bytes_across_pp_ranks": 20_000}
-    ((first, second), _), ((first_of_1, second_of_1), _) = run_ranks(_check_recipe, recipe, pipeline=Pipeline(2, 2))
-    assert second == first and 0 < second_of_1 < first_of_1
-
-
-@FROM_19
-def test_no_copy_in_flight() -> None:
-    recipe = {**RECIPE, "offload_modules": NAMES, "fine_grained_offloading_max_inflight_offloads": 0}
-    assert all(moved[0] for moved, _ in run_ranks(_check_recipe, recipe))
-
-
+@on_ranks()
 def test_layers_of_transformer_engines_offload() -> None:
-    shares = {}
+    shares = []
     for number in (1, 2, NUM_LAYERS - 1):
-        recipe = {"cpu_offloading": True, "cpu_offloading_num_layers": number}
-        (((moved, _), said),) = run_ranks(_check_recipe, recipe)
+        moved, said = _train({"cpu_offloading": True, "cpu_offloading_num_layers": number})
         assert f"offload_num_layers={number}, of all names" in said
-        shares[number] = moved
-    assert 0 < shares[1] < shares[2] < shares[NUM_LAYERS - 1]
+        shares.append(moved[0])
+    assert 0 < shares[0] < shares[1] < shares[2]
 
 
+@on_ranks()
 def test_a_threshold_of_one_name() -> None:
     """Where one is above all sizes, the others are as they were without it."""
-    rest = [name for name in NAMES if name != "moe_act"]
-    cases = ({"offload_modules": NAMES, "offload_min_tensor_bytes": "1,moe_act=1GiB"}, {"offload_modules": rest})
-    with_all, without_one = (run_ranks(_check_recipe, {**RECIPE, **case})[0][0] for case in cases)
-    assert with_all == without_one
+    with_all = _train({**RECIPE, "offload_modules": NAMES, "offload_min_tensor_bytes": "1,moe_act=1GiB"})
+    assert with_all[0] == _train({**RECIPE, "offload_modules": [name for name in NAMES if name != "moe_act"]})[0]
 
 
+@on_ranks()
 def test_nothing_to_take_over() -> None:
-    (said,) = run_ranks(_check_nothing)
-    assert said.count("found nothing to take over") == 1
-
-
-def _check_nothing() -> str:
     said = _listen()
     with apply(replace_fine_grained=True) as handle:
         chunks = make_chunks(make_config())
         for _ in range(2):
             run(chunks, 2)
         assert handle.engine is None
-    return "\n".join(said.messages)
+    assert "\n".join(said).count("found nothing to take over") == 1
 
 
-def _check_recipe(recipe: dict[str, Any]) -> tuple[list[int], str]:
-    """Return the bytes that two steps have copied out, and what this rank's log says."""
-    gc.disable()
+def _train(recipe: dict[str, Any]) -> tuple[list[int], str]:
+    """Check two steps; return the bytes that they have copied out, and what this rank's log says."""
     kept = {name: value for name, value in recipe.items() if "recompute" in name}
-    chunks = make_chunks(make_config("moe", **kept))
-    expected = [fingerprint(chunks, run(chunks, n)) for n in (4, 4)]
+    expected = step(make_chunks(make_config("moe", **kept)), 4)
     said, moved = _listen(), []
-    with apply(OffloadConfig(directory="none", min_tensor_bytes=1)) as handle:
+    with apply(ALL) as handle:
         chunks = make_chunks(make_config("moe", **recipe, offload_engine=True))
         assert not unwrap(chunks[0]).config.fine_grained_activation_offloading
-        for wanted in expected:
-            assert fingerprint(chunks, run(chunks, 4)) == wanted
-            assert handle.stats is not None and handle.stats.num_storages_left == 0
-            moved.append(handle.stats.copied_out_bytes)
-    return moved, "\n".join(said.messages)
+        for _ in range(2):
+            assert step(chunks, 4) == expected
+            assert stats_of(handle).num_storages_left == 0
+            moved.append(stats_of(handle).copied_out_bytes)
+    return moved, "\n".join(said)
 
 
-def _listen() -> _Said:
-    said, logger = _Said(), logging.getLogger("megatron_patches")
-    logger.addHandler(said)
-    logger.setLevel(logging.INFO)
-    return said
-
-
-class _Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+def _listen() -> list[str]:
+    logging.getLogger("megatron_patches").setLevel(logging.INFO)
+    return messages()

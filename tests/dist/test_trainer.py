@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ MODEL = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
     *("--global-batch-size", "4", "--train-iters", "3", "--make-vocab-size-divisible-by", "16"),
 )
-OFFLOAD = ("--offload-activation", "--offload-min-tensor-bytes", "1", "--offload-dir", "none")
+OFFLOAD = "--offload-activation --offload-min-tensor-bytes 1 --offload-dir none"
 MOE = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01"
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
@@ -49,9 +46,9 @@ def run(directory: Path, flags: str = "", *, num_ranks: int = 1) -> Run:
     return result
 
 
-def fail(directory: Path, flags: str, *, num_ranks: int = 1) -> str:
+def fail(directory: Path, flags: str) -> str:
     """Run a trainer that must end with one line of explanation, before its first step."""
-    result = train(directory, *MODEL, *flags.split(), num_ranks=num_ranks)
+    result = train(directory, *MODEL, *flags.split())
     assert result.status != 0
     assert result.steps == []
     assert "Traceback" not in result.output, result.output
@@ -59,30 +56,23 @@ def fail(directory: Path, flags: str, *, num_ranks: int = 1) -> str:
     return result.output
 
 
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "flags", "modules"),
     [
         pytest.param(
             1,
-            "--swiglu --position-embedding-type rope --normalization RMSNorm --group-query-attention "
-            "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights --qk-layernorm",
+            "--swiglu --position-embedding-type rope --normalization RMSNorm --group-query-attention --qk-layernorm "
+            "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights "
+            "--rampup-batch-size 2 2 4 --lr-decay-style cosine",
             "core_attn mlp_fc1",
-            id="llama-like",
+            id="llama-like, growing batch",
         ),
-        pytest.param(1, "--rampup-batch-size 2 2 4 --lr-decay-style cosine", "core_attn", id="growing batch"),
-        pytest.param(2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce", "core_attn", id="dp2 bf16"),
         pytest.param(
             2, f"{VPP2} {MOE} --eval-interval 1 --eval-iters 1 --eval-at-start", "core_attn router_fc1", id="vpp2 moe"
         ),
-        pytest.param(2, f"{PP2} --pipeline-model-parallel-layout E|tt|tt|L", "core_attn", id="loss-only stage"),
         pytest.param(
             4,
-            f"--expert-model-parallel-size 2 {VPP2} {MOE} {OVERLAP} --use-distributed-optimizer",
+            f"--expert-model-parallel-size 2 {VPP2} {MOE} {OVERLAP} --use-distributed-optimizer --overlap-grad-reduce",
             "layer_input core_attn router_fc1 moe_act",
             id="vpp2 ep2 all-to-all overlap",
         ),
@@ -90,7 +80,7 @@ def _environment() -> dict[str, str]:
 )
 def test_offload_changes_no_bit_and_moves_bytes(directory: Path, num_ranks: int, flags: str, modules: str) -> None:
     plain = run(directory, flags, num_ranks=num_ranks)
-    offload = run(directory, f"{flags} {' '.join(OFFLOAD)} --offload-modules {modules}", num_ranks=num_ranks)
+    offload = run(directory, f"{flags} {OFFLOAD} --offload-modules {modules}", num_ranks=num_ranks)
     assert offload.curve == plain.curve
     assert [step.get("validation_loss") for step in offload.steps] == [
         step.get("validation_loss") for step in plain.steps
@@ -101,31 +91,6 @@ def test_offload_changes_no_bit_and_moves_bytes(directory: Path, num_ranks: int,
         assert 0 < having["offload"]["copied_in_bytes"] <= having["offload"]["copied_out_bytes"]
         before, after = (step["offload"]["peak_resident_saved_bytes"] for step in (without, having))
         assert after < before
-
-
-def test_data_sets_are_blended(directory: Path) -> None:
-    text = directory / "text"
-    blend = run(directory, f"--data-path 0.3 {text} 0.7 {text} --data-cache-path {directory / 'cache'}")
-    assert len(blend.curve) == 3
-    assert blend.curve != run(directory).curve
-
-
-def test_training_learns(directory: Path) -> None:
-    curve = run(directory, "--train-iters 12 --lr 0.01").curve
-    assert curve[-1][0] < curve[0][0] - 1.0
-
-
-def test_the_record_of_a_step(directory: Path) -> None:
-    result = run(directory, f"{PP2} --train-iters 2", num_ranks=2)
-    assert [step["step"] for step in result.steps] == [1, 2]
-    step = result.steps[-1]
-    assert {"loss", "grad_norm", "step_ms", "offload", "ranks"} <= step.keys()
-    assert [rank["rank"] for rank in step["ranks"]] == [0, 1]
-    for figures in (step, *step["ranks"]):
-        offload = figures["offload"]
-        assert offload["peak_resident_saved_bytes"] > 0
-        assert {"copied_out_bytes", "copied_in_bytes", "host_bytes", "prefetch_misses"} <= offload.keys()
-    assert all(rank["rss_peak_bytes"] > 0 for rank in step["ranks"])
 
 
 def test_the_record_of_a_plan(directory: Path) -> None:
@@ -144,13 +109,17 @@ def test_the_record_of_a_plan(directory: Path) -> None:
     assert last["offload"]["copied_out_bytes"] == 0
 
 
-def test_the_timeline_of_a_step(directory: Path) -> None:
+def test_the_record_and_the_timeline_of_a_step(directory: Path) -> None:
     path = directory / "timeline.json"
     result = run(directory, f"{PP2} --timeline-json {path} --timeline-step 3", num_ranks=2)
-    timeline = json.loads(path.read_text())
-    assert timeline["step"] == 3
-    for rank, figures in zip(timeline["ranks"], result.steps[-1]["ranks"], strict=True):
-        assert max(nbytes for _, nbytes in rank["timeline"]) == figures["offload"]["peak_resident_saved_bytes"]
+    timeline, step = json.loads(path.read_text()), result.steps[-1]
+    assert [step["step"] for step in result.steps] == [1, 2, 3] and timeline["step"] == 3
+    assert {"loss", "grad_norm", "step_ms", "offload", "ranks"} <= step.keys()
+    assert [figures["rank"] for figures in step["ranks"]] == [0, 1]
+    for rank, figures in zip(timeline["ranks"], step["ranks"], strict=True):
+        assert figures["rss_peak_bytes"] > 0
+        assert {"copied_out_bytes", "copied_in_bytes", "host_bytes", "prefetch_misses"} <= figures["offload"].keys()
+        assert max(nbytes for _, nbytes in rank["timeline"]) == figures["offload"]["peak_resident_saved_bytes"] > 0
         assert rank["timeline"][-1][1] == 0
         kinds = [kind for kind, _, _ in rank["spans"]]
         assert kinds.count("F") == kinds.count("B") == 4  # microbatches
@@ -189,40 +158,20 @@ def test_evaluation_leaves_training_alone(directory: Path) -> None:
         ("--split 100,0,0 --eval-interval 1", "leaves no documents for validation"),
         ("--pipeline-model-parallel-size 2", "1 processes: world_size (1) is not divisible by 2"),
         ("--global-batch-size 3 --micro-batch-size 2", "batch size (3) is not divisible by micro batch size (2)"),
-        ("--lr-warmup-iters 3", "--lr-warmup-iters 3 must be below the 3 of"),
         ("--load nowhere", "there is no checkpoint in nowhere"),
-        ("--sequence-parallel", "--sequence-parallel needs --transformer-impl transformer_engine"),
-        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine needs a GPU"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "needs --pipeline-model-parallel-size"),
-        ("--num-layers 3 --pipeline-model-parallel-size 2", "must be a multiple of the 2"),
-        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
-        ("--offload-modules core_attn", "without --offload-activation"),
         (
             "--offload-dir . --offload-resident-bytes 0",
             "--offload-resident-bytes, --offload-dir without --offload-activation",
-        ),
-        (
-            "--offload-activation --offload-modules no_such_module",
-            "'no_such_module' in --offload-modules; known for this configuration: ",
         ),
         ("--metrics-json no_such_directory/metrics.json", "there is no directory no_such_directory"),
         (
             "--offload-activation --offload-modules router_fc1",
             "--offload-modules matches nothing in this model",
         ),
-        ("--mock-data", "--mock-data makes tokens up, and --data-path has some"),
-        ("--offload-activation --offload-min-tensor-bytes -1", "negative"),
-        ("--offload-activation --offload-dir /no/such/directory", "/no/such/directory"),
     ],
 )
 def test_mistakes_end_the_run_before_its_first_step(directory: Path, flags: str, message: str) -> None:
     assert message in fail(directory, flags)
-
-
-def test_microbatches_that_the_interleaved_schedule_cannot_group_are_refused(directory: Path) -> None:
-    assert "must be a multiple of --pipeline-model-parallel-size 2" in fail(
-        directory, f"{VPP2} --global-batch-size 5", num_ranks=2
-    )
 
 
 def test_a_checkpoint_of_another_shape_is_refused(directory: Path) -> None:
@@ -230,46 +179,19 @@ def test_a_checkpoint_of_another_shape_is_refused(directory: Path) -> None:
     assert "num_layers 4 (now 2)" in fail(directory, f"--num-layers 2 --load {directory / 'saved'}")
 
 
-@pytest.mark.parametrize("flags", [(), ("--num-experts", "4")], ids=["none", "experts"])
-def test_without_flags_it_learns_the_built_in_text(directory: Path, flags: tuple[str, ...]) -> None:
+def test_without_flags_it_learns_the_built_in_text(directory: Path) -> None:
     """All defaults but for the size, which would take a CPU long."""
     small = ("--hidden-size", "64", "--seq-length", "128", "--lr", "0.01")
-    result = train(directory, *flags, *small, "--eval-interval", "10", has_data=False)
+    result = train(directory, *small, "--eval-interval", "10", has_data=False)
     assert result.status == 0, result.output
-    assert ("--disable-bias-linear is implied" in result.output) == bool(flags)
     assert len(result.curve) == 10 and result.curve[-1][0] < result.curve[0][0] - 1.0
     assert result.steps[-1]["validation_loss"] < result.curve[0][0] - 1.0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--split 100,0,0 --eval-interval 1", "the built-in text has 0 tokens in this part of --split"),
-        ("--seq-length 1000000", "less than --seq-length 1,000,000: give --data-path"),
-        ("--vocab-size 100", "--vocab-size 100: the built-in text needs 257"),
-    ],
-)
-def test_what_the_built_in_text_cannot_do(directory: Path, flags: str, message: str) -> None:
-    result = train(directory, *flags.split(), has_data=False)
-    assert result.status != 0 and not result.steps
-    assert message in result.output and "Traceback" not in result.output, result.output
-
-
 def test_no_more_flags_than_the_switch(directory: Path) -> None:
     """The built-in text, a model that saves enough to move, and a line of what moved; experts need no second flag."""
-    flags = ("--offload-activation", "--train-iters", "2", "--num-experts", "2")
-    result = train(directory, *flags, has_data=False)
+    small = ("--train-iters", "2", "--num-layers", "2")  # the defaults would take a CPU long
+    result = train(directory, "--offload-activation", "--num-experts", "2", *small, has_data=False)
     assert result.status == 0, result.output
     assert "--disable-bias-linear is implied" in result.output
     assert re.search(r"step 2, offload of all ranks: moved \d+ MiB, \d+% of the .* compute waited", result.output)
-
-
-def test_torchrun(directory: Path) -> None:
-    launcher = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    flags = ["--data-path", "text", *MODEL, "--metrics-json", "metrics.json"]
-    command = [*launcher, str(EXAMPLES / "pretrain_gpt.py"), *flags]
-    result = subprocess.run(command, cwd=directory, env=_environment(), capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    steps = [json.loads(line) for line in (directory / "metrics.json").read_text().splitlines()]
-    assert len(steps) == 3
-    assert "100%" in result.stderr  # the progress bar

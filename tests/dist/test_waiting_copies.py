@@ -3,107 +3,71 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import torch
 
-pytest.importorskip("megatron.core")
+from megatron_patches import apply
+from offload_engine import FixedBounds
+from tests.dist.launch import Pipeline, on_ranks
+from tests.dist.tiny import ALL, make_chunks, make_config, run, stats_of
 
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
-from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.tiny import make_chunks, make_config, run  # noqa: E402
-
-BEFORE_THE_EXPERTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm", "router"]
-GENEROUS = OffloadConfig(min_tensor_bytes=1, policy=FixedBounds(max_inflight_bytes=1 << 30), directory="none")
-
-
-class Layer(NamedTuple):
-    """Copy-outs issued so far in the iteration, in bytes."""
-
-    before: int
-    at_its_mlp: int
-    behind_its_mlp: int
-
-
+BEFORE_THE_EXPERTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+GENEROUS = ALL.replace(policy=FixedBounds(max_inflight_bytes=1 << 30))
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"moe_token_dispatcher_type": "alltoall"}, {"moe_token_dispatcher_type": "allgather"}, RECOMPUTED],
-    ids=["alltoall", "allgather", "recomputed"],
+    ("kind", "settings", "names"),
+    [
+        pytest.param("mixed", {}, ["router"], id="alltoall, and dense layers"),
+        pytest.param("moe", {"moe_token_dispatcher_type": "allgather"}, ["router"], id="allgather"),
+        pytest.param("moe", RECOMPUTED, [], id="recomputed"),
+    ],
 )
-def test_copies_begin_behind_the_experts(settings: dict[str, Any]) -> None:
-    (layers,) = run_ranks(_record, "moe", settings)
-    for layer in layers:
-        assert layer.before == layer.at_its_mlp < layer.behind_its_mlp, layers
-
-
-def test_groups_in_front_of_the_experts_delay_their_copies() -> None:
-    (copied,) = run_ranks(_copied_at_the_experts)
-    assert copied[0] == 0 < copied[1]
-
-
-@pytest.mark.parametrize("limits", [{"host_limit_bytes": 20_000}, {"min_tensor_bytes": 9_000}], ids=str)
-def test_delayed_group_that_is_not_copied_out_is_no_miss(limits: dict[str, int]) -> None:
-    """In a pipeline, where what was copied before a forward's tail is counted."""
-    run_ranks(_check_with_limits, limits, pipeline=Pipeline(2))
-
-
-def test_a_dense_layer_waits_for_nothing() -> None:
-    (layers,) = run_ranks(_record, "mixed", {})
-    dense, sparse = layers[0::2], layers[1::2]
-    assert all(layer.before < layer.at_its_mlp for layer in dense), dense
-    assert all(layer.before == layer.at_its_mlp < layer.behind_its_mlp for layer in sparse), sparse
-
-
-def _record(kind: str, settings: dict[str, Any]) -> list[Layer]:
-    """Return what each layer of one forward finds and leaves, without the last, whose groups stay."""
-    layers: list[Layer] = []
-    names = [name for name in BEFORE_THE_EXPERTS if name != "router" or "recompute_modules" not in settings]
-    with apply(GENEROUS, modules=names) as handle:
-        model = make_chunks(make_config(kind, **settings))[0]
+@on_ranks()
+def test_copies_begin_behind_the_experts(kind: str, settings: dict[str, Any], names: list[str]) -> None:
+    """A dense layer waits for nothing."""
+    copied: list[int] = []  # out, in front of each layer, at its MLP, and behind its MLP
+    with apply(GENEROUS, modules=[*BEFORE_THE_EXPERTS, *names]) as handle:
+        (model,) = make_chunks(make_config(kind, **settings))
         run([model], 1)  # makes the engine
-        seen: list[int] = []
 
         def note(*_: Any) -> None:
-            if torch.is_grad_enabled() and handle.engine is not None:
-                seen.append(handle.engine.stats.copied_out_bytes)
+            if torch.is_grad_enabled():
+                copied.append(stats_of(handle).copied_out_bytes)
 
-        for layer in model.decoder.layers:
+        layers: Any = model.decoder.layers  # type: ignore[union-attr]
+        for layer in layers:
             layer.register_forward_pre_hook(note)
             layer.mlp.register_forward_pre_hook(note)
             layer.mlp.register_forward_hook(note)
         run([model], 1)
-        for before, at_its_mlp, behind_its_mlp in zip(seen[0::3], seen[1::3], seen[2::3], strict=True):
-            layers.append(Layer(before, at_its_mlp, behind_its_mlp))
-    return layers[:-1]
+    has_experts = [hasattr(layer.mlp, "experts") for layer in layers]
+    of_layers = zip(has_experts, copied[0::3], copied[1::3], copied[2::3], strict=True)
+    for waits, before, at_its_mlp, behind_its_mlp in list(of_layers)[:-1]:  # the last layer's groups stay
+        assert (before == at_its_mlp) == waits and (not waits or at_its_mlp < behind_its_mlp), copied
 
 
-def _copied_at_the_experts() -> list[int]:
-    """Return the bytes issued when the first layer's experts begin, and when its MLP is over."""
-    copied: list[int] = []
+@on_ranks()
+def test_groups_in_front_of_the_experts_delay_their_copies() -> None:
+    copied: list[int] = []  # out, when the first layer's experts begin, and when its MLP is over
     with apply(GENEROUS, modules=["core_attn", "dispatched_tokens"]) as handle:
-        model = make_chunks(make_config("moe"))[0]
+        (model,) = make_chunks(make_config("moe"))
         run([model], 1)
-
-        def note(*_: Any) -> None:
-            assert handle.engine is not None
-            copied.append(handle.engine.stats.copied_out_bytes)
-
-        mlp = model.decoder.layers[0].mlp
-        mlp.experts.register_forward_pre_hook(note)
-        mlp.register_forward_hook(note)
+        mlp: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr, index]
+        mlp.experts.register_forward_pre_hook(lambda *_: copied.append(stats_of(handle).copied_out_bytes))
+        mlp.register_forward_hook(lambda *_: copied.append(stats_of(handle).copied_out_bytes))
         run([model], 1)
-    return copied
+    assert copied[0] == 0 < copied[1]
 
 
-def _check_with_limits(limits: dict[str, int]) -> None:
-    with apply(GENEROUS.replace(**limits), modules=BEFORE_THE_EXPERTS) as handle:
-        chunks = make_chunks(make_config("moe"))
-        run(chunks, 4)
-        assert handle.stats is not None
-        assert 0 < handle.stats.num_offloaded_groups < handle.stats.num_groups - handle.stats.num_kept_groups
+@pytest.mark.parametrize("limits", [{"host_limit_bytes": 20_000}, {"min_tensor_bytes": 9_000}], ids=str)
+@on_ranks(Pipeline(2))
+def test_delayed_group_that_is_not_copied_out_is_no_miss(limits: dict[str, int]) -> None:
+    """In a pipeline, where what was copied before a forward's tail is counted."""
+    with apply(GENEROUS.replace(**limits), modules=[*BEFORE_THE_EXPERTS, "router"]) as handle:
+        run(chunks := make_chunks(make_config("moe")), 4)
+        stats = stats_of(handle)
+        assert chunks and 0 < stats.num_offloaded_groups < stats.num_groups - stats.num_kept_groups

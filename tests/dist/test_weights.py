@@ -7,67 +7,44 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
+import torch
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-
-from megatron_patches import apply  # noqa: E402
-from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
-from tests.dist.launch import run_ranks  # noqa: E402
-from tests.dist.tiny import fingerprint, forward_step, make_chunks, make_config, run  # noqa: E402
-
-_CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
+from megatron_patches import apply
+from offload_engine import OffloadEngine
+from tests.dist.launch import on_ranks
+from tests.dist.tiny import ALL, forward_step, make_chunks, make_config, run, step
 
 
+@on_ranks()
 def test_between_the_begin_of_a_step_and_its_first_forward_the_model_is_not_walked() -> None:
     """There the device waits for the host: in a model of eight layers a walk takes it 0.2 ms or more."""
-    (walks,) = run_ranks(_walks_in_front_of_each_forward)
-    assert walks == [[0, 0], [0, 0]]
-
-
-def _walks_in_front_of_each_forward() -> list[list[int]]:
     chunks = make_chunks(make_config())
-    walks: list[list[int]] = []
+    walks: list[str] = []
     walk = torch.nn.Module._named_members
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        walks[-1].append(1)
+        walks.append("walk")
         return walk(*args, **kwargs)
 
-    def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
-        seen.append(sum(walks.pop()))
-        walks.append([])
+    def noted(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
+        walks.append("forward")
         return forward_step(batches, model, *more)
 
-    found = []
-    with apply(_CONFIG, modules=["core_attn"]):
+    with apply(ALL, modules=["core_attn"]):
         run(chunks, 2)  # the first step looks at the model in any case
-        for _ in range(2):
-            seen: list[int] = []
-            for chunk in chunks:
-                chunk.zero_grad()
-            walks.append([])
-            with mock.patch.object(torch.nn.Module, "_named_members", counted):
-                _train(chunks, step)
-            found.append(seen)
-    return found
+        with (
+            mock.patch.object(torch.nn.Module, "_named_members", counted),
+            mock.patch.object(torch.nn.Module, "zero_grad"),  # that of `run`, which walks the model, too
+        ):
+            for _ in range(2):
+                walks.clear()
+                run(chunks, 2, forward_step=noted)
+                assert walks[:2] == ["forward", "forward"]
 
 
-def _train(chunks: list[torch.nn.Module], step: Any) -> None:
-    with mock.patch.object(torch.nn.Module, "zero_grad"):  # that of `run`, which walks the model, too
-        run(chunks, 2, forward_step=step)
-
-
+@on_ranks()
 def test_a_parameter_that_takes_the_place_of_another_is_known_a_step_later() -> None:
-    (known,) = run_ranks(_replace_a_parameter)
-    assert known == [False, True]
-
-
-def _replace_a_parameter() -> list[bool]:
-    expected = make_chunks(make_config())
-    losses = run(expected, 2)
+    expected = step(make_chunks(make_config()), 2)
     (chunk,) = chunks = make_chunks(make_config())
     begin = OffloadEngine.begin_iteration
     told: list[list[int]] = []
@@ -76,10 +53,9 @@ def _replace_a_parameter() -> list[bool]:
         told.append([tensor.data_ptr() for tensor in weights])
         begin(engine, actions, weights, **more)
 
-    with apply(_CONFIG, modules=["qkv_linear"]), mock.patch.object(OffloadEngine, "begin_iteration", noted):
+    with apply(ALL, modules=["qkv_linear"]), mock.patch.object(OffloadEngine, "begin_iteration", noted):
         run(chunks, 2)
-        linear = chunk.decoder.layers[0].self_attention.linear_qkv
+        linear: Any = chunk.decoder.layers[0].self_attention.linear_qkv  # type: ignore[union-attr, index]
         linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
-        for _ in range(2):
-            assert fingerprint(chunks, run(chunks, 2)) == fingerprint(expected, losses)
-    return [linear.weight.data_ptr() in weights for weights in told[1:]]
+        assert [step(chunks, 2) for _ in range(2)] == [expected, expected]
+    assert [linear.weight.data_ptr() in weights for weights in told[1:]] == [False, True]

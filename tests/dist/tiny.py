@@ -18,11 +18,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron_patches import Handle
+from offload_engine import IterationStats, OffloadConfig, OffloadEngine
 from tests.dist.delayed_wgrad import delay_weight_gradients
 from tests.dist.models import make_model
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 NUM_LAYERS = 4
+ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
+"""Offloads whatever is named, to memory."""
 MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
 
 
@@ -125,6 +129,23 @@ def run(
             **more,
         )
     return [entry["loss"].item() for entry in out]
+
+
+def step(chunks: list[torch.nn.Module], num_microbatches: int, **more: Any) -> dict[str, str]:
+    """Run one step; return its fingerprint."""
+    return fingerprint(chunks, run(chunks, num_microbatches, **more))
+
+
+def engine_of(handle: Handle) -> OffloadEngine:
+    """Return the engine, which a step has made."""
+    assert handle.engine is not None
+    return handle.engine
+
+
+def stats_of(handle: Handle) -> IterationStats:
+    """Return the counters of the last step."""
+    assert handle.stats is not None
+    return handle.stats
 
 
 def fingerprint(chunks: list[torch.nn.Module], losses: list[float]) -> dict[str, str]:

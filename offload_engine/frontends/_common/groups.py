@@ -104,7 +104,7 @@ class AutomaticGroups:
     def unpack(self, saved: SavedInGroup | StayingTensor) -> torch.Tensor:
         """Return the tensor that `pack` was given; raises as `SavedInGroup.unpack`."""
         if is_in_backward():
-            self.session.note_backward()
+            self.session.note_backward(saved.chunk if isinstance(saved, SavedInGroup) else None)
             if self._chunk is not None:
                 self._turn_around(self._chunk)
         return saved.unpack()

@@ -16,7 +16,7 @@ from offload_engine._compat import torch_private
 from offload_engine.chunk import ChunkOffloadHandler
 from offload_engine.engine import OffloadEngine
 from offload_engine.engine_view import explain
-from offload_engine.errors import CopyError
+from offload_engine.errors import CopyError, OffloadError
 from offload_engine.frontends._common.weights import may_move
 from offload_engine.schedule import ChunkKey
 from offload_engine.stats import IterationStats
@@ -32,6 +32,10 @@ class Session:
     An iteration begins with the first forward and ends with the backward after which no graph holds a saved tensor,
     possibly several forwards later. Tensors that autograd holds stay valid in any case. So two forwards before a
     backward, a retained graph, evaluation in between, a dropped graph and an exception are all safe.
+
+    A graph that is kept, as the output of an evaluation with gradients, must not join all steps to one iteration. So
+    the next forward also ends an iteration of which only chunks are left that are older than one whose backward has
+    begun. If the backward of such a chunk comes after all, its storages are copied in when they are read.
 
     Args:
         engine: driven by this session only.
@@ -55,8 +59,13 @@ class Session:
         self.chunk: ChunkOffloadHandler | None = None
         self._weights = weights
         self._owns_iterations = owns_iterations
+        self._is_closed = False
         self._is_checked = False  # `warn_if_idle` has run
         self._noted_tasks: set[int] = set()  # running backwards that will call `_end_backward`
+        self._numbers: dict[ChunkOffloadHandler, int] = {}  # of the chunks of this iteration, in order
+        self._reached = -1  # the highest number of a chunk whose backward has begun
+        self._in_backward: ChunkOffloadHandler | None = None  # the chunk that was read last
+        self._has_left = False  # graphs of earlier iterations held saved tensors when this one began
 
     @property
     def stats(self) -> IterationStats:
@@ -87,6 +96,8 @@ class Session:
 
     def _start(self, key: ChunkKey | None) -> ChunkOffloadHandler:
         self.chunk = self.engine.start_chunk(key, tensor_need_offloading_checker=may_move)
+        if self._owns_iterations:
+            self._numbers[self.chunk] = len(self._numbers)
         return self.chunk
 
     def end_forward(self) -> None:
@@ -113,14 +124,22 @@ class Session:
         if chunk is not None:
             self.end_forward()
 
-    def note_backward(self) -> None:
+    def note_backward(self, chunk: ChunkOffloadHandler | None = None) -> None:
         """Called when a saved tensor is unpacked: queue a callback for the end of the running backward. Idempotent.
 
         A nested backward (reentrant checkpointing) ends before the outer one; each has its own callback, and the one
         that finds no saved tensor left ends the iteration.
+
+        Args:
+            chunk: that saved the tensor; None: of no chunk.
         """
         task = _current_graph_task()
-        if not self._owns_iterations or task == -1 or task in self._noted_tasks:
+        if not self._owns_iterations or task == -1:
+            return
+        if chunk is not None and chunk is not self._in_backward:
+            self._in_backward = chunk
+            self._reached = max(self._reached, self._numbers.get(chunk, -1))
+        if task in self._noted_tasks:
             return
         self._noted_tasks.add(task)
         torch_private.queue_callback(partial(self._end_backward, task))
@@ -140,8 +159,21 @@ class Session:
 
     def close(self) -> None:
         """Abandon the running forward and close the engine. Idempotent."""
+        self._is_closed = True
         self.abandon_forward()
         self.engine.close()
+
+    def check_open(self, made_by: str) -> None:
+        """Check that `close` has not been called.
+
+        Args:
+            made_by: the call that made what has this session, and makes another.
+
+        Raises:
+            OffloadError: if it has.
+        """
+        if self._is_closed:
+            raise OffloadError(f"this offload is over, by its close() or remove(): call {made_by} again for a new one")
 
     def _begin_if_over(self) -> None:
         engine = self.engine
@@ -149,15 +181,34 @@ class Session:
             if engine.failures.has_failed:
                 logger.warning("a copy failed in the last iteration: its remaining graphs cannot run backward")
                 engine.reset_iteration()
-            elif engine.has_saved:
+            elif not self._is_over():
                 return
             else:
                 self._end_unused()
         self._noted_tasks.clear()  # left over from backwards that raised, whose callbacks never run
+        self._forget_chunks()
+        self._has_left = engine.has_saved
         engine.begin_iteration(weights=self._weights() if self._weights is not None else ())
 
+    def _is_over(self) -> bool:
+        """Return whether no backward of this iteration is to be expected, when a forward begins."""
+        if not self.engine.has_saved:
+            return True
+        newest = self._newest_left()
+        return newest < self._reached or (self._has_left and newest == -1)
+
+    def _newest_left(self) -> int:
+        """Return the number of the newest chunk of this iteration whose saved tensors a graph holds; -1 if none."""
+        return max((number for chunk, number in self._numbers.items() if chunk.groups.has_saved()), default=-1)
+
+    def _forget_chunks(self) -> None:
+        for chunk in self._numbers:
+            chunk.groups.progress.is_over = True
+        self._numbers.clear()
+        self._reached, self._in_backward = -1, None
+
     def _end_unused(self) -> None:
-        """End an iteration whose graphs were dropped without a backward, or saved nothing that could move."""
+        """End an iteration whose graphs were dropped without a backward, are kept, or saved nothing that could move."""
         try:
             self.engine.end_iteration()
         except CopyError as error:
@@ -166,7 +217,10 @@ class Session:
 
     def _end_backward(self, task: int) -> None:
         self._noted_tasks.discard(task)
-        if self.engine.is_in_iteration and self.chunk is None and not self.engine.has_saved:
+        if not self.engine.is_in_iteration or self.chunk is not None:
+            return
+        if not self.engine.has_saved or (self._has_left and self._newest_left() == -1):
+            self._forget_chunks()
             self.engine.end_iteration()
 
 

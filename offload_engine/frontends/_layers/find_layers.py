@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+logger = logging.getLogger(__name__)
+
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (*NEVER_CALLED, nn.Sequential)
 STRATEGIES = {
     "fsdp": "wrapped in FullyShardedDataParallel",
     "fsdp2": "sharded with fully_shard",
@@ -64,10 +67,11 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[La
         model: distributed already.
         layers: given by the user; None: the first that exist of: units of FSDP that are elements of a module list;
             units of FSDP below the model that contain modules (a lone embedding or head does not); elements of the
-            list of equal modules with the most parameters.
+            module list with the most parameters, see `_may_be_layers`. A warning says if these have less than half
+            of the model's, without embeddings.
 
     Raises:
-        ValueError: if no layers are found, or a given module is not inside `model` or given twice.
+        ValueError: if no layers are found, or a given module is not inside `model`, given twice, or never called.
     """
     if layers is not None:
         return _given_layers(model, layers)
@@ -76,7 +80,7 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[La
     found = found or [layer for layer, _ in units if any(layer.inner.children())] or _largest_list(model)
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has neither layers wrapped by FSDP nor a ModuleList of equal modules: "
+            f"{type(model).__name__} has neither layers wrapped by FSDP nor a ModuleList of layers: "
             "pass its layers with layers=[...]"
         )
     return found
@@ -89,8 +93,8 @@ def body_of(model: nn.Module, layers: Sequence[Layer]) -> nn.Module:
         if len(set(parts)) > 1:
             break
         path.append(parts[0])
-    while path and isinstance(model.get_submodule(".".join(path)), nn.ModuleList | nn.ModuleDict):
-        path.pop()  # a container is never called
+    while path and isinstance(model.get_submodule(".".join(path)), NEVER_CALLED):
+        path.pop()
     return model.get_submodule(".".join(path))
 
 
@@ -123,6 +127,11 @@ def _given_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[Layer]:
                 f"{type(model).__name__}, or is given twice"
             )
         found.append(Layer(names.pop(module), module))
+        if isinstance(module, NEVER_CALLED):
+            raise ValueError(
+                f"layers[{position}] is {found[-1].name}, a {type(module).__name__}, which is never called: pass the "
+                "modules in it, as layers=list(model.layers) does"
+            )
     if not found:
         raise ValueError("layers=[] names no layer: omit it to let the layers be found")
     return found
@@ -143,17 +152,54 @@ def _outermost_units(module: nn.Module, prefix: str = "") -> Iterator[tuple[Laye
 
 
 def _largest_list(model: nn.Module) -> list[Layer]:
-    """Return the elements of the ModuleList with the most parameters, among those of modules of one class."""
-    largest: list[Layer] = []
-    largest_size = 0
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
-            size = _num_elements(module.parameters())
-            if size > largest_size:
-                # `named_children` yields each module once, even if it runs several times.
-                largest, largest_size = [Layer(f"{name}.{i}", child) for i, child in module.named_children()], size
-    return largest
+    """Return the elements of the ModuleList with the most parameters, among those that may hold the layers."""
+    half = _num_elements(model) / 2
+    sizes = {
+        name: _num_elements(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and _may_be_layers(module, half)
+    }
+    largest = max(sizes, key=sizes.__getitem__, default="")  # of lists with the same parameters the outermost one
+    if not sizes.get(largest):
+        return []
+    prefix = f"{largest}." if largest else ""
+    # `named_children` yields each module once, even if it runs several times.
+    layers = [Layer(prefix + name, child) for name, child in model.get_submodule(largest).named_children()]
+    if sizes[largest] < half:
+        _warn_of_little(model, layers, sizes[largest] / (2 * half))
+    return layers
 
 
-def _num_elements(parameters: Iterable[torch.Tensor]) -> int:
+def _may_be_layers(modules: nn.ModuleList, half: float) -> bool:
+    """Return whether a list may hold a model's layers: modules of one class, or of a few with most of the parameters.
+
+    Of a few classes means that one comes again, as attention and experts by turns. The stem, the trunk and the head of
+    a model may be in a list too, but the layers are in the trunk then.
+    """
+    if any(isinstance(module, NEVER_CALLED) for module in modules):
+        return False
+    classes = {type(module) for module in modules}
+    return len(classes) == 1 or (len(classes) < len(modules) and _num_elements(modules) > half)
+
+
+def _warn_of_little(model: nn.Module, layers: Sequence[Layer], share: float) -> None:
+    logger.warning(
+        "the layers that were found, %s to %s, have %.0f%% of the parameters of this %s, without embeddings: what the "
+        "rest of it saves stays on the device. If these are not its layers, pass those with layers=[...].",
+        layers[0].name,
+        layers[-1].name,
+        100 * share,
+        type(model).__name__,
+    )
+
+
+def _num_elements(module: nn.Module) -> int:
+    """Return the number of elements of the parameters, without embeddings: these are large, but save next to nothing.
+
+    A head that is tied to an embedding is left out with it.
+    """
+    parameters = set(module.parameters())
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            parameters.difference_update(part.parameters(recurse=False))
     return sum(parameter.numel() for parameter in parameters)

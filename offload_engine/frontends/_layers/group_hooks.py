@@ -62,7 +62,7 @@ class GroupHooks:
 
     def add(self, layer: nn.Module, function: Callable[..., None]) -> RemovableHandle:
         """Call `function` before the forward of `layer`, after the hooks that it has; the caller removes the hook."""
-        return layer.register_forward_pre_hook(self._never_compiled(function))
+        return layer.register_forward_pre_hook(self._never_compiled(function), with_kwargs=True)
 
     def untrace(self) -> bool:
         """Exclude the hooks from torch.compile, in case layers have been compiled since; return whether any was new."""

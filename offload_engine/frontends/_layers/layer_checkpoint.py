@@ -13,14 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from offload_engine.frontends._layers.caches import DroppedCaches, LayerCaches
 from offload_engine.frontends._layers.find_layers import Layer
 from offload_engine.frontends._layers.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)
-
-# Keyword arguments in which Hugging Face models pass a cache of keys and values: recomputation would append to it a
-# second time.
-CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class CheckpointedLayer:
@@ -33,11 +30,13 @@ class CheckpointedLayer:
     Args:
         layer: not checkpointed otherwise.
         groups: of the model; the layer is checkpointed while its group is open.
+        dropped: decides about caches of keys and values; None: a forward that is given one is not checkpointed.
     """
 
-    def __init__(self, layer: Layer, groups: LayerGroups) -> None:
+    def __init__(self, layer: Layer, groups: LayerGroups, dropped: DroppedCaches | None = None) -> None:
         self.layer: Layer = layer
         self._groups = groups
+        self._dropped = dropped
         self._is_on = False
         self._original: Any = None  # the instance attribute; mostly None, as `forward` is a method of the class
         self._handle: RemovableHandle | None = None
@@ -51,7 +50,7 @@ class CheckpointedLayer:
         inner = self.layer.inner
         self._original = inner.__dict__.get("forward")
         self._is_on = True
-        forward = _CheckpointedForward(inner.forward, self.layer.module, self._groups)
+        forward = _CheckpointedForward(inner.forward, self.layer, self._groups, self._dropped)
         inner.__dict__["forward"] = forward
         self._handle = self._groups.add_hook(self.layer.module, forward.look)
         self._groups.note_checkpointed(self.layer.module, True)
@@ -79,7 +78,8 @@ class LayerCheckpoints:
     def __init__(self, model: nn.Module, layers: Sequence[Layer], groups: LayerGroups) -> None:
         # Instance attributes only: FSDP1's wrapper forwards every attribute of the wrapped module.
         self._switched_off = [m for m in model.modules() if m.__dict__.get("gradient_checkpointing") is True]
-        self._layers = [CheckpointedLayer(layer, groups) for layer in layers if not is_checkpointed(layer)]
+        dropped = DroppedCaches()
+        self._layers = [CheckpointedLayer(layer, groups, dropped) for layer in layers if not is_checkpointed(layer)]
         for module in self._switched_off:
             module.gradient_checkpointing = False  # type: ignore[assignment]
         for layer in self._layers:
@@ -119,21 +119,36 @@ class LayerCheckpoints:
 class _CheckpointedForward:
     """Replaces the forward of a layer; in a copy of the layer it calls the original forward."""
 
-    def __init__(self, forward: Callable[..., Any], layer: nn.Module, groups: LayerGroups) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], layer: Layer, groups: LayerGroups, dropped: DroppedCaches | None
+    ) -> None:
         functools.update_wrapper(self, forward)
         self._forward = forward
-        self._layer = layer
+        self._layer = layer.module
+        self._name = layer.name
         self._groups: LayerGroups | None = groups
+        self._dropped = dropped
+        self._caches = LayerCaches(layer.inner)
         self._was_open = False  # when `look` was called last
+        self._has_cache = False  # the same
 
-    def look(self, *_: Any) -> None:
-        """Note, before the forward, whether the group of the layer is open: compiled code cannot ask."""
+    def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note, before the forward, what compiled code cannot ask: whether the group of the layer is open.
+
+        Raises:
+            OffloadError: if the layer is given a cache of keys and values that cannot be dropped.
+        """
         self._was_open = self._is_open()
+        self._has_cache = self._was_open and self._caches.are_given(args, kwargs)
+        if self._has_cache and self._dropped is not None:
+            self._dropped.check(self._name, self._caches, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self._was_open if torch.compiler.is_compiling() else self._is_open()):
+        is_open = self._was_open if torch.compiler.is_compiling() else self._is_open()
+        if not is_open or (self._has_cache and self._dropped is None):
             return self._forward(*args, **kwargs)
-        kwargs = _without_cache(kwargs)
+        if self._has_cache:
+            args, kwargs = self._caches.without(args, kwargs)
         names, num_args = tuple(kwargs), len(args)
 
         def run(*values: Any) -> Any:
@@ -143,7 +158,7 @@ class _CheckpointedForward:
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": None, "_was_open": False}
+        return {**self.__dict__, "_groups": None, "_was_open": False, "_has_cache": False}
 
     def _is_open(self) -> bool:
         """Return False in a copy, in evaluation and in recomputation."""
@@ -154,10 +169,3 @@ def is_checkpointed(layer: Layer) -> bool:
     """Return whether PyTorch's `CheckpointWrapper` is around the layer, or directly inside FSDP's wrapper."""
     attribute = "_checkpoint_wrapped_module"
     return attribute in layer.name.split(".") or hasattr(layer.module, attribute) or hasattr(layer.inner, attribute)
-
-
-def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    changed: dict[str, Any] = {name: None for name in CACHES if kwargs.get(name) is not None}
-    if kwargs.get("use_cache"):
-        changed["use_cache"] = False
-    return {**kwargs, **changed}

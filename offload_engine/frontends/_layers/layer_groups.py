@@ -41,8 +41,9 @@ _OUTSIDE = (
 class _Forward:
     """One offloaded forward of the model."""
 
-    def __init__(self, chunk: ChunkOffloadHandler) -> None:
+    def __init__(self, chunk: ChunkOffloadHandler, is_in_context: bool) -> None:
         self.chunk: ChunkOffloadHandler = chunk
+        self.is_in_context: bool = is_in_context  # a `with handle.forward()` has begun it, and is its end
         self.thread: int = threading.get_ident()
         self.handled_outside: int = id(sys.exception())  # handled by the body's caller; one raised inside differs
         self.handled_in_body: int = 0  # the same for the caller of `layer`
@@ -99,7 +100,6 @@ class LayerGroups:
         self._forward: _Forward | None = None
         self._last_chunk: ChunkOffloadHandler | None = None  # of a forward that is over, until a backward begins
         self._checkpointed: set[nn.Module] = set()
-        self._is_in_context = False
         self._body_name = type(body).__name__
         self._has_warned = False
         self._hooks = OwnHooks(self._pack, self._unpack)
@@ -121,6 +121,12 @@ class LayerGroups:
         forward = self._forward
         return forward if forward is not None and forward.thread == threading.get_ident() else None
 
+    @property
+    def _is_in_context(self) -> bool:
+        """Return whether this thread is inside the `with handle.forward()` of an offloaded forward."""
+        forward = self._own_forward
+        return forward is not None and forward.is_in_context
+
     def note_checkpointed(self, layer: nn.Module, is_checkpointed: bool) -> None:
         """Declare whether the forward of a layer is checkpointed, so that its group holds only the inputs."""
         (self._checkpointed.add if is_checkpointed else self._checkpointed.discard)(layer)
@@ -135,16 +141,16 @@ class LayerGroups:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Return a context manager for code that runs the layers: it counts as one forward of the body."""
-        self._enter_body()
-        self._is_in_context = True
+        """Return a context manager for code that runs the layers: one forward of the body, or part of an outer one."""
+        if self._is_in_context:
+            yield
+            return
         try:
+            self._enter_body(is_in_context=True)
             yield
         except BaseException:
-            self._is_in_context = False
             self._leave_body(has_raised=True)
             raise
-        self._is_in_context = False
         self._leave_body()
 
     def remove(self) -> None:
@@ -167,15 +173,15 @@ class LayerGroups:
                 f"the {type(body).__name__} that runs the offloaded layers is compiled as a whole: groups would break "
                 "its graph into pieces. Compile the layers instead: for layer in layers: layer.compile()"
             )
-        self._enter_body()
+        if not self._is_in_context:
+            self._enter_body()
 
     def _after_body(self, body: nn.Module, args: Any, output: Any) -> None:
         forward = self._own_forward
-        self._leave_body(has_raised=forward is not None and id(sys.exception()) != forward.handled_outside)
+        if forward is not None and not forward.is_in_context:
+            self._leave_body(has_raised=id(sys.exception()) != forward.handled_outside)
 
-    def _enter_body(self) -> None:
-        if self._is_in_context:
-            return
+    def _enter_body(self, is_in_context: bool = False) -> None:
         if self._forward is not None and not is_in_backward():
             if self._own_forward is None:
                 return  # if several threads run the model, one forward at a time is offloaded
@@ -187,18 +193,18 @@ class LayerGroups:
         try:
             chunk = self.session.start_forward()
             if chunk is not None:
-                self._enter_forward(chunk)
+                self._enter_forward(chunk, is_in_context)
         except BaseException:
             self.session.abandon_forward()
             raise
 
-    def _enter_forward(self, chunk: ChunkOffloadHandler) -> None:
+    def _enter_forward(self, chunk: ChunkOffloadHandler, is_in_context: bool) -> None:
         last, self._last_chunk = self._last_chunk, None
         if last is not None:
             last.offload_kept_groups()
         self._untrace()
         self._hooks.__enter__()
-        self._forward = _Forward(chunk)
+        self._forward = _Forward(chunk, is_in_context)
 
     def _take_off_left(self) -> None:
         """Take off hooks that an interrupt has left on the stack, in front of a forward or behind one."""
@@ -206,7 +212,7 @@ class LayerGroups:
             take_off(lambda unpack: inspect.unwrap(unpack) == self._unpack)
 
     def _leave_body(self, has_raised: bool = False) -> None:
-        if self._is_in_context or self._own_forward is None or is_in_backward():
+        if self._own_forward is None or is_in_backward():
             return
         if self._own_forward.num_inside:
             self._own_forward.num_inside -= 1
@@ -302,7 +308,7 @@ class LayerGroups:
             return saved.unpack()
         if is_in_backward():
             self._last_chunk = None
-            self.session.note_backward()
+            self.session.note_backward(saved.forward.chunk)
         group = saved.group
         if group is None and saved.packed.storage.group in saved.forward.input_groups:
             group = saved.packed.storage.group

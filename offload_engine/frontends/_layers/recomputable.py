@@ -11,8 +11,9 @@ from torch import nn
 
 from offload_engine._compat import torch_private
 from offload_engine.frontends._common.session import is_in_backward
+from offload_engine.frontends._layers.caches import LayerCaches
 from offload_engine.frontends._layers.find_layers import Layer, units_inside
-from offload_engine.frontends._layers.layer_checkpoint import CACHES, is_checkpointed
+from offload_engine.frontends._layers.layer_checkpoint import is_checkpointed
 from offload_engine.frontends._layers.layer_groups import LayerGroups
 from offload_engine.planning.choices import Slot, slots_of
 from offload_engine.planning.recompute import RecomputeOption
@@ -72,6 +73,7 @@ class _Watched:
 
     def __init__(self, layer: Layer) -> None:
         self.layer: Layer = layer
+        self._caches = LayerCaches(layer.inner)
         self._input_bytes = -1  # of the last forward that was watched
         self._before: _Effects | None = None
         self._reason = ""
@@ -81,7 +83,7 @@ class _Watched:
         if not is_open:
             self._reason = "its caller checkpoints it"
             return
-        if any(kwargs.get(name) is not None for name in CACHES):
+        if self._caches.are_given(args, kwargs):
             self._reason = "it fills a cache of keys and values (use_cache)"
         self._input_bytes = _moving_bytes((*args, *kwargs.values()))
         self._before = self._effects()

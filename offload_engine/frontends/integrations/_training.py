@@ -23,8 +23,12 @@ def config_of(config: OffloadConfig | None, settings: dict[str, Any]) -> Offload
 
     Raises:
         ValueError: if it was given both, or a value is outside its range.
-        TypeError: if a setting is unknown.
+        TypeError: if a setting is unknown, or the configuration is something else.
     """
+    if config is not None and not isinstance(config, OffloadConfig):
+        raise TypeError(
+            f"config must be an OffloadConfig, got {config!r}; a policy goes into OffloadConfig(policy=...)"
+        )
     if not settings:
         return config
     if config is not None:
@@ -32,10 +36,27 @@ def config_of(config: OffloadConfig | None, settings: dict[str, Any]) -> Offload
     return OffloadConfig.from_flags(**settings)
 
 
-class RecordsTraining:
-    """Records and reports for a callback, which has a `TrainingOffload` as `_offload`."""
+class OffloadsTraining:
+    """What a callback can be asked, and its end; the callback has a `TrainingOffload` as `_offload`."""
 
     _offload: TrainingOffload
+
+    @property
+    def handle(self) -> LayerOffload | None:
+        """Return the handle of the model that trains: its engine, layers and counters; None before and after."""
+        return self._offload.handle
+
+    def __str__(self) -> str:
+        """Return what the last step of the model that trains did, as one line: `print(callback)`."""
+        return f"{type(self).__name__}: {self.handle or 'no model trains'}"
+
+    def remove(self) -> None:
+        """Remove the offload from the model, as the end of its training does. Idempotent.
+
+        For a training that raised or was interrupted, whose trainer did not tell the callback. The next training begins
+        as usual.
+        """
+        self._offload.detach()
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins; before the training, its first one. See docs/observe.md.
@@ -60,13 +81,16 @@ class TrainingOffload:
         config: bounds and thresholds.
         enable_ckpt: checkpoint the layers as well, see `enable_activation_offloading`.
         layers: returns the layers of the model that is about to train; None: they are found.
+
+    Attributes:
+        handle: of the model that trains; None while none is attached.
     """
 
     def __init__(self, config: OffloadConfig | None, enable_ckpt: bool, layers: FindLayers | None) -> None:
         self._config = config
         self._enable_ckpt = enable_ckpt
         self._find_layers = layers
-        self._handle: LayerOffload | None = None
+        self.handle: LayerOffload | None = None
         self._asks_for: list[str | os.PathLike[str] | None] = []  # the file of a recording, until a model is attached
         self._last_report: str | None = None
         self._is_timed = False  # a step that is timed has begun since the last metrics
@@ -80,7 +104,7 @@ class TrainingOffload:
             OffloadError: if the model is offloaded already.
         """
         self.detach()  # left over if an earlier training raised and its trainer did not call the callback
-        self._handle = enable_activation_offloading(
+        self.handle = enable_activation_offloading(
             model,
             strategy_of(model),
             self._enable_ckpt,
@@ -88,34 +112,34 @@ class TrainingOffload:
             layers=None if self._find_layers is None else self._find_layers(model),
         )
         while self._asks_for:
-            self._handle.record(self._asks_for.pop())
+            self.handle.record(self._asks_for.pop())
 
     def detach(self) -> None:
         """Remove the offload from the model. Idempotent."""
-        handle, self._handle = self._handle, None
+        handle, self.handle = self.handle, None
         if handle is not None:
             self._last_report = handle.report()
             handle.remove()
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context manager for code that calls the layers directly; a no-op while no model is attached."""
-        return nullcontext() if self._handle is None else self._handle.forward()
+        return nullcontext() if self.handle is None else self.handle.forward()
 
     def record(self, file: str | os.PathLike[str] | None = None) -> None:
         """Record the next step that begins, or the first one of the next model to train."""
-        if self._handle is None:
+        if self.handle is None:
             self._asks_for = [file]
         else:
-            self._handle.record(file)
+            self.handle.record(file)
 
     def report(self) -> str | None:
         """Return what `LayerOffload.report` does for the model that trains or has trained last; None before any."""
-        return self._last_report if self._handle is None else self._handle.report()
+        return self._last_report if self.handle is None else self.handle.report()
 
     def time_next_step(self) -> None:
         """Time the next forward and backward, because they will be logged."""
-        if self._handle is not None:
-            self._handle.engine.timer.ask()
+        if self.handle is not None:
+            self.handle.engine.timer.ask()
             self._is_timed = True
 
     def metrics(self) -> dict[str, float]:
@@ -124,9 +148,9 @@ class TrainingOffload:
         The times are those of the last forward and backward that were timed. Blocks, once for each of them, until the
         device has come to their end.
         """
-        if self._handle is None:
+        if self.handle is None:
             return {}
         if self._is_timed:
-            self._is_timed, self._times = False, self._handle.engine.timer.times
-        found = self._handle.stats.metrics(self._times)
+            self._is_timed, self._times = False, self.handle.engine.timer.times
+        found = self.handle.stats.metrics(self._times)
         return {f"offload_{name}": float(f"{value:.4g}") for name, value in found.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,10 +14,10 @@ except ModuleNotFoundError:  # the same classes under their older name; a callba
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 from offload_engine.config import OffloadConfig
-from offload_engine.frontends.integrations._training import FindLayers, RecordsTraining, TrainingOffload, config_of
+from offload_engine.frontends.integrations._training import FindLayers, OffloadsTraining, TrainingOffload, config_of
 
 
-class OffloadCallback(RecordsTraining, Callback):
+class OffloadCallback(OffloadsTraining, Callback):
     """Offloads the saved tensors of a model's layers while `Trainer.fit` runs.
 
     `Trainer(callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is detected from the
@@ -44,10 +44,11 @@ class OffloadCallback(RecordsTraining, Callback):
         **settings: Any,
     ) -> None:
         self._offload = TrainingOffload(config_of(config, settings), enable_ckpt, layers)
-        self._replaced: dict[str, Any] | None = None  # instance attributes of the module that were replaced
+        self._bracketed: _Bracketed | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model as it will train."""
+        self.remove()  # left over if an earlier training raised and its trainer did not call the callback
         self._offload.attach(trainer.strategy.model)
         if trainer.strategy.model is pl_module:  # otherwise the wrapper's forward runs `training_step`
             self._bracket_training_step(pl_module)
@@ -63,24 +64,33 @@ class OffloadCallback(RecordsTraining, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the offload from the model."""
-        self._detach(pl_module)
+        self.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the offload from the model: `on_train_end` will not be called."""
-        self._detach(pl_module)
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the offload from the model, as the end of its training does. Idempotent."""
+        super().remove()
+        bracketed, self._bracketed = self._bracketed, None
+        if bracketed is not None:
+            del bracketed.module.training_step
+            vars(bracketed.module).update(bracketed.replaced)
 
     def _bracket_training_step(self, pl_module: LightningModule) -> None:
         """Wrap `training_step`, which may call the layers without calling the module's forward."""
-        # Mostly empty, because `training_step` is a method of the class.
-        self._replaced = {name: own for name, own in vars(pl_module).items() if name == "training_step"}
+        self._bracketed = _Bracketed(
+            pl_module, {name: own for name, own in vars(pl_module).items() if name == "training_step"}
+        )
         pl_module.training_step = _TrainingStep(pl_module.training_step, self._offload)
 
-    def _detach(self, pl_module: LightningModule) -> None:
-        self._offload.detach()
-        if self._replaced is not None:
-            del pl_module.training_step
-            vars(pl_module).update(self._replaced)
-            self._replaced = None
+
+class _Bracketed(NamedTuple):
+    """A module whose `training_step` is replaced."""
+
+    module: LightningModule
+    replaced: dict[str, Any]  # its own attributes; mostly none, because `training_step` is a method of the class
 
 
 class _TrainingStep:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -151,12 +151,13 @@ class ScheduleOffload(RecordsSteps):
     def _chunk(self, key: ChunkKey) -> Iterator[None]:
         if not self._session.engine.is_in_iteration:
             self._begin_step()
-        with self._session.forward(key=key) as chunk, self._groups.hooks():
+        with self._session.forward(key=key) as chunk, nullcontext() if chunk is None else self._groups.hooks():
             yield
+        if chunk is None:  # by the budget's decision nothing leaves in this step
+            return
         if key not in self._comes_back_at_once:
             self._groups.close_group()
-        if chunk is not None:
-            chunk.end_forward()
+        chunk.end_forward()
 
     def _begin_step(self) -> None:
         # Read again in each step, because the order of a schedule may be replaced between steps.

@@ -10,10 +10,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from offload_engine.config import OffloadConfig
 from offload_engine.frontends.integrations._reporters import move_before_reporters
-from offload_engine.frontends.integrations._training import FindLayers, RecordsTraining, TrainingOffload, config_of
+from offload_engine.frontends.integrations._training import FindLayers, OffloadsTraining, TrainingOffload, config_of
 
 
-class OffloadCallback(RecordsTraining, TrainerCallback):
+class OffloadCallback(OffloadsTraining, TrainerCallback):
     """Offloads the saved tensors of a model's layers while the `Trainer` trains it.
 
     `Trainer(model, args, callbacks=[OffloadCallback()])`. The distribution of the model (FSDP, DDP or neither) is

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that pause: what is saved meanwhile is autograd's alone, and they come back as they were."""
+"""Hooks that pause, so that what is saved meanwhile is autograd's alone, and hooks that leave autograd's stack."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from offload_engine import ChunkOffloadHandler, OffloadEngine
+from offload_engine._compat import torch_private
+from offload_engine._compat.own_hooks import OwnHooks, take_off
 from tests.cpu.test_engine import NUMEL, check_nothing_left, leaf, make_engine
 
 
@@ -22,7 +24,15 @@ def engine() -> Iterator[OffloadEngine]:
 
 
 def innermost_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch_private.innermost_hooks(True)
+
+
+@pytest.fixture(autouse=True)
+def empty_stack() -> Iterator[None]:
+    assert innermost_hooks() is None
+    yield
+    while innermost_hooks() is not None:
+        torch_private.pop_hooks()
 
 
 class SaveInOrder(torch.autograd.Function):
@@ -49,8 +59,7 @@ def test_tensors_saved_while_the_hooks_pause_are_left_to_autograd(engine: Offloa
     with engine.iteration():
         chunk = engine.start_chunk()
         with chunk.hooks.around_groups():
-            assert chunk.hooks.pause_around_groups()
-            assert innermost_hooks() is None
+            assert chunk.hooks.pause_around_groups() and innermost_hooks() is None
             inner = (x * 1).exp()
             chunk.hooks.resume()
             assert engine.meter.current_bytes == 0
@@ -109,38 +118,51 @@ def behind_a_tensor(chunk: ChunkOffloadHandler) -> bool:
     return chunk.hooks.pause_behind(torch.rand(NUMEL))
 
 
-def around_groups(chunk: ChunkOffloadHandler) -> bool:
-    return chunk.hooks.pause_around_groups()
-
-
-OTHERS = ("none", "other hooks", "another chunk", "a pause that waits")
-
-
-@pytest.mark.parametrize(
-    ("pause", "innermost"),
-    [
-        *((around_groups, innermost) for innermost in (*OTHERS, "a group")),
-        *((behind_a_tensor, innermost) for innermost in OTHERS),
-    ],
-)
-def test_hooks_do_not_pause_under_others(
-    engine: OffloadEngine, pause: Callable[[ChunkOffloadHandler], bool], innermost: str
-) -> None:
-    with engine.iteration():
+@pytest.mark.parametrize("innermost", ["none", "other hooks", "another chunk", "a pause that waits", "a group"])
+def test_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) -> None:
+    """Under a group they do, behind a tensor."""
+    with engine.iteration(), contextlib.ExitStack() as stack:
         chunk = engine.start_chunk()
         contexts = {
             "other hooks": torch.autograd.graph.save_on_cpu,
             "another chunk": engine.start_chunk().hooks.around_groups,
             "a group": chunk.saved_tensors_hooks,
         }
-        with contextlib.ExitStack() as stack:
-            if innermost != "none":
-                stack.enter_context(chunk.hooks.around_groups())
-            if innermost in contexts:
-                stack.enter_context(contexts[innermost]())
-            if innermost == "a pause that waits":
-                assert behind_a_tensor(chunk)
-                stack.callback(chunk.hooks.resume)
-            before = innermost_hooks()
-            assert not pause(chunk)
-            assert innermost_hooks() == before
+        if innermost != "none":
+            stack.enter_context(chunk.hooks.around_groups())
+        if innermost in contexts:
+            stack.enter_context(contexts[innermost]())
+        if innermost == "a pause that waits":
+            assert behind_a_tensor(chunk)
+            stack.callback(chunk.hooks.resume)
+        before = innermost_hooks()
+        assert not chunk.hooks.pause_around_groups()
+        assert innermost == "a group" or not behind_a_tensor(chunk)
+        assert innermost_hooks() == before
+
+
+# ---- hooks that leave autograd's stack by what they are ----
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def other(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_hooks_that_another_has_left_on_top_stay_there_alone() -> None:
+    with OwnHooks(same, same):
+        torch_private.push_hooks(other, other)  # as a generator of torch's checkpoint, before it is freed
+    assert innermost_hooks() == (other, other)
+    torch_private.pop_hooks()
+    assert innermost_hooks() is None
+
+
+def test_hooks_that_were_taken_off_leave_others_alone() -> None:
+    with OwnHooks(other, other):
+        with OwnHooks(same, same):
+            take_off(lambda unpack: unpack is same)
+        assert innermost_hooks() == (other, other)
+    assert innermost_hooks() is None

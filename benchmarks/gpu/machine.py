@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine can do, measured in the same run: the link, small host reads, pinning, and the cost of a group."""
+"""What the machine can do, measured in the same run: link, small reads, pinning, a group, and Python beside copies."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,11 @@ _PASS_BYTES = 1 << 30
 _NUM_BUFFERS = 4
 _QUEUE_BYTES = 512 * MIB
 _SLAB_BYTES = 1 << 30
+_COPY_BYTES = 1 << 30  # under way for 19 ms at 55 GB/s: longer than the work beside it
+_NUM_OBJECTS = 400_000  # some 160 MB: more than the caches hold
+_NUM_VISITS = 4000
+_REPEATS = 15
+_BESIDE = ("idle", "out", "in")
 
 
 def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
@@ -37,8 +45,7 @@ def measure_link(sizes: Sequence[int], ranks: Ranks) -> list[dict[str, Any]]:
             record.update({f"{prefix}{d}_gbps": rate for d, rate in rates.items()})
         found.append(record)
         del buffers, halves
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()
+    empty_caches()
     return found
 
 
@@ -62,7 +69,7 @@ def _best_rates(work: dict[str, tuple[Any, list[Pair]]], size: int, ranks: Ranks
     for _ in range(3):
         torch.cuda.synchronize()
         ranks.barrier()
-        events = {direction: (_timer(), _timer()) for direction in work}
+        events = {direction: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for direction in work}
         for direction, (stream, _) in work.items():
             events[direction][0].record(stream)
         for number in range(num_copies):
@@ -77,39 +84,36 @@ def _best_rates(work: dict[str, tuple[Any, list[Pair]]], size: int, ranks: Ranks
     return best
 
 
-def _timer() -> Any:
-    return torch.cuda.Event(enable_timing=True)
-
-
 def measure_reads(ranks: Ranks, repeats: int = 50) -> dict[str, Any]:
     """Time a host read of 512 bytes in ms, idle and under a full copy-out queue."""
     record: dict[str, Any] = {"kind": "host_read", "rank": ranks.rank, "queue_bytes": _QUEUE_BYTES}
-    record.update(_read_times(repeats))
-    torch.cuda.empty_cache()
-    torch._C._host_emptyCache()
+    record |= _read_times(repeats)
+    empty_caches()
     return record
 
 
+def empty_caches() -> None:
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+
+
 def _read_times(repeats: int) -> dict[str, float]:
-    bulk, stream = Pair(_QUEUE_BYTES), torch.cuda.Stream()
+    bulk, stream, small = Pair(_QUEUE_BYTES), torch.cuda.Stream(), torch.arange(64, device="cuda")
+
+    def fill_queue() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                bulk.copy("out")
+
     times = {}
     engine = OffloadEngine()
-    for name, read in _readers(torch.arange(64, device="cuda"), engine).items():
+    readers: dict[str, Callable[[], Any]] = {"cpu": small.cpu, "engine": lambda: engine.device.host_read(small).wait()}
+    for name, read in readers.items():
         read()
         times[f"{name}_idle_ms"] = _median_ms(read, repeats, lambda: None)
-        times[f"{name}_busy_ms"] = _median_ms(read, repeats, lambda: _fill_queue(bulk, stream))
+        times[f"{name}_busy_ms"] = _median_ms(read, repeats, fill_queue)
     engine.close()
     return times
-
-
-def _readers(small: torch.Tensor, engine: OffloadEngine) -> dict[str, Callable[[], Any]]:
-    return {"cpu": small.cpu, "engine": lambda: engine.device.host_read(small).wait()}
-
-
-def _fill_queue(bulk: Pair, stream: Any) -> None:
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            bulk.copy("out")
 
 
 def _median_ms(read: Callable[[], Any], repeats: int, prepare: Callable[[], None]) -> float:
@@ -129,17 +133,17 @@ def measure_pinning() -> dict[str, Any]:
     engine = OffloadEngine(OffloadConfig())
 
     def host_alloc() -> Callable[[], None]:
-        block = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=True)
-        return lambda: _drop([block])
+        blocks = [torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=True)]
+        return blocks.clear
 
     def slab() -> Callable[[], None]:
         return engine.device.new_slab(_SLAB_BYTES).close
 
     try:
-        rates = {name: _best_rate(obtain) for name, obtain in {"host_alloc": host_alloc, "slab": slab}.items()}
+        rates = {"host_alloc_gbps": _best_rate(host_alloc), "slab_gbps": _best_rate(slab)}
     finally:
         engine.close()
-    return {"kind": "pinning", "nbytes": _SLAB_BYTES, **{f"{name}_gbps": rate for name, rate in rates.items()}}
+    return {"kind": "pinning", "nbytes": _SLAB_BYTES, **rates}
 
 
 def _best_rate(obtain: Callable[[], Callable[[], None]]) -> float:
@@ -155,22 +159,18 @@ def _best_rate(obtain: Callable[[], Callable[[], None]]) -> float:
     return max(rates)
 
 
-def _drop(blocks: list[torch.Tensor]) -> None:
-    blocks.clear()
-
-
 def measure_group_cost(num_groups: int = 64, repeats: int = 40) -> dict[str, Any]:
     """Measure host microseconds of one group of three tensors, forward and backward, best of many repeats."""
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0))
+    managed = plain = float("inf")
     try:
-        costs = {True: float("inf"), False: float("inf")}
         for _ in range(repeats):
-            for is_managed in costs:
-                costs[is_managed] = min(costs[is_managed], _group_seconds(engine if is_managed else None, num_groups))
+            managed = min(managed, _group_seconds(engine, num_groups))
+            plain = min(plain, _group_seconds(None, num_groups))
     finally:
         with suppress(RuntimeError):
             engine.close()
-    return {"kind": "group_cost", "num_tensors": 3, "us": (costs[True] - costs[False]) / num_groups * 1e6}
+    return {"kind": "group_cost", "num_tensors": 3, "us": (managed - plain) / num_groups * 1e6}
 
 
 def _group_seconds(engine: Any, num_groups: int) -> float:
@@ -190,3 +190,49 @@ def _group_seconds(engine: Any, num_groups: int) -> float:
     seconds = time.perf_counter() - begin
     torch.cuda.synchronize()
     return seconds
+
+
+def measure_host(ranks: Ranks) -> dict[str, Any]:
+    """Time two kinds of Python in ms, without a copy and beside one in each direction, in turns.
+
+    One walks through objects whose memory is hardly in the caches, as most of a training step does; one stays in them.
+    """
+    pair, stream = Pair(_COPY_BYTES), torch.cuda.Stream()
+    record: dict[str, Any] = {"kind": "host", "rank": ranks.rank, "copy_bytes": _COPY_BYTES}
+    for name, work in {"cold": _walks(), "hot": itertools.repeat(_count)}.items():
+        times: dict[str, list[float]] = {direction: [] for direction in _BESIDE}
+        for _ in range(_REPEATS):
+            for direction in _BESIDE:
+                times[direction].append(_milliseconds(next(work), pair, stream, direction))
+        record.update({f"{name}_{direction}_ms": statistics.median(own) for direction, own in times.items()})
+    del pair
+    empty_caches()
+    return record
+
+
+def _walks() -> Iterator[Callable[[], int]]:
+    """Yield walks that each visit other objects, in random order."""
+    objects: list[dict[str, Any]] = [{"name": str(number), "values": [number] * 8} for number in range(_NUM_OBJECTS)]
+    chance = random.Random(0)
+    while True:
+        yield partial(_visit, objects, chance.sample(range(_NUM_OBJECTS), _NUM_VISITS))
+
+
+def _visit(objects: Sequence[dict[str, Any]], visits: Sequence[int]) -> int:
+    return sum(len(objects[i]["name"]) + objects[i]["values"][3] for i in visits)
+
+
+def _count() -> int:
+    return sum(number * number for number in range(20_000))
+
+
+def _milliseconds(work: Callable[[], int], pair: Pair, stream: Any, direction: str) -> float:
+    torch.cuda.synchronize()
+    if direction != "idle":
+        with torch.cuda.stream(stream):
+            pair.copy(direction)
+    begin = time.perf_counter()
+    work()
+    milliseconds = (time.perf_counter() - begin) * 1e3
+    torch.cuda.synchronize()
+    return milliseconds

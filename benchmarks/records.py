@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a figure comes from: date, command, versions, commit, environment."""
+"""The records of a run, each written as soon as it is there, and where they come from."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,25 @@ from typing import Any
 import offload_engine
 
 _VARIABLES = ("NVTE_", "CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "TORCH_", "OMP_")
+
+
+class Records(list[dict[str, Any]]):
+    """All records so far; also, where a file is given, a line of JSON for each at the end of that."""
+
+    def __init__(self, file: Path | None) -> None:
+        super().__init__()
+        self._file = file
+
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
+        new = list(records)
+        self += new
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in new)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the records of this kind."""
+        return [record for record in self if record["kind"] == kind]
 
 
 def provenance(packages: Sequence[str]) -> dict[str, Any]:

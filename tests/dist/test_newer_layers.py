@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixers of GatedDeltaProduct, with stand-ins for the kernels of FLA and mamba_ssm, which need a GPU: the same bits."""
+"""Layers that came with megatron-core 0.20: the same bits. These tests run with that version only.
+
+Mixers of GatedDeltaProduct have stand-ins for the kernels of FLA and mamba_ssm, which need a GPU. Layers with several
+residual streams (mHC) are tested with and without their own recomputation.
+"""
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -11,22 +14,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-pytest.importorskip("megatron.core")
-
-import torch  # noqa: E402
-from megatron.core.ssm.mamba_layer import MambaLayer  # noqa: E402
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
-
-from offload_engine import IterationStats  # noqa: E402
-from tests.dist.launch import run_ranks  # noqa: E402
-from tests.dist.models import HYBRID  # noqa: E402
-from tests.dist.names import is_refused  # noqa: E402
-from tests.dist.parity import Case, run_with, run_without  # noqa: E402
-from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE  # noqa: E402
+from offload_engine import IterationStats
+from tests.dist.launch import on_ranks, run_ranks
+from tests.dist.models import HYBRID
+from tests.dist.names import is_refused
+from tests.dist.parity import Case, check_all, run_with, run_without
+from tests.dist.tiny import HIDDEN, MICRO_BATCH, SEQUENCE
 
 pytestmark = pytest.mark.skipif(
-    not find_spec("megatron.core.ssm.gated_delta_product"), reason="before 0.20 there is no such mixer"
+    not find_spec("megatron.core.ssm.gated_delta_product"), reason="before 0.20 there are no such layers"
 )
 
 NUM_MICROBATCHES = 2
@@ -107,15 +107,15 @@ PROJECTED = INPUT * 132 // HIDDEN
     ("names", "recomputed"),
     [
         (["mamba_in_proj", "gdp_qkv", "mamba_out_proj"], []),
-        (["gdp_qkv"], ["gdp_qkv"]),
         (["mamba_mixer"], ["gdp_qkv", "gdp_in_proj"]),
         (["mamba_in_proj"], ["gdp_in_proj", "gdp_qkv"]),
         (["mamba_in_proj", "mamba_out_proj"], ["gdp_qkv"]),
     ],
     ids=str,
 )
-def test_parity(names: list[str], recomputed: list[str]) -> None:
-    (stats,) = run_ranks(_check, names, recomputed)
+@on_ranks()
+def test_mixers(names: list[str], recomputed: list[str]) -> None:
+    stats = _run(names, recomputed)
     assert stats.copied_in_bytes == stats.copied_out_bytes == stats.managed_bytes
     if {*names} <= {"mamba_in_proj", "mamba_out_proj"}:
         assert stats.copied_out_bytes == NUM_MICROBATCHES * len(names) * INPUT
@@ -123,21 +123,50 @@ def test_parity(names: list[str], recomputed: list[str]) -> None:
         assert stats.copied_out_bytes > NUM_MICROBATCHES * PROJECTED
 
 
+@on_ranks()
 def test_what_is_recomputed_moves_less() -> None:
-    (plain,), (recomputed,) = (run_ranks(_check, ["gdp_qkv"], modules) for modules in ([], ["gdp_qkv"]))
+    plain, recomputed = (_run(["gdp_qkv"], modules) for modules in ([], ["gdp_qkv"]))
     assert recomputed.copied_out_bytes < plain.copied_out_bytes
     assert recomputed.prefetch_misses == 0  # its input is back before the recomputation asks for it
 
 
-def test_what_the_first_projection_writes_cannot_move_where_it_is_recomputed() -> None:
-    recomputing = SimpleNamespace(recompute_granularity="selective", recompute_modules=["gdp_in_proj"])
-    assert is_refused(recomputing, "gdp_qkv", frozenset())
-    assert not is_refused(recomputing, "mamba_in_proj", frozenset())
-
-
-def _check(names: list[str], recomputed: list[str]) -> IterationStats:
-    gc.disable()
-    recompute = {"recompute_granularity": "selective", "recompute_modules": recomputed} if recomputed else {}
-    case = Case("moe", names, settings={**SETTINGS, **recompute}, change=with_mixers)
+def _run(names: list[str], recomputed: list[str]) -> IterationStats:
+    case = Case("moe", names, settings={**SETTINGS, **_recomputing(recomputed)}, change=with_mixers)
     (stats,) = run_with(case, [NUM_MICROBATCHES], run_without(case, [NUM_MICROBATCHES]))
     return stats
+
+
+def _recomputing(modules: list[str]) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+
+
+# ---- several residual streams ----------------------------------------------------------------------------------------
+
+STREAMS: dict[str, Any] = dict(enable_mhc_connections=True, mhc_num_residual_streams=2)
+BEHIND_NORMS = {"qkv_linear", "mlp_fc1"}
+PARTS = ["qkv_linear", "core_attn", "attn_proj", "mlp_fc1", "mlp_act", "mlp_fc2"]
+
+
+@pytest.mark.parametrize("recomputed", [[], ["mhc"], ["mhc", "core_attn"], ["mhc", "layernorm"]], ids=str)
+def test_residual_streams(recomputed: list[str]) -> None:
+    names = [
+        ["self_attn", "mlp_act"],
+        [name for name in PARTS if "layernorm" not in recomputed or name not in BEHIND_NORMS],
+    ]
+    names += [] if recomputed else [["layer_input", "self_attn", "mlp_norm"], ["attn_norm"]]
+    numbers = (None, 2) if recomputed else (None,)
+    settings = [{**STREAMS, **_recomputing(recomputed), "mhc_recompute_layer_num": number} for number in numbers]
+    run_ranks(check_all, [Case("dense", each, settings=more) for more in settings for each in names], [2])
+
+
+@pytest.mark.parametrize(
+    ("module", "refused", "offered"),
+    [
+        ("gdp_in_proj", ["gdp_qkv"], ["mamba_in_proj"]),
+        ("mhc", ["layer_input", "attn_norm", "mlp_norm"], ["core_attn", "attn_proj", "mlp_act"]),
+    ],
+)
+def test_what_is_computed_again_cannot_move(module: str, refused: list[str], offered: list[str]) -> None:
+    recomputing = SimpleNamespace(recompute_granularity="selective", recompute_modules=[module])
+    assert all(is_refused(recomputing, name, frozenset()) for name in refused)
+    assert not any(is_refused(recomputing, name, frozenset()) for name in offered)

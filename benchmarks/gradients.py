@@ -48,7 +48,11 @@ def fingerprint(gradients: Mapping[str, torch.Tensor | None], losses: list[torch
     sums = {name: _sums(grad) for name, grad in present.items()}
     missing = {name: "none" for name in gradients if name not in present}
     digests = {name: "".join(f"{value & (1 << 64) - 1:016x}" for value in pair.tolist()) for name, pair in sums.items()}
-    return Fingerprint([float(loss).hex() for loss in losses], {**digests, **missing}, _sample_all(present))
+    return Fingerprint(
+        [float(loss).hex() for loss in losses],
+        {**digests, **missing},
+        {name: _sample(grad) for name, grad in present.items()},
+    )
 
 
 def compare(one: Fingerprint, other: Fingerprint) -> Difference:
@@ -80,10 +84,6 @@ def _sums(grad: torch.Tensor) -> torch.Tensor:
         total[0] += piece.sum()
         total[1] += weights.mul_(piece).sum()
     return total
-
-
-def _sample_all(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: _sample(grad) for name, grad in gradients.items()}
 
 
 def _sample(grad: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that are given a cache of keys and values: never filled twice, never dropped with what it holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload_engine import OffloadConfig, OffloadError, enable_activation_offloading
+from tests.decoders import SMALL, make_decoder
+
+WIDTH, ROWS, DEPTH, TOKENS = 8, 4, 3, torch.arange(32).view(2, 16)
+ALL = OffloadConfig(min_tensor_bytes=1)
+Step = Callable[[], tuple[torch.Tensor, ...]]
+
+
+class Cache:
+    """The methods of a cache, and what layers have appended to it."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.kept)
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x.detach())
+        return torch.stack([x, *self.kept]).sum(0)
+
+
+class Layer(nn.Module):
+    """Adds what its cache holds, or a prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: Any = None, past_key_values: Any = None) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        if memory is not None:
+            memory.update(y.detach())
+        return y if past_key_values is None else y + past_key_values
+
+
+class Variadic(Layer):
+    """Its forward names no arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs)
+
+
+class Net(nn.Module):
+    def __init__(self, kind: type[Layer] = Layer) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(kind() for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, *args, **kwargs)
+        return x
+
+
+def numbers(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """Run the backward; return the loss and the gradients."""
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad()
+    return found
+
+
+def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def net_loss(model: Net, *args: Any, **kwargs: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(ROWS, WIDTH), *args, **kwargs).sum()
+    return loss
+
+
+def make_gpt2() -> Any:
+    """Make a GPT-2, which passes its cache by position and makes one unless told not to."""
+    transformers = pytest.importorskip("transformers", reason="GPT-2 is a model of transformers")
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 2}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts, **ends))
+
+
+def gpt2_loss(model: Any) -> torch.Tensor:
+    mask = torch.ones_like(TOKENS)
+    mask[1, 10:] = 0
+    loss: torch.Tensor = model(input_ids=TOKENS, labels=TOKENS, attention_mask=mask).loss
+    return loss
+
+
+# -- by position ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_gpt2_with_a_padding_mask(attention: str) -> None:
+    model = make_gpt2()
+    model.set_attn_implementation(attention)
+    plain = numbers(model, gpt2_loss(model))
+    handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
+    assert_same(numbers(model, gpt2_loss(model)), plain)
+    handle.remove()
+
+
+def test_gpt2_under_a_budget_is_not_recomputed(caplog: pytest.LogCaptureFixture) -> None:
+    plain_model, model = make_gpt2(), make_gpt2()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain_model, model)]
+    with caplog.at_level(logging.INFO):
+        handle = enable_activation_offloading(model, config=ALL.replace(gpu_budget=400 << 10))
+        for _ in range(8):
+            assert_same(numbers_and_step(model, optimizers[1]), numbers_and_step(plain_model, optimizers[0]))
+    handle.remove()
+    assert "gpu_budget: 0 of 3 layers may be checkpointed" in caplog.text
+    assert "it fills a cache of keys and values" in caplog.text
+
+
+def numbers_and_step(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    loss = gpt2_loss(model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.detach(), *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", [Layer, Variadic])
+def test_an_empty_cache_by_position_is_dropped(kind: type[Layer], caplog: pytest.LogCaptureFixture) -> None:
+    model, cache = Net(kind), Cache()
+    plain = numbers(model, net_loss(model, Cache()))
+    handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
+    with caplog.at_level(logging.INFO):
+        assert_same(numbers(model, net_loss(model, cache)), plain)
+        assert_same(numbers(model, net_loss(model, memory=cache)), plain)
+    handle.remove()
+    assert not cache.kept
+    assert caplog.text.count("given an empty cache of keys and values, first layers.0") == 1
+
+
+def test_a_layer_that_a_budget_recomputes_and_is_given_a_cache_runs_once() -> None:
+    """The cache comes first in a step behind those that were measured."""
+    model, cache = Net(), Cache()
+    config = ALL.replace(gpu_budget=3500)
+    plain = numbers(model, net_loss(model, Cache()))
+    handle = enable_activation_offloading(model, config=config)
+    for layer in handle._recompute._switches:  # type: ignore[union-attr]
+        layer.switch(on=True)
+    assert_same(numbers(model, net_loss(model, cache)), plain)
+    assert len(cache.kept) == DEPTH
+    handle.remove()
+
+
+# -- a cache with content ---------------------------------------------------------------------------------------------
+
+
+def filled() -> Cache:
+    cache = Cache()
+    cache.update(torch.ones(ROWS, WIDTH))
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: net_loss(model, filled()), "as memory .Cache."),
+        (lambda model: net_loss(model, memory=filled()), "as memory .Cache."),
+        (lambda model: net_loss(model, past_key_values=torch.ones(WIDTH)), "as past_key_values .Tensor."),
+        (lambda model: net_loss(model, None, torch.ones(WIDTH)), "as past_key_values .Tensor."),
+    ],
+)
+def test_content_is_refused_by_name(make: Callable[[Net], torch.Tensor], message: str) -> None:
+    model = Net()
+    plain = numbers(model, net_loss(model))
+    handle = enable_activation_offloading(model, enable_ckpt=True, config=ALL)
+    with pytest.raises(OffloadError, match=f"layers.0 is given a cache .* {message}.* use enable_ckpt=False"):
+        make(model)
+    assert_same(numbers(model, net_loss(model)), plain)  # the refused forward has left nothing
+    handle.remove()
+
+
+def prefix_loss(model: Any, prefix: list[torch.Tensor]) -> torch.Tensor:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for i in range(DEPTH):
+        cache.update(prefix[2 * i], prefix[2 * i + 1], i)
+    loss: torch.Tensor = model(input_ids=TOKENS, labels=TOKENS, past_key_values=cache).loss
+    return loss
+
+
+@pytest.mark.parametrize("enable_ckpt", [False, True])
+def test_a_prefix_in_a_cache(enable_ckpt: bool) -> None:
+    """It is learned as well, as in prefix tuning."""
+    pytest.importorskip("transformers", reason="its caches")
+    model: Any = make_decoder("llama", DEPTH, attention_dropout=0.0)
+    torch.manual_seed(1)
+    prefix = [torch.randn(2, 2, 4, 8, requires_grad=True) for _ in range(2 * DEPTH)]
+    plain = numbers(model, prefix_loss(model, prefix))
+    handle = enable_activation_offloading(model, enable_ckpt=enable_ckpt, config=SMALL)
+    if enable_ckpt:
+        with pytest.raises(OffloadError, match="as past_key_values .DynamicCache., which is not empty"):
+            prefix_loss(model, prefix)
+    else:
+        grads = [p.grad.clone() for p in prefix if p.grad is not None]
+        assert_same(numbers(model, prefix_loss(model, prefix)), plain)
+        assert_same([p.grad / 2 for p in prefix if p.grad is not None], grads)
+    handle.remove()
+
+
+def test_layers_that_are_not_checkpointed_may_fill_theirs() -> None:
+    pytest.importorskip("transformers", reason="its caches")
+    model: Any = make_decoder("llama", DEPTH, attention_dropout=0.0)
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=TOKENS, labels=TOKENS, use_cache=True).loss
+        return found
+
+    plain = numbers(model, loss())
+    layers = list(model.model.layers)[1:]
+    handle = enable_activation_offloading(model, layers=layers, enable_ckpt=True, config=SMALL)
+    assert_same(numbers(model, loss()), plain)
+    handle.remove()
+
+
+def test_a_cache_of_a_fixed_size_is_refused() -> None:
+    """Masks are made for all of it."""
+    transformers = pytest.importorskip("transformers", reason="its caches")
+    model: Any = make_decoder("llama", DEPTH)
+    handle = enable_activation_offloading(model, enable_ckpt=True, config=SMALL)
+    cache = transformers.StaticCache(model.config, max_cache_len=32)
+    with pytest.raises(OffloadError, match="fixed size"):
+        model(input_ids=TOKENS, past_key_values=cache, use_cache=True)
+    handle.remove()
+
+
+def test_an_empty_cache_of_an_encoder_and_a_decoder() -> None:
+    transformers = pytest.importorskip("transformers", reason="its caches")
+    from offload_engine.frontends._layers.caches import LayerCaches
+
+    caches, parts = LayerCaches(Net()), [transformers.DynamicCache(), transformers.DynamicCache()]
+    both = transformers.EncoderDecoderCache(*parts)
+    assert caches.is_empty(both)
+    parts[1].update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), 0)
+    assert not caches.is_empty(both)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes of settings that would move nothing, or something else than was asked for, without a word."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_patches import __main__ as launcher  # noqa: E402
+from megatron_patches import add_offload_arguments, apply  # noqa: E402
+from megatron_patches._arguments import Settings, resolve  # noqa: E402
+from megatron_patches._command_line import as_typed  # noqa: E402
+from megatron_patches._versions import is_in_range  # noqa: E402
+from offload_engine import OffloadConfig  # noqa: E402
+from offload_engine.sizes import Size  # noqa: E402
+from tests.dist.programs import ROOT  # noqa: E402
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+
+
+def in_front(*flags: str) -> Settings:
+    """Return the settings of the launcher with these flags in front of the script."""
+    return launcher._settings(add_offload_arguments(argparse.ArgumentParser()).parse_args(flags))
+
+
+def test_the_first_layers_offload_with_no_name_given() -> None:
+    settings = resolve(TransformerConfig(**SHAPE), in_front("--offload-activation", "--offload-num-layers", "1"))
+    assert settings is not None and settings.num_layers == 1 and settings.modules == ()
+
+
+def test_layers_in_front_of_the_script_beside_full_recomputation() -> None:
+    config = TransformerConfig(
+        **SHAPE, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
+    with pytest.raises(ValueError, match="offload_num_layers=1 selects layers"):
+        resolve(config, in_front("--offload-activation", "--offload-num-layers", "1"))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"offload_resident_bytes": 1 << 30}, {"offload_fraction": 0.5}, {"offload_modules": ["moe_act"]}],
+    ids=lambda field: next(iter(field)),
+)
+def test_fields_need_a_switch_in_the_configuration_or_in_front_of_the_script(field: dict[str, Any]) -> None:
+    [name] = field
+    with apply(), pytest.raises(ValueError, match=f"^{name}=.* without offload_activation=True moves nothing"):
+        TransformerConfig(**SHAPE, **field)
+    with apply(modules=["core_attn"]):
+        assert getattr(TransformerConfig(**SHAPE, **field), name) == field[name]
+    with apply(gpu_budget="60GiB"):
+        assert resolve(TransformerConfig(**SHAPE), in_front("--offload-gpu-budget", "60GiB")) is not None
+
+
+def test_a_budget_in_the_engines_configuration_is_one() -> None:
+    config = OffloadConfig(gpu_budget=60 << 30, recompute="off")
+    with apply(config) as handle:
+        settings = resolve(TransformerConfig(**SHAPE), handle._runtime._defaults)
+    assert settings is not None and settings.gpu_budget == Size(60 << 30)
+    assert not settings.may_recompute and settings.engine.gpu_budget is None
+
+
+def test_paths_are_not_rewritten() -> None:
+    message = "cannot write /home/me/offload_engine/out: set offload_engine. See offload_engine.policies"
+    assert as_typed(message, []) == (
+        "cannot write /home/me/offload_engine/out: set --offload-engine. See offload_engine.policies"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "versions", "is_in"),
+    [
+        ("0.18.0rc0", ">=0.18", True),
+        ("0.17.0rc1", ">=0.18", False),
+        ("0.20.0rc0", "<0.20", False),
+        ("0.20.0+abc", ">=0.16.1,<0.21", True),
+        ("0.21.0rc0", ">=0.16.1,<0.21", False),
+    ],
+)
+def test_release_candidates_count_as_their_release(version: str, versions: str, is_in: bool) -> None:
+    assert is_in_range(version, versions) is is_in
+
+
+@pytest.mark.parametrize("flags", [("--offload-num-layers", "four"), ("--offload-fraction", "half")])
+def test_values_that_are_no_number(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        add_offload_arguments(argparse.ArgumentParser()).parse_args(flags)
+    assert f"{flags[1]!r} is not a " in capsys.readouterr().err
+
+
+def test_the_script_finds_what_lies_beside_it_before_what_is_installed(tmp_path: Path) -> None:
+    """A checkout of Megatron-LM has its own megatron.core beside its scripts: that one is to be patched."""
+    script, core = tmp_path / "train.py", tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").touch()
+    (core / "package_info.py").write_text("__version__ = '0.1.0'\n")
+    script.write_text("print('never runs')\n")
+    command = [sys.executable, "-m", "megatron_patches", "--offload-activation", str(script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode and "megatron-core 0.1.0 (imported from" in ended.stderr, ended
