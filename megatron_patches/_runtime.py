@@ -192,6 +192,10 @@ class ModelRuntime:
             release_captured(attached.attachment.engine)
         self._is_closed = True
         self._training_log.remove()
+        self.detach_all()
+
+    def detach_all(self) -> None:
+        """Remove the hooks and close the engines of all models; their next steps attach anew."""
         while self._attachments:
             self._attachments.popitem()[1].close()
         self._running = None

@@ -228,7 +228,7 @@ class _Runtime(ModelRuntime):
 
     def use(self, names: Sequence[str], settings: OffloadConfig) -> None:
         """Offload `names` from the next step on."""
-        self.close()
+        self.detach_all()
         self._engine = None
         self._defaults = Settings(settings, tuple(names), None, False)
 
