@@ -19,9 +19,10 @@ from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings
 from megatron_patches._command_line import OneLineParser, end_run
 from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
+from megatron_patches._rows.registry import Applied
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import installed_version
-from offload_engine import OffloadConfig
+from offload_engine import OffloadConfig, OffloadError
 from offload_engine.rehearsal.options import add_hardware_options, hardware_flags_in
 from offload_engine.sizes import parse_size
 
@@ -54,13 +55,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         _plan(parser, args, script)
         return
     _log_to_stderr()
-    handle = _apply(parser, args)
+    handle, cpu_support = _apply(parser, args)
     try:
         _run(script)
     except Exception as error:
         if error is not handle.mistake:
             raise
         end_run(PROGRAM, str(error), words=typed)
+    finally:
+        _remove(handle, cpu_support, has_failed=sys.exc_info()[0] is not None)
 
 
 def module_table() -> str:
@@ -151,19 +154,31 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Seq
             parser.error(mistake)
 
 
-def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Handle:
+def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Handle, Applied]:
     try:
         settings = _settings(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     try:
-        handle = apply_settings(settings)
+        handle, cpu_support = apply_settings(settings), Applied()
         if not torch.cuda.is_available():
             logger.info("no GPU found: megatron-core is patched to run on the CPU")
-            apply_cpu_support()
+            cpu_support = apply_cpu_support()
     except RuntimeError as error:
         end_run(PROGRAM, str(error))
-    return handle
+    return handle, cpu_support
+
+
+def _remove(handle: Handle, cpu_support: Applied, has_failed: bool) -> None:
+    """End offload behind the script, which writes last plans and tables; errors do not take the place of its own."""
+    try:
+        cpu_support.remove()  # first: its rows lie on those of the handle
+        handle.remove()
+    except Exception as error:
+        is_captured = isinstance(error, OffloadError)  # megatron-core keeps its graphs until the process ends
+        if not (has_failed or is_captured):
+            raise
+        logger.log(logging.DEBUG if is_captured else logging.WARNING, "offload was not removed: %s", error)
 
 
 def _settings(args: argparse.Namespace) -> Settings:

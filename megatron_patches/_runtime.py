@@ -56,11 +56,10 @@ class _Attached:
     """The settings that the attachment was made for."""
 
     closer: weakref.finalize[..., Any]
-    """Closes the attachment when its model is freed, and keeps it alive until then."""
+    """Closes all that was attached, at the latest when the model is freed, and keeps it alive until then."""
 
     second_step: SecondStep
     plan_files: PlanFiles
-    recomputation: RecomputeOptions | None
     is_checked: bool = False
     """The host tier had room in the first step that has not raised."""
 
@@ -70,15 +69,20 @@ class _Attached:
         return self.settings.modules
 
     def close(self) -> None:
-        """Close it; first release what is captured."""
-        try:
-            self.second_step.close(self.attachment.engine)
-            self.plan_files.close(self.attachment.engine)
-        finally:
-            if self.recomputation is not None:
-                self.recomputation.restore()
-            self.attachment.close()
-            self.closer.detach()
+        """Close it; first release what is captured. Idempotent."""
+        self.closer()
+
+
+def _close(
+    attachment: Attachment, second_step: SecondStep, plan_files: PlanFiles, recomputation: RecomputeOptions | None
+) -> None:
+    try:
+        second_step.close(attachment.engine)
+        plan_files.close(attachment.engine)
+    finally:
+        if recomputation is not None:
+            recomputation.restore()
+        attachment.close()
 
 
 class _SecondSteps:
@@ -342,9 +346,9 @@ class ModelRuntime:
             attachment = _put_hooks(engine, step, settings)
             on_error.callback(attachment.close)
             second_step = self._second_steps.make(step, settings)
-            closer = weakref.finalize(step.chunks[0], attachment.close)
+            closer = weakref.finalize(step.chunks[0], _close, attachment, second_step, files, recomputation)
             on_error.pop_all()
-        attached = _Attached(attachment, asked, closer, second_step, files, recomputation)
+        attached = _Attached(attachment, asked, closer, second_step, files)
         self._attachments[step.chunks[0]] = attached
         return attached
 

@@ -63,7 +63,7 @@ class RankReports:
             self._found.append(own)
         elif rank > 0 and self._ticket:
             store.set(str(self._ticket), pickle.dumps(own))
-        return rank == 0
+        return rank == 0 and not self._ticket  # without its process group every rank seems to be rank 0
 
     def table(self, is_last_look: bool = False) -> str | None:
         """Return the tables of all ranks on rank 0, once all are there or time is up.

@@ -65,7 +65,7 @@ class RecomputeOptions:
         switches = Switches(chunks).by_key
         groups = frozenset(names)
         found = [_option(stage, switch, groups) for (stage, _, _), switch in switches.items() if not switch.is_on]
-        self._options: list[_Option] = sorted(found, key=lambda option: -len(option.places))
+        self._options: list[_Option] = sorted(found, key=lambda option: _ORDER.index(option.switch.name))
         self._input_bytes: dict[tuple[int, int, str], int] = {}
         self._handles: list[Any] = []
         for stage, chunk in enumerate(chunks):
@@ -83,7 +83,7 @@ class RecomputeOptions:
         offers = [offer for option in self._options if (offer := self._offer(option, groups)) is not None]
         taken: set[Slot] = set()
         found = []
-        for option in sorted(offers, key=lambda offer: _ORDER.index(offer.name)):
+        for option in offers:
             if taken.isdisjoint(option.replaces):
                 taken |= option.replaces
                 found.append(option)
@@ -95,13 +95,10 @@ class RecomputeOptions:
         Raises:
             ValueError: if something was chosen that cannot be recomputed.
         """
-        left = {Place(slot.stage, slot.layer, slot.name) for slot in choices.recomputed}
+        places = frozenset(Place(slot.stage, slot.layer, slot.name) for slot in choices.recomputed)
+        chosen = {option.switch for layer in _by_layer(places) for option in self._find_chosen(layer)}
         for option in self._options:
-            is_on = bool(option.places) and option.places <= left
-            option.switch.set(is_on)
-            left -= option.places if is_on else frozenset()
-        if left:
-            raise ValueError(f"the plan recomputes {min(left)}, which this model cannot switch: remove the plan's file")
+            option.switch.set(option.switch in chosen)
 
     def restore(self) -> None:
         """Recompute what the model was built with. Idempotent."""
@@ -109,6 +106,15 @@ class RecomputeOptions:
             handle.remove()
         for option in self._options:
             option.switch.restore()
+
+    def _find_chosen(self, places: frozenset[Place]) -> list[_Option]:
+        """Return the options whose union `find` has offered, and a decision chosen, in one layer."""
+        options = [option for option in self._options if option.places and option.places <= places]
+        if (chosen := _cover(places, options)) is None:
+            raise ValueError(
+                f"the plan recomputes {min(places)}, which this model cannot switch: remove the plan's file"
+            )
+        return chosen
 
     def _measure_inputs(self, stage: int, layer: int, modules: Mapping[str, torch.nn.Module]) -> None:
         for option in self._options:
@@ -143,6 +149,27 @@ def _option(stage: int, switch: Switch, groups: frozenset[str]) -> _Option:
         for names in (switch.frees, switch.keeps)
     )
     return _Option(switch, frees, keeps)
+
+
+def _by_layer(places: Iterable[Place]) -> list[frozenset[Place]]:
+    found: dict[tuple[int, int], set[Place]] = {}
+    for place in places:
+        found.setdefault((place.stage, place.layer), set()).add(place)
+    return [frozenset(layer) for layer in found.values()]
+
+
+def _cover(places: frozenset[Place], options: Sequence[_Option]) -> list[_Option] | None:
+    """Return options that have exactly these places, each place once; of several such the first, as `find` offers them.
+
+    The largest would be wrong: an activation of experts and the shared experts may have all the places that the whole
+    MoE layer has.
+    """
+    if not places:
+        return []
+    for number, option in enumerate(options, 1):
+        if option.places <= places and (rest := _cover(places - option.places, options[number:])) is not None:
+            return [option, *rest]
+    return None
 
 
 def _groups_of(shapes: Shapes) -> Iterator[tuple[Place, list[tuple[Slot, GroupShape]]]]:
