@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from offload_engine._devices.base import HostRegion
+from offload_engine._devices.base import HostRegion, IssueCopies
 from tests.adversarial import AdversarialDevice, AdversarialEvent, AdversarialSlab, AdversarialStream
 
 
@@ -85,6 +86,12 @@ class GraphDevice(AdversarialDevice):
     def copy_in(self, stream: AdversarialStream, copies: Sequence[tuple[HostRegion, torch.Tensor]]) -> AdversarialEvent:
         self._begin_copy(stream)
         return self._noted(super().copy_in(stream, copies), stream)
+
+    def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> IssueCopies:
+        return partial(self.copy_out, copies=copies)
+
+    def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> IssueCopies:
+        return partial(self.copy_in, copies=copies)
 
     def new_slab(self, nbytes: int) -> AdversarialSlab:
         assert not self.captures, "nothing can be pinned in a capture"

@@ -24,8 +24,13 @@ class Replays:
     """
 
     def __init__(self, steps: Sequence[Step], context: TransferContext) -> None:
+        graphs = context.device.graphs
+        assert graphs is not None
         self._steps = steps
         self._context = context
+        # Prepared once: a replay leaves the host no more to do than CUDA's calls.
+        self._issue_out = [graphs.prepare_copy_out(step.copy_outs) if step.copy_outs else None for step in steps]
+        self._issue_in = [[graphs.prepare_copy_in(copy_in.copies) for copy_in in step.copy_ins] for step in steps]
         self._next = 0
         self._copied_out: dict[int, Event] = {}
         self._copied_in: dict[int, Event] = {}
@@ -56,15 +61,16 @@ class Replays:
         device, out, into = self._context.device, self._context.copy_out_stream, self._context.copy_in_stream
         step = self._steps[number]
         self._next = (number + 1) % len(self._steps)
-        if step.copy_outs:
+        issue_out = self._issue_out[number]
+        if issue_out is not None:
             device.wait_stream(out, device.current_stream())  # Rule 1
-            self._copied_out[number] = device.copy_out(out, step.copy_outs)
+            self._copied_out[number] = issue_out(out)
         if step.copy_ins:
             device.wait_stream(into, device.current_stream())  # Rule 4
-        for number_in, copies, saved_by in step.copy_ins:
-            for number_out in saved_by:
+        for copy_in, issue_in in zip(step.copy_ins, self._issue_in[number], strict=True):
+            for number_out in copy_in.saved_by:
                 device.wait_event(into, self._copied_out[number_out])  # Rule 3, which compute waits for later
-            self._copied_in[number_in] = device.copy_in(into, copies)
+            self._copied_in[copy_in.number] = issue_in(into)
 
     def _begin(self) -> None:
         """Have compute wait for copy-ins that a pass which was broken off has left in flight.

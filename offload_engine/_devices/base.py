@@ -10,6 +10,7 @@ Streams, events and time marks are opaque: only the device that made them looks 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from offload_engine._devices.regions import TensorSpec as TensorSpec
 Stream = Any
 Event = Any
 TimeMark = Any
+IssueCopies = Callable[[Stream], Event]
+"""Issues copies on a stream; returns the event after the last byte."""
 
 
 class CopyError(RuntimeError):
@@ -82,6 +85,12 @@ class DeviceGraphs(Protocol):
         Until the end each copy is issued alone, only events that were known to have completed before count as complete,
         and `Device.synchronize` returns at once, because nothing runs.
         """
+
+    def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> IssueCopies:
+        """Return what issues these copies at each call, as `Device.copy_out`; no byte of theirs may move."""
+
+    def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> IssueCopies:
+        """Return what issues these copies at each call, as `Device.copy_in`; no byte of theirs may move."""
 
 
 class Device(Protocol):

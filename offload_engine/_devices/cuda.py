@@ -33,6 +33,7 @@ class CudaGraphs:
     def __init__(self, runtime: CudaRuntime) -> None:
         self.is_capturing = torch.cuda.is_current_stream_capturing
         self.record = runtime.record_graph
+        self.prepare_copy_out, self.prepare_copy_in = runtime.prepare_copy_out, runtime.prepare_copy_in
 
 
 class CudaDevice:

@@ -8,7 +8,9 @@ about fifteen of them. Here a stream is its handle, and an event is a handle tha
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -206,30 +208,27 @@ class CudaRuntime:
 
     def copy_out(self, stream: int, copies: list[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
         """Issue copies as `Device.copy_out`; the targets are in slabs of pinned memory."""
-        values: list[int] = []
-        for source, target in copies:
-            address = check_copy(source, target)
-            values.append(_address(target))
-            values.append(address)
-            values.append(target.nbytes)
-        return self._copy(stream, _DEVICE_TO_HOST, values)
+        return self._copy(_DEVICE_TO_HOST, _addresses_out(copies), stream)
 
     def copy_in(self, stream: int, copies: list[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
         """Issue copies as `Device.copy_in`; the sources are in slabs of pinned memory."""
-        values: list[int] = []
-        for source, target in copies:
-            values.append(check_copy(target, source))
-            values.append(_address(source))
-            values.append(source.nbytes)
-        return self._copy(stream, _HOST_TO_DEVICE, values)
+        return self._copy(_HOST_TO_DEVICE, _addresses_in(copies), stream)
 
-    def _copy(self, stream: int, kind: int, values: list[int]) -> CudaEvent:
+    def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> Callable[[int], CudaEvent]:
+        """As `DeviceGraphs.prepare_copy_out`."""
+        return partial(self._copy, _DEVICE_TO_HOST, _addresses_out(copies))
+
+    def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> Callable[[int], CudaEvent]:
+        """As `DeviceGraphs.prepare_copy_in`."""
+        return partial(self._copy, _HOST_TO_DEVICE, _addresses_in(copies))
+
+    def _copy(self, kind: int, addresses: list[int], stream: int) -> CudaEvent:
         event = self._unrecorded()
         if self._records_graph:  # CUDA refuses several copies in one call, and records the event without a node
-            for i in range(0, len(values), 3):
-                self._check(self._copy_all(stream, event.handle, kind, values[i : i + 3]))
+            for i in range(0, len(addresses), 3):
+                self._check(self._copy_all(stream, event.handle, kind, addresses[i : i + 3]))
         else:
-            self._check(self._copy_all(stream, event.handle, kind, values))
+            self._check(self._copy_all(stream, event.handle, kind, addresses))
         return event
 
     def _unrecorded(self) -> CudaEvent:
@@ -263,6 +262,27 @@ class CudaRuntime:
             self._last_error()
             runtime = torch.cuda.cudart()
             raise CopyError(f"CUDA error {code}: {runtime.cudaGetErrorString(runtime.cudaError(code))}")
+
+
+def _addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
+    """Return target, source and size in bytes of each copy, checked."""
+    addresses: list[int] = []
+    for source, target in copies:
+        address = check_copy(source, target)
+        addresses.append(_address(target))
+        addresses.append(address)
+        addresses.append(target.nbytes)
+    return addresses
+
+
+def _addresses_in(copies: list[tuple[HostRegion, torch.Tensor]]) -> list[int]:
+    """Return target, source and size in bytes of each copy, checked."""
+    addresses: list[int] = []
+    for source, target in copies:
+        addresses.append(check_copy(target, source))
+        addresses.append(_address(source))
+        addresses.append(source.nbytes)
+    return addresses
 
 
 def _address(region: HostRegion) -> int:

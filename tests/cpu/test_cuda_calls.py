@@ -379,6 +379,19 @@ def test_several_copies_and_their_event_are_two_calls(cuda: CudaRuntime, runtime
         assert order_of_calls(runtime) == [BATCH, RECORD, BATCH, RECORD]
 
 
+def test_prepared_copies_are_the_same_calls_each_time_that_they_are_issued(
+    cuda: CudaRuntime, runtime: ctypes.CDLL
+) -> None:
+    copies = three_copies()
+    issue_out, issue_in = cuda.prepare_copy_out(copies), cuda.prepare_copy_in(backwards(copies))
+    for _ in range(2):
+        copied_out = issue_out(STREAM)
+        assert last_batch(runtime) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
+        copied_in = issue_in(STREAM)
+        assert last_batch(runtime) == [(t.data_ptr(), HOST + 512 * t.nbytes, t.nbytes) for t, _ in copies]
+        assert last_record(runtime) == (copied_in.handle, STREAM) and copied_in.handle != copied_out.handle
+
+
 def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
     copies = three_copies()
     last, region = copies[-1]
