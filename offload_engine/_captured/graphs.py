@@ -62,8 +62,9 @@ def told_of_graphs(listener: Listener, owner: Any = torch.cuda) -> Iterator[None
         number = -1  # of its capture; -1: not captured in this context
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.number = listener.prepare() if listens else -1
+            number = listener.prepare() if listens else -1
             super().capture_begin(*args, **kwargs)
+            self.number = number  # not before: a graph that cannot be captured again has its old capture still
             if self.number >= 0:
                 weakref.finalize(self, listener.drop, self.number)
                 listener.begin()

@@ -36,7 +36,7 @@ class Replays:
         self._copied_in: dict[int, Event] = {}
 
     def before(self, number: int) -> None:
-        """Call it before a replay, on the stream of the replay.
+        """Call it before a replay, on the stream of the replay. Again where that replay has raised an error.
 
         Raises:
             OffloadError: if this graph is not the next one of the captures, nor the first.
@@ -52,15 +52,18 @@ class Replays:
             self._begin()
         step = self._steps[number]
         for saved_by in step.left:
-            device.wait_event(stream, self._copied_out.pop(saved_by))  # Rule 3
+            device.wait_event(stream, self._copied_out[saved_by])  # Rule 3
         if step.reads:
-            device.wait_event(stream, self._copied_in.pop(number))  # Rule 5
+            device.wait_event(stream, self._copied_in[number])  # Rule 5
 
     def after(self, number: int) -> None:
-        """Call it behind a replay, on its stream."""
+        """Call it behind a replay, on its stream. If it is broken off, only a new pass may follow."""
         device, out, into = self._context.device, self._context.copy_out_stream, self._context.copy_in_stream
         step = self._steps[number]
-        self._next = (number + 1) % len(self._steps)
+        self._next = 0  # until all copies are issued: some may write what this graph has read
+        for number_out in step.left:
+            del self._copied_out[number_out]
+        self._copied_in.pop(number, None)
         issue_out = self._issue_out[number]
         if issue_out is not None:
             device.wait_stream(out, device.current_stream())  # Rule 1
@@ -71,6 +74,7 @@ class Replays:
             for number_out in copy_in.saved_by:
                 device.wait_event(into, self._copied_out[number_out])  # Rule 3, which compute waits for later
             self._copied_in[copy_in.number] = issue_in(into)
+        self._next = (number + 1) % len(self._steps)
 
     def _begin(self) -> None:
         """Have compute wait for copy-ins that a pass which was broken off has left in flight.
@@ -78,6 +82,7 @@ class Replays:
         Its copy-outs may read what this pass writes: the copy-outs of this pass follow them, to the same host bytes.
         """
         device = self._context.device
+        self._next = 0
         for event in self._copied_in.values():
             device.wait_event(device.current_stream(), event)
         self._copied_in.clear()

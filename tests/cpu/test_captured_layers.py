@@ -147,6 +147,88 @@ def test_another_order_of_replays_is_refused(engine: OffloadEngine) -> None:
         graphs.run(0, ["F0", "F1", "B0"])
 
 
+class ReplayedTwice:
+    """A graph whose replays raise an error at first, in front of their kernels or behind them, and are repeated."""
+
+    def __init__(self, graph: Any, is_behind: bool) -> None:
+        self._graph = graph
+        self._at = len(graph.kernels) if is_behind else 0
+
+    def replay(self) -> None:
+        with pytest.raises(ZeroDivisionError):
+            self._fail()
+        self._graph.replay()
+
+    def _fail(self) -> None:
+        kernels = self._graph.kernels
+        kernels.insert(self._at, (lambda *, out: 1 // 0, torch.empty(0), ()))
+        try:
+            self._graph.replay()
+        finally:
+            kernels.pop(self._at)
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_replay_that_has_raised_is_repeated(is_behind: bool, engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 F1 B1 B0")
+    captured(graphs, engine)
+    for chunk in graphs.chunks.values():
+        chunk._forwards = [ReplayedTwice(graph, is_behind) for graph in chunk._forwards]
+        chunk._backwards = [ReplayedTwice(graph, is_behind) for graph in chunk._backwards]
+    for _ in range(2):
+        check_replays(graphs)
+
+
+def test_a_new_pass_that_fails_at_once_has_ended_the_one_before(engine: OffloadEngine) -> None:
+    graphs = Graphs("F0 F1 B1 B0")
+    captured(graphs, engine)
+    graphs.run(0, ["F0", "F1", "B1"])
+    with pytest.raises(ZeroDivisionError):
+        ReplayedTwice(graphs.chunks["0"]._forwards[0], is_behind=False)._fail()
+    with pytest.raises(OffloadError, match="CUDA graph 18 is replayed where graph 0 was captured"):
+        graphs.run(0, ["B0"])
+    check_replays(graphs)
+
+
+@pytest.mark.parametrize("call", ["copy_out", "copy_in"])
+def test_behind_copies_that_were_not_all_issued_only_a_new_pass_is_right(
+    call: str, engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs("F0 F1 B1 B0")
+    layers = captured(graphs, engine)
+    steps = [bool(step.copy_outs if call == "copy_out" else step.copy_ins) for step in layers.steps]
+    for failing in range(sum(steps)):
+        with monkeypatch.context() as patch:
+            original, calls = getattr(engine.device, call), iter(range(failing))
+
+            def failed(*args: Any, original: Any = original, calls: Iterator[int] = calls) -> Any:
+                if next(calls, None) is None:
+                    raise ZeroDivisionError
+                return original(*args)
+
+            patch.setattr(engine.device, call, failed)
+            with pytest.raises(ZeroDivisionError):
+                graphs.run(0)
+        all_graphs = [graph for name in "01" for graph in graphs.chunks[name]._forwards]
+        all_graphs += [graph for name in "10" for graph in graphs.chunks[name]._backwards]
+        for graph in all_graphs[1:]:
+            with pytest.raises(OffloadError, match="where graph 0 was captured"):
+                graph.replay()
+        check_replays(graphs)
+
+
+def test_a_graph_that_cannot_be_captured_again_is_replayed_with_its_copies(
+    engine: OffloadEngine, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured(graphs, engine)
+    refused = graphs.chunks["0"]._backwards[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(refused).__mro__[1], "capture_begin", lambda self: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            refused.capture_begin()
+    check_replays(graphs)
+
+
 @pytest.mark.parametrize("is_original", [True, False])
 def test_what_others_hold_stays(is_original: bool, engine: OffloadEngine, graphs: Graphs) -> None:
     held: list[Any] = []
