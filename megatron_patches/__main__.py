@@ -19,7 +19,7 @@ from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings
 from megatron_patches._command_line import OneLineParser, end_run
 from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
-from megatron_patches._rows.registry import Applied
+from megatron_patches._rows.registry import Applied, PatchError
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig, OffloadError
@@ -138,7 +138,10 @@ def _check(how: str) -> int:
 
     rows = patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
     if how == "accept":
-        accept(rows, version)
+        try:
+            accept(rows, version)
+        except (PatchError, OSError) as error:
+            end_run(PROGRAM, str(error))
     findings = check_rows(rows, version, read_known())
     print(table_of(findings, version, os.path.dirname(megatron.core.__file__)))
     return int(any(finding.state.breaks for finding in findings))

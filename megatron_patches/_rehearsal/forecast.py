@@ -72,8 +72,8 @@ class _Rehearsed(NamedTuple):
 def _rehearse_rank(
     job: TrainingJob, hardware: Hardware, link: Link, rank: int, on_progress: Callable[[], None]
 ) -> _Rehearsed:
-    number = steady_microbatches(job)
     with StageRehearsal(job, hardware, link, rank, **_offloadable(job)).ready() as stage:
+        number = stage.steady_microbatches
         names = stage.names_of(job.modules)
         if not names:
             raise ValueError(f"stage {rank} has none of {', '.join(job.modules) or 'the modules'} to offload")
@@ -117,12 +117,6 @@ def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, num
 def _offloadable(job: TrainingJob) -> dict[str, Any]:
     """Return the changes without which nothing could be offloaded: full recomputation is a way of its own."""
     return dict(_NO_FULL) if job.recomputes_all else {}
-
-
-def steady_microbatches(job: TrainingJob) -> int:
-    """Return how many microbatches show the peak of a step: more of them only repeat."""
-    size = job.parallel.get("pipeline_model_parallel_size", 1)
-    return min(job.num_microbatches, 3 if size == 1 else 3 * size)
 
 
 def _num_tokens(job: TrainingJob) -> int:

@@ -124,6 +124,17 @@ class ReadyStage:
         self.bare = bare
         self.sizes = StageSizes(parameters, weight_bytes, gradient_bytes, held)
 
+    @property
+    def steady_microbatches(self) -> int:
+        """Return how many microbatches show the peak of a step: more of them only repeat.
+
+        Interleaved ones come in whole groups, of at least the pipeline's size.
+        """
+        size = self._job.parallel.get("pipeline_model_parallel_size", 1)
+        is_interleaved = self.config.virtual_pipeline_model_parallel_size is not None
+        group = self.config.microbatch_group_size_per_vp_stage if is_interleaved else size
+        return min(self._job.num_microbatches, 3 * group)
+
     def names_of(self, wanted: Sequence[str]) -> list[str]:
         """Return the names that this rank has of those wanted; none wanted: all of them."""
         names = self.names()

@@ -55,6 +55,15 @@ def test_dense_in_a_pipeline(tmp_path: Path) -> None:
     assert plot.stat().st_size > 1000
 
 
+def test_groups_of_microbatches_above_the_pipelines_size() -> None:
+    """Fewer microbatches than two groups would end in a group that is no whole one."""
+    parallel = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+    parallel += ["--microbatch-group-size-per-virtual-pipeline-stage", "8", "--global-batch-size", "16"]
+    out, error, status = _run("--plan", "--hardware", "h200x2", TRAINER, *MODEL, *DATA, *parallel)
+    assert status == 0, error
+    assert "a step of 1,024 tokens" in out
+
+
 def test_experts_on_two_nodes_and_named_modules_only() -> None:
     flags = ["--plan", "--hardware", "h200x2", "--nodes", "2", "--offload-activation"]
     flags += ["--offload-modules", "core_attn", "router_fc1"]
