@@ -58,7 +58,7 @@ LAYERS = {
     """,
     "megatron_patches": """
         _take_over _versions _model _model.host_claims _model.modules _model.whole_steps _model.sites
-        _thresholds _flags _model.experts _model.fsdp _model.gpu_budget _model.graphs _model.peers
+        _model.thresholds _flags _model.experts _model.fsdp _model.gpu_budget _model.graphs _model.peers
         _model.recompute _model.unshared _model.validate _model.candidates _model.recompute_options _hooks
         _hooks.bracket _hooks.held _hooks.module_hooks _hooks.nodes _hooks.recomputed _hooks.attach _rows
         _rows.host_reads _rows.registry _rows.runtime _rows.fsdp _rows.full_graphs _rows.fused_wgrad
