@@ -153,15 +153,12 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Seq
         warnings.simplefilter("ignore")  # megatron-core's, of kernels that a GPU would have
         from megatron_patches._rehearsal.command import show_plan  # imports megatron-core, which takes seconds
 
-        if mistake := show_plan(args, script):
+        if mistake := show_plan(args, _settings_or_end(parser, args), script):
             parser.error(mistake)
 
 
 def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Handle, Applied]:
-    try:
-        settings = _settings(args)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
+    settings = _settings_or_end(parser, args)
     try:
         handle, cpu_support = apply_settings(settings), Applied()
         if not torch.cuda.is_available():
@@ -182,6 +179,13 @@ def _remove(handle: Handle, cpu_support: Applied, has_failed: bool) -> None:
         if not (has_failed or is_captured):
             raise
         logger.log(logging.DEBUG if is_captured else logging.WARNING, "offload was not removed: %s", error)
+
+
+def _settings_or_end(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Settings:
+    try:
+        return _settings(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _settings(args: argparse.Namespace) -> Settings:

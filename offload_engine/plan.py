@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from offload_engine.rehearsal.model import NUM_WAYS, ModelRehearsal
-from offload_engine.rehearsal.options import add_hardware_options, hardware_of
+from offload_engine.rehearsal.options import add_hardware_options, budget_on, hardware_of
 from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
@@ -50,7 +50,7 @@ def _answer(options: argparse.Namespace) -> str:
         hardware,
         hardware.num_gpus * options.nodes,
         options.optimizer_bytes,
-        options.budget.resolve(hardware.gpu_bytes),
+        budget_on(hardware, options.budget),
     )
     with Progress(NUM_WAYS, sys.stderr) as progress:
         forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)

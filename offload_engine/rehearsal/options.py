@@ -55,6 +55,18 @@ def hardware_of(name: str, file: str | None, recordings: Sequence[str]) -> Hardw
     return with_link(hardware, recorded_link(recordings)) if recordings else hardware
 
 
+def budget_on(hardware: Hardware, budget: Size) -> int:
+    """Return `--budget` in bytes.
+
+    Raises:
+        ValueError: if a GPU of this machine has less.
+    """
+    nbytes = budget.resolve(hardware.gpu_bytes)
+    if nbytes > hardware.gpu_bytes:
+        raise ValueError(f"--budget {budget} is above the {hardware.gpu_gib:g} GiB of a GPU of {hardware.name}")
+    return nbytes
+
+
 def recorded_link(files: Sequence[str]) -> Link:
     """Return how fast the copies of recorded steps were, all together.
 
