@@ -53,6 +53,23 @@ _OWN_OFFLOAD = ("fine_grained_activation_offloading", "cpu_offloading")
 _NO_OFFLOAD = Settings(OffloadConfig(), ())
 
 
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NOT_REHEARSED = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "mtp_num_layers": "--mtp-num-layers",
+    "spec": "--spec",
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+}
+"""What makes another model or keeps other state, by the names of parsed arguments."""
+
+
 class ScriptError(Exception):
     """Raised if the command line of a script cannot be read; the message is one line."""
 
@@ -134,6 +151,7 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Re
         ) from error
     with _command_line([path, *arguments], world_size), _imagined_gpu(), contextlib.redirect_stdout(io.StringIO()):
         args = reader.parse_args(_ScriptParser.of)
+        _check_is_rehearsed(args)
         args = reader.validate_args(args) or args
     if getattr(args, "vocab_size", None) is None and getattr(args, "padded_vocab_size", None) is None:
         raise ScriptError(f"{path}: without its tokenizer the vocabulary is not known: add --vocab-size")
@@ -142,6 +160,12 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Re
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
     make_config = functools.partial(reader.core_transformer_config_from_args, args)
     return _make_job(args, make_config, world_size), make_config
+
+
+def _check_is_rehearsed(args: argparse.Namespace) -> None:
+    given = [flag for name, flag in _NOT_REHEARSED.items() if getattr(args, name, None)]
+    if given:
+        raise ValueError(f"--plan does not rehearse {', '.join(given)}: leave it out for a forecast without it")
 
 
 class _ScriptParser(OneLineParser):
@@ -225,7 +249,13 @@ def _importable(folder: str) -> Iterator[None]:
 def _imagined_gpu() -> contextlib.AbstractContextManager[object]:
     """Return a context manager under which Megatron-LM's checks find a GPU."""
     why = "the arguments are checked for the GPU that this machine has"
-    answers: dict[str, Any] = {"get_device_capability": (9, 0), "device_count": 1, "current_device": 0}
+    properties = argparse.Namespace(major=9, minor=0)
+    answers: dict[str, Any] = {
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "device_count": 1,
+        "current_device": 0,
+    }
     rows = [
         Patch(target=f"torch.cuda:{name}", wrapper=functools.partial(_answering, answer), why=why)
         for name, answer in answers.items()
@@ -241,8 +271,10 @@ def _answering(answer: Any, original: Any) -> Callable[..., Any]:
 def _command_line(words: Sequence[str], world_size: int) -> Iterator[None]:
     """Set what Megatron-LM reads of a process."""
     argv, sys.argv = sys.argv, list(words)
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ.update(RANK="0", WORLD_SIZE=str(world_size))
+    own = {"RANK": "0", "WORLD_SIZE": str(world_size)}
+    own[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")  # as runs before Blackwell are asked to have it
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         yield
     finally:

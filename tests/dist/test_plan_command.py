@@ -169,6 +169,7 @@ def test_flags_that_a_run_refuses(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--plan", "--nodes", "two", TRAINER], "argument --nodes: 'two' is not a number of at least 1"),
         (["--plan", "--hardware", "h300", TRAINER], "'h300' is unknown hardware; known are a100-40"),
         (["--plan", TRAINER, *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
         (
@@ -212,6 +213,14 @@ def test_a_script_of_megatron_lm(tmp_path: Path) -> None:
     assert "core_attn" in out and "a step of 512 tokens" in out
 
 
+def test_context_parallelism_of_megatron_lm(tmp_path: Path) -> None:
+    """Its checks ask for the GPU's architecture, and for a variable of CUDA."""
+    pytest.importorskip("megatron.training")
+    out, error, status = _run_megatron_lm(tmp_path, ["--hardware", "h200x2"], ["--context-parallel-size", "2"])
+    assert status == 0, error
+    assert "a step of 512 tokens" in out
+
+
 def test_offload_flags_behind_a_script_of_megatron_lm(tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
     flags = ["--offload-activation", "--offload-modules", "core_attn", "--offload-num-layers", "1"]
@@ -237,6 +246,7 @@ def test_a_recipe_of_megatron_lm(front: list[str], tmp_path: Path) -> None:
     [
         (["--hiden-size", "3"], "unrecognized arguments: --hiden-size 3 (did you mean --hidden-size?)"),
         (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
+        (["--fp8-format", "hybrid", "--spec", "a", "b"], "--plan does not rehearse --fp8-format, --spec"),
     ],
 )
 def test_mistakes_behind_a_script_of_megatron_lm(flags: list[str], message: str, tmp_path: Path) -> None:
