@@ -19,7 +19,7 @@ from megatron_patches._arguments import DEFAULT_MODULES, Settings, part_settings
 from megatron_patches._command_line import OneLineParser, end_run
 from megatron_patches._handle import Handle, apply_settings
 from megatron_patches._model.modules import MODULES, Span, canonical_names
-from megatron_patches._rows.registry import Applied
+from megatron_patches._rows.registry import Applied, PatchError
 from megatron_patches._runtime import ModelRuntime
 from megatron_patches._versions import installed_version
 from offload_engine import OffloadConfig, OffloadError
@@ -138,7 +138,10 @@ def _check(how: str) -> int:
 
     rows = patch_rows(ModelRuntime(Settings(OffloadConfig(), ()), None))
     if how == "accept":
-        accept(rows, version)
+        try:
+            accept(rows, version)
+        except (PatchError, OSError) as error:
+            end_run(PROGRAM, str(error))
     findings = check_rows(rows, version, read_known())
     print(table_of(findings, version, os.path.dirname(megatron.core.__file__)))
     return int(any(finding.state.breaks for finding in findings))
@@ -150,15 +153,12 @@ def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace, script: Seq
         warnings.simplefilter("ignore")  # megatron-core's, of kernels that a GPU would have
         from megatron_patches._rehearsal.command import show_plan  # imports megatron-core, which takes seconds
 
-        if mistake := show_plan(args, script):
+        if mistake := show_plan(args, _settings_or_end(parser, args), script):
             parser.error(mistake)
 
 
 def _apply(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Handle, Applied]:
-    try:
-        settings = _settings(args)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
+    settings = _settings_or_end(parser, args)
     try:
         handle, cpu_support = apply_settings(settings), Applied()
         if not torch.cuda.is_available():
@@ -179,6 +179,13 @@ def _remove(handle: Handle, cpu_support: Applied, has_failed: bool) -> None:
         if not (has_failed or is_captured):
             raise
         logger.log(logging.DEBUG if is_captured else logging.WARNING, "offload was not removed: %s", error)
+
+
+def _settings_or_end(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Settings:
+    try:
+        return _settings(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
 
 
 def _settings(args: argparse.Namespace) -> Settings:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from megatron_patches._flags import BOUNDS, RECOMPUTE, SETTINGS, SIZES, SWITCHES, Setting
 from megatron_patches._model.modules import canonical_names, is_in_experts, known_names
+from megatron_patches._model.thresholds import Thresholds, thresholds_of
 from megatron_patches._rows.registry import Patch
 from megatron_patches._take_over import TakeOver
-from megatron_patches._thresholds import Thresholds, thresholds_of
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for

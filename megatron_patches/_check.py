@@ -131,14 +131,32 @@ def _digest(source: str) -> str:
 
 
 def accept(rows: Iterable[Patch], version: str, path: Path = KNOWN_TARGETS) -> None:
-    """Add the code of all targets in the installed version to the known ones: the rows were read against it."""
+    """Add the code of all targets in the installed version to the known ones: the rows were read against it.
+
+    Raises:
+        PatchError: if a target is missing, in one line that names it; nothing is added then.
+    """
     known = {target: dict(codes) for target, codes in read_known(path).items()} if path.exists() else {}
     release = Version(version).public  # without the commit that megatron-core adds in a clone
     for row in rows:
         if not row.is_new and is_in_range(version, row.versions):
-            owner, name = locate(row, version)
+            owner, name = _locate_to_accept(row, version)
             known.setdefault(row.target, {})[release] = list(code_of(getattr(owner, name)))
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def _locate_to_accept(row: Patch, version: str) -> tuple[Any, str]:
+    try:
+        owner, name = locate(row, version)
+        fact = misfit(row, owner, name)
+    except PatchError as error:
+        fact = str(error.__cause__)
+    if fact:
+        raise PatchError(
+            f"--check accept: {row.target} is missing in megatron-core {version} ({fact}), and has no code to note: "
+            "mend that row, or give it the versions that have the target, and accept then"
+        )
+    return owner, name
 
 
 def table_of(findings: Sequence[Finding], version: str, place: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, Optional
 
-from megatron_patches._thresholds import thresholds_flag
+from megatron_patches._model.thresholds import thresholds_flag
 from offload_engine.config import HOST_POLICIES
 from offload_engine.sizes import bytes_flag, parse_size
 

@@ -420,7 +420,15 @@ def _check_together(step: Step, settings: Settings, problem: Exception | None, p
     has_budget = settings.gpu_budget is not None
     text = None if problem is None else f"{problem}"
     try:
-        check_model(step.chunks, settings.modules, step.config, text, step.pipeline, has_budget=has_budget)
+        check_model(
+            step.chunks,
+            settings.modules,
+            step.config,
+            text,
+            step.pipeline,
+            has_budget=has_budget,
+            thresholds=settings.thresholds,
+        )
     except ValueError:
         if has_budget:
             peers.largest_of_stage((1,))

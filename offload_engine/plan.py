@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from offload_engine.rehearsal.model import NUM_WAYS, ModelRehearsal
-from offload_engine.rehearsal.options import add_hardware_options, hardware_of
+from offload_engine.rehearsal.options import add_hardware_options, budget_on, hardware_of, positive
 from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
 
@@ -50,7 +50,7 @@ def _answer(options: argparse.Namespace) -> str:
         hardware,
         hardware.num_gpus * options.nodes,
         options.optimizer_bytes,
-        options.budget.resolve(hardware.gpu_bytes),
+        budget_on(hardware, options.budget),
     )
     with Progress(NUM_WAYS, sys.stderr) as progress:
         forecast = rehearsal.forecast(options.batch_size * options.seq_length, progress.advance)
@@ -105,19 +105,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="a model type (qwen2), or a config.json or its folder")
     parser.add_argument(
-        "--set", nargs="+", default=[], type=_assignment, metavar="NAME=VALUE", help="settings of the configuration"
+        "--set",
+        nargs="+",
+        default=[],
+        type=_assignment,
+        metavar="NAME=VALUE",
+        help="settings of the configuration (default: none)",
     )
-    parser.add_argument("--seq-length", type=int, default=4096, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences of a GPU (default: 1)")
+    parser.add_argument(
+        "--seq-length", type=positive, default=4096, metavar="N", help="tokens of a sequence (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=1, metavar="N", help="sequences of a GPU (default: %(default)s)"
+    )
     parser.add_argument(
         "--optimizer-bytes",
-        type=int,
+        type=_not_negative,
         default=8,
         metavar="N",
-        help="for each parameter; 8: AdamW in float32, 4: in bfloat16, 0: none (default: %(default)s)",
+        help="bytes of its state for each parameter; 8: AdamW in float32, 4: in bfloat16, 0: none (default: "
+        "%(default)s)",
     )
     add_hardware_options(parser)
     return parser
+
+
+def _not_negative(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, 0 or more")
 
 
 def _assignment(text: str) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_patches._model.modules import MODULES, ModuleRow, drop_parts, row_of, whole_of
 from megatron_patches._model.sites import BLOCKS, Survey, calls_no_parts, find_sites, merge_surveys, survey
+from megatron_patches._model.thresholds import Thresholds
 from offload_engine import IterationStats, OffloadConfig, ResidentBudget
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ class _Report(NamedTuple):
 
     has_budget: bool = False
     """Whether a budget decides what the rank offloads."""
+
+    thresholds: Thresholds = Thresholds()
+    """Least sizes of what each name moves."""
 
 
 def check_conflicts(config: Any, names: Sequence[str], norms: frozenset[str]) -> None:
@@ -165,6 +169,7 @@ def check_model(
     pp: Any,
     *,
     has_budget: bool = False,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008  # immutable
 ) -> None:
     """Reject names that match nothing anywhere in the model. Collective over the pipeline-parallel group.
 
@@ -175,12 +180,15 @@ def check_model(
         problem: error of this rank, if any; makes every rank raise instead of leaving the others waiting.
         pp: the pipeline-parallel process group.
         has_budget: a budget decides what this rank offloads.
+        thresholds: least sizes of what each name moves.
 
     Raises:
-        ValueError: if a name matches nothing; the same on every rank, and lists what the model has. Or if only some
-            ranks have a budget: those would wait for the others.
+        ValueError: if a name matches nothing, or has a least size and no groups; the same on every rank, and lists what
+            the model has. Or if only some ranks have a budget: those would wait for the others.
     """
-    report = _Report(None if problem else survey(chunks), problem, tuple(names), has_budget=has_budget)
+    report = _Report(
+        None if problem else survey(chunks), problem, tuple(names), has_budget=has_budget, thresholds=thresholds
+    )
     _check_reports(_gather(report, pp), config)
 
 
@@ -213,6 +221,8 @@ def _check_reports(reports: Sequence[_Report], config: Any) -> None:
     missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
     if missing:
         raise ValueError(_missing_message(missing, model))
+    for report in reports:
+        report.thresholds.check(tuple(names))
 
 
 def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> bool:

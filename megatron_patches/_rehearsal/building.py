@@ -94,14 +94,24 @@ def one_rank_of_many(job: TrainingJob, rank: int) -> Iterator[None]:
     """Set up parallel state as the first process of a pipeline rank sees it; all others are imagined."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     size = job.parallel.get("pipeline_model_parallel_size", 1)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank * (job.world_size // size), world_size=job.world_size)
+    with one_process_of_many(rank * (job.world_size // size), job.world_size):
+        try:
+            parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **job.parallel)
+            model_parallel_cuda_manual_seed(1)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@contextlib.contextmanager
+def one_process_of_many(rank: int, world_size: int) -> Iterator[None]:
+    """Set up a process group whose other processes are imagined."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **job.parallel)
-        model_parallel_cuda_manual_seed(1)
         yield
     finally:
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -7,28 +7,31 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from megatron_patches._arguments import Settings
+from megatron_patches._model.gpu_budget import checked
 from megatron_patches._rehearsal.forecast import NUM_WAYS, forecast_job
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.script import ScriptError, read_job
 from offload_engine.planning.hardware import Hardware
 from offload_engine.rehearsal.forecast import Forecast
-from offload_engine.rehearsal.options import hardware_of
+from offload_engine.rehearsal.options import budget_on, hardware_of
 from offload_engine.rehearsal.progress import Progress
 from offload_engine.rehearsal.tables import draw_forecast, forecast_text
-from offload_engine.sizes import Size, parse_size
+from offload_engine.sizes import Size
 
 
-def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
+def show_plan(args: argparse.Namespace, defaults: Settings, script: Sequence[str]) -> str | None:
     """Print the forecast of a script's training; return what is wrong, in one line, or None.
 
     Args:
-        args: with `hardware`, `hardware_file`, `nodes`, `budget`, `recording`, `plan_plot`, and the flags of offload.
+        args: with `hardware`, `hardware_file`, `nodes`, `budget`, `recording` and `plan_plot`.
+        defaults: by the flags of offload in front of the script.
         script: its path and its arguments.
     """
     try:
         hardware = hardware_of(args.hardware, args.hardware_file, args.recording)
-        job = read_job(script, hardware.num_gpus * args.nodes, args)
-        forecast = _forecast(job, hardware, _budget_in(args).resolve(hardware.gpu_bytes))
+        job = read_job(script, hardware.num_gpus * args.nodes, defaults)
+        forecast = _forecast(job, hardware, _budget_bytes(args.budget, job, hardware))
         sys.stdout.write(forecast_text(forecast, _notes(job)))
         if args.plan_plot:
             draw_forecast(forecast, args.plan_plot)
@@ -37,10 +40,11 @@ def show_plan(args: argparse.Namespace, script: Sequence[str]) -> str | None:
     return None
 
 
-def _budget_in(args: argparse.Namespace) -> Size:
+def _budget_bytes(own: Size, job: TrainingJob, hardware: Hardware) -> int:
     """Return `--budget`, or without it the budget that the run itself would have."""
-    is_given = args.budget != Size() or args.offload_gpu_budget is None
-    return args.budget if is_given else parse_size(args.offload_gpu_budget)
+    if own == Size() and job.settings.gpu_budget is not None:
+        return checked(job.settings.gpu_budget, hardware.gpu_bytes, 0)
+    return budget_on(hardware, own)
 
 
 def _forecast(job: TrainingJob, hardware: Hardware, budget_bytes: int) -> Forecast:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from megatron_patches._arguments import Settings
 from megatron_patches._model.sites import overlaps_expert_comm
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.stage import StageRehearsal
@@ -19,6 +20,7 @@ from offload_engine.planning.shapes import Bounds, Shapes
 from offload_engine.rehearsal.chosen import choose_within
 from offload_engine.rehearsal.engine import NotedBoundary
 from offload_engine.rehearsal.forecast import Forecast, RankForecast, WayForecast, make_forecast
+from offload_engine.rehearsal.share import kept_by_share
 
 _FULL: Final = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 _NO_FULL: Final = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
@@ -47,6 +49,7 @@ def forecast_job(
     link = hardware.link(min(hardware.num_gpus, job.world_size), num_stages > 1)
     budget = hardware.gpu_bytes if budget_bytes is None else budget_bytes
     rehearsed = [_rehearse_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
+    _check_names(job.settings, rehearsed)
     ranks = [each.forecast for each in rehearsed]
     if any(rank.ways[0].gpu_bytes > budget for rank in ranks):
         ranks = [_with_choice(each, budget, link) for each in rehearsed]
@@ -57,13 +60,15 @@ def forecast_job(
 def shapes_of_rank(job: TrainingJob, hardware: Hardware, link: Link, rank: int, names: Sequence[str]) -> Shapes:
     """Return the shapes of the chunks of a rank: bytes, and times on this hardware."""
     with StageRehearsal(job, hardware, link, rank).ready() as stage:
-        return stage.run(names, OffloadConfig(dry_run=True)).shapes
+        return stage.run(Settings(OffloadConfig(dry_run=True), tuple(names), has_report=False)).shapes
 
 
 class _Rehearsed(NamedTuple):
     """A rank, with what was seen of it with everything offloaded."""
 
     forecast: RankForecast
+    modules: tuple[str, ...]
+    """That it has."""
     actions: tuple[Action, ...]
     """Of the step that was rehearsed, which may have fewer microbatches."""
     boundaries: tuple[NotedBoundary, ...]
@@ -72,14 +77,15 @@ class _Rehearsed(NamedTuple):
 def _rehearse_rank(
     job: TrainingJob, hardware: Hardware, link: Link, rank: int, on_progress: Callable[[], None]
 ) -> _Rehearsed:
-    number = steady_microbatches(job)
     with StageRehearsal(job, hardware, link, rank, **_offloadable(job)).ready() as stage:
-        names = stage.names_of(job.modules)
-        if not names:
-            raise ValueError(f"stage {rank} has none of {', '.join(job.modules) or 'the modules'} to offload")
-        none = stage.run(names, job.engine.replace(dry_run=True), number)
+        number = stage.steady_microbatches
+        settings = stage.settings_of(job.settings)
+        if not settings.modules:
+            wanted = ", ".join(job.settings.modules) or "the modules"
+            raise ValueError(f"stage {rank} has none of {wanted} to offload; it has {', '.join(stage.names())}")
+        none = stage.run(settings._replace(engine=settings.engine.replace(dry_run=True)), number)
         on_progress()
-        away = stage.run(names, job.engine, number)
+        away = stage.run(settings, number)
         on_progress()
         sizes, actions = stage.sizes, tuple(stage.actions(job.num_microbatches))
         is_combined = overlaps_expert_comm(stage.config)
@@ -91,8 +97,20 @@ def _rehearse_rank(
         full,
     )
     state = sizes.weight_bytes + sizes.gradient_bytes + sizes.optimizer_bytes
-    rank_forecast = RankForecast(sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined)
-    return _Rehearsed(rank_forecast, away.actions, away.boundaries)
+    kept = kept_by_share(none.shapes, actions, settings.engine)
+    rank_forecast = RankForecast(
+        sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined, kept=kept
+    )
+    return _Rehearsed(rank_forecast, settings.modules, away.actions, away.boundaries)
+
+
+def _check_names(settings: Settings, rehearsed: Sequence[_Rehearsed]) -> None:
+    """Refuse names that no rank has, as a run does."""
+    found = tuple(dict.fromkeys(name for rank in rehearsed for name in rank.modules))
+    missing = [name for name in settings.modules if name not in found]
+    if missing and not settings.is_taken_over:
+        raise ValueError(f"offload_modules has {', '.join(map(repr, missing))}, and this model has no such module")
+    settings.thresholds.check(found)
 
 
 def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankForecast:
@@ -103,26 +121,21 @@ def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankFo
 
 
 def _name_of_offload(job: TrainingJob) -> str:
-    names = ", ".join(job.modules) or "everything"
-    return f"{names} offloaded" if job.bounds == Bounds() else f"{names} offloaded within bounds"
+    names = ", ".join(job.settings.modules) or "everything"
+    within = "" if job.bounds == Bounds() else " within bounds"
+    return f"{names} offloaded{' in part' if job.is_partial else ''}{within}"
 
 
 def _recomputed(job: TrainingJob, hardware: Hardware, link: Link, rank: int, number: int) -> WayForecast:
     changes: dict[str, Any] = {**_FULL, "recompute_modules": None}
     with StageRehearsal(job, hardware, link, rank, **changes).ready() as stage:
-        outcome = stage.run((), OffloadConfig(), number)
+        outcome = stage.run(Settings(OffloadConfig(), (), has_report=False), number)
     return WayForecast("full recomputation", outcome.peak_bytes, outcome.milliseconds)
 
 
 def _offloadable(job: TrainingJob) -> dict[str, Any]:
     """Return the changes without which nothing could be offloaded: full recomputation is a way of its own."""
     return dict(_NO_FULL) if job.recomputes_all else {}
-
-
-def steady_microbatches(job: TrainingJob) -> int:
-    """Return how many microbatches show the peak of a step: more of them only repeat."""
-    size = job.parallel.get("pipeline_model_parallel_size", 1)
-    return min(job.num_microbatches, 3 if size == 1 else 3 * size)
 
 
 def _num_tokens(job: TrainingJob) -> int:

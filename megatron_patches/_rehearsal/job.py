@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megatron_patches._arguments import Settings
 from offload_engine import OffloadConfig
 from offload_engine.planning.shapes import Bounds
 
@@ -38,8 +39,17 @@ class TrainingJob:
     has_experts: bool = False
     recomputes_all: bool = False
     """Its configuration asks for full recomputation."""
-    modules: tuple[str, ...] = ()
-    """Names to offload; none: all that the model has."""
-    engine: OffloadConfig = field(default_factory=OffloadConfig)
-    bounds: Bounds = field(default_factory=Bounds)
-    """Of the engine."""
+    settings: Settings = Settings(OffloadConfig(), ())
+    """Of offload, as the run would have them. Without modules: all that the model has."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return the bounds of the engine."""
+        policy, names = self.settings.engine.policy, (field.name for field in fields(Bounds))
+        return Bounds(**{name: getattr(policy, name, None) for name in names})
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether a part of what the modules save stays, whatever the bounds."""
+        own = self.settings
+        return bool(own.engine.keeps_a_share or own.rank_delta_bytes or own.num_layers or own.thresholds.by_name)

@@ -19,7 +19,8 @@ from megatron_patches._rows.registry import Patch
 from offload_engine.rehearsal.tensors import HollowTensors
 
 _SPECS = "megatron.core.models.gpt.gpt_layer_specs"
-_ROPE = "megatron.core.models.common.embeddings.rope_utils"
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_ROPE = f"{_EMBEDDINGS}.rope_utils"
 _COMPILED = "_torchdynamo_orig_callable"  # what torch.compile has made a kernel of
 _SENDS = ":_p2p_ops"
 
@@ -32,7 +33,7 @@ def rehearsal_rows(hollow: HollowTensors, has_te: bool) -> list[Patch]:
         has_te: the model has TransformerEngine's modules.
     """
     rows = [row for row in cpu_rows() if not row.target.endswith(_SENDS)]  # nothing is sent
-    return [*rows, *(_te_rows() if has_te else ()), *_routing_rows(), *_fused_rows(hollow)]
+    return [*rows, *(_te_rows() if has_te else ()), *_context_rows(), *_routing_rows(), *_fused_rows(hollow)]
 
 
 def _te_rows() -> Iterator[Patch]:
@@ -61,6 +62,20 @@ def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> t
     """Stand in for the fused rotation of queries or keys."""
     out: torch.Tensor = Rotation.apply(t, freqs)  # type: ignore[no-untyped-call]
     return out
+
+
+def _context_rows() -> Iterator[Patch]:
+    for module in ("rotary_pos_embedding", "yarn_rotary_pos_embedding"):
+        yield Patch(
+            target=f"{_EMBEDDINGS}.{module}:get_pos_emb_on_this_cp_rank",
+            wrapper=functools.partial(_instead, own_part),
+            why="without a GPU the numbers of a rank's parts cannot be copied to it",
+        )
+
+
+def own_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Stand in for the choice of a rank's part of the sequence: it is as large."""
+    return pos_emb.narrow(seq_dim, 0, pos_emb.shape[seq_dim] // cp_group.size()).contiguous()
 
 
 def _routing_rows() -> Iterator[Patch]:

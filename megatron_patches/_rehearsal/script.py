@@ -13,15 +13,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from megatron_patches._arguments import offload_config_from_args
-from megatron_patches._model.modules import canonical_names
+from megatron_patches._arguments import Settings, config_rows, resolve
+from megatron_patches._command_line import OneLineParser
+from megatron_patches._flags import SETTINGS
+from megatron_patches._rehearsal.building import one_process_of_many
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rows.registry import Patch, apply_patches
-from offload_engine.planning.shapes import Bounds
+from megatron_patches._take_over import TakeOver
+from offload_engine import OffloadConfig
 
 _TRAINER = "gpt_trainer"
 _TRAINING = "megatron.training"
@@ -37,19 +40,41 @@ _SIZES = (
 _SWITCHED_OFF = (
     "perform_initialization",
     "use_cpu_initialization",
-    "offload_activation",
+    "fine_grained_activation_offloading",
+    "cpu_offloading",
     "gradient_accumulation_fusion",
     "moe_permute_fusion",
     "moe_router_fusion",
 )
-"""What needs contents, or kernels that are not rehearsed."""
+"""What needs contents, or kernels that are not rehearsed; and megatron-core's own offload."""
+
+
+_OWN_OFFLOAD = ("fine_grained_activation_offloading", "cpu_offloading")
+_NO_OFFLOAD = Settings(OffloadConfig(), ())
+
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NOT_REHEARSED = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "mtp_num_layers": "--mtp-num-layers",
+    "spec": "--spec",
+    "experimental_attention_variant": "--experimental-attention-variant",
+    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+}
+"""What makes another model or keeps other state, by the names of parsed arguments."""
 
 
 class ScriptError(Exception):
     """Raised if the command line of a script cannot be read; the message is one line."""
 
 
-def read_job(script: Sequence[str], world_size: int, launcher: argparse.Namespace | None = None) -> TrainingJob:
+def read_job(script: Sequence[str], world_size: int, defaults: Settings = _NO_OFFLOAD) -> TrainingJob:
     """Read the job of a script: its path and its arguments.
 
     The arguments are read by the trainer of examples/pretrain_gpt.py where that is the script, and by Megatron-LM's
@@ -58,31 +83,47 @@ def read_job(script: Sequence[str], world_size: int, launcher: argparse.Namespac
     Args:
         script: its path, and its arguments.
         world_size: number of GPUs.
-        launcher: flags of offload in front of the script, for a script that has none.
+        defaults: by the flags in front of the script.
 
     Raises:
         ScriptError: if the arguments cannot be read, or do not fit each other or the number of GPUs.
     """
     path, *arguments = script
     read = _read_trainers if (Path(path).parent / _TRAINER / "arguments.py").is_file() else _read_megatrons
+    take_over = TakeOver(defaults.is_taken_over)
     try:
-        job, args = read(path, arguments, world_size)
-        own = None if getattr(args, "offload_activation", False) else launcher
-        return _with_offload(job, own or args)
+        # As in a run: the fields of the configuration are the flags that Megatron-LM's parser gets.
+        with apply_patches(config_rows(take_over, is_on_by_default=defaults.is_on)):
+            job, make_config = read(path, arguments, world_size)
+            with one_process_of_many(0, world_size):
+                settings = _offload_of(make_config(), defaults)
     except (AssertionError, ValueError, TypeError, RuntimeError) as error:
         raise ScriptError(f"{path}: {error}") from error
+    return dataclasses.replace(job, make_config=_maker(make_config), settings=settings)
 
 
-def _with_offload(job: TrainingJob, args: argparse.Namespace) -> TrainingJob:
-    """Return the job with what flags of offload ask for."""
-    config = offload_config_from_args(args).replace(dry_run=False, cpu_affinity=False)
-    names = ("horizon_bytes", "max_inflight_bytes", "resident_bytes")
-    bounds = Bounds(**{name: getattr(args, f"offload_{name}", None) for name in names})
-    modules = canonical_names(getattr(args, "offload_modules", None) or ())
-    return dataclasses.replace(job, modules=modules, engine=config, bounds=bounds)
+def _offload_of(config: Any, defaults: Settings) -> Settings:
+    """Return what a run of this configuration would offload, and with which engine.
+
+    Raises:
+        ValueError: for what a run refuses, and what is not rehearsed.
+    """
+    settings = resolve(config, defaults) or defaults
+    own = [name for name in _OWN_OFFLOAD if getattr(config, name, False)]
+    if own:
+        raise ValueError(f"{own[0]} is megatron-core's own, which is not rehearsed: give --offload-engine as well")
+    if settings.engine.directory is not None:
+        raise ValueError(f"offload_dir={settings.engine.directory} is for a run without a GPU: leave it out")
+    if config.recompute_granularity == "full" and "layer_input" in settings.modules:
+        raise ValueError(
+            "offload_modules has 'layer_input', and --plan rehearses offload without recompute_granularity='full': "
+            "leave one of the two out"
+        )
+    engine = settings.engine.replace(dry_run=False, cpu_affinity=False)
+    return settings._replace(engine=engine, trace=None, has_report=False, plan=None, plan_plot=None)
 
 
-_Read = tuple[TrainingJob, argparse.Namespace]
+_Read = tuple[TrainingJob, Callable[[], Any]]
 
 
 def _read_trainers(path: str, arguments: Sequence[str], world_size: int) -> _Read:
@@ -96,7 +137,8 @@ def _read_trainers(path: str, arguments: Sequence[str], world_size: int) -> _Rea
     args.virtual_pipeline_model_parallel_size = stages
     args.padded_vocab_size = model.padded_vocab_size(args, args.vocab_size)
     args.accumulate_allreduce_grads_in_fp32 = args.bf16
-    return _make_job(args, lambda: model.transformer_config(args, torch.device("cuda")), world_size), args
+    make_config = functools.partial(model.transformer_config, args, torch.device("cuda"))
+    return _make_job(args, make_config, world_size), make_config
 
 
 def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Read:
@@ -108,14 +150,37 @@ def _read_megatrons(path: str, arguments: Sequence[str], world_size: int) -> _Re
             f"imported ({error}). Run this where Megatron-LM is installed"
         ) from error
     with _command_line([path, *arguments], world_size), _imagined_gpu(), contextlib.redirect_stdout(io.StringIO()):
-        args = reader.parse_args(ignore_unknown_args=True)
+        args = reader.parse_args(_ScriptParser.of)
+        _check_is_rehearsed(args)
         args = reader.validate_args(args) or args
     if getattr(args, "vocab_size", None) is None and getattr(args, "padded_vocab_size", None) is None:
         raise ScriptError(f"{path}: without its tokenizer the vocabulary is not known: add --vocab-size")
     if getattr(args, "padded_vocab_size", None) is None:
         multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
         args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
-    return _make_job(args, lambda: reader.core_transformer_config_from_args(args), world_size), args
+    make_config = functools.partial(reader.core_transformer_config_from_args, args)
+    return _make_job(args, make_config, world_size), make_config
+
+
+def _check_is_rehearsed(args: argparse.Namespace) -> None:
+    given = [flag for name, flag in _NOT_REHEARSED.items() if getattr(args, name, None)]
+    if given:
+        raise ValueError(f"--plan does not rehearse {', '.join(given)}: leave it out for a forecast without it")
+
+
+class _ScriptParser(OneLineParser):
+    """Megatron-LM's parser, whose mistakes are one line."""
+
+    @classmethod
+    def of(cls, parser: argparse.ArgumentParser) -> _ScriptParser:
+        """Return a parser with all that `parser` has."""
+        return cls(parents=[parser], add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ScriptError`."""
+        if message.startswith("unrecognized"):
+            message += "; flags that the script itself adds cannot be read before it runs: leave them out"
+        raise ScriptError(f"{self.prog}: {message}")
 
 
 def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_size: int) -> TrainingJob:
@@ -135,7 +200,7 @@ def _make_job(args: argparse.Namespace, make_config: Callable[[], Any], world_si
     is_adam = args.optimizer == "adam"
     has_master = bool(args.bf16 or getattr(args, "fp16", False))
     return TrainingJob(
-        make_config=_maker(make_config),
+        make_config=make_config,
         vocab_size=args.padded_vocab_size,
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
@@ -163,7 +228,8 @@ def _maker(make_config: Callable[[], Any]) -> Callable[..., Any]:
 
     def make(**changes: Any) -> Any:
         config = make_config()
-        for name, value in {**dict.fromkeys(_SWITCHED_OFF, False), **changes}.items():
+        without = {setting.name: setting.default for setting in SETTINGS}
+        for name, value in {**dict.fromkeys(_SWITCHED_OFF, False), **without, **changes}.items():
             if hasattr(config, name):
                 setattr(config, name, value)
         return config
@@ -183,7 +249,13 @@ def _importable(folder: str) -> Iterator[None]:
 def _imagined_gpu() -> contextlib.AbstractContextManager[object]:
     """Return a context manager under which Megatron-LM's checks find a GPU."""
     why = "the arguments are checked for the GPU that this machine has"
-    answers: dict[str, Any] = {"get_device_capability": (9, 0), "device_count": 1, "current_device": 0}
+    properties = argparse.Namespace(major=9, minor=0)
+    answers: dict[str, Any] = {
+        "get_device_capability": (9, 0),
+        "get_device_properties": properties,
+        "device_count": 1,
+        "current_device": 0,
+    }
     rows = [
         Patch(target=f"torch.cuda:{name}", wrapper=functools.partial(_answering, answer), why=why)
         for name, answer in answers.items()
@@ -199,8 +271,10 @@ def _answering(answer: Any, original: Any) -> Callable[..., Any]:
 def _command_line(words: Sequence[str], world_size: int) -> Iterator[None]:
     """Set what Megatron-LM reads of a process."""
     argv, sys.argv = sys.argv, list(words)
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ.update(RANK="0", WORLD_SIZE=str(world_size))
+    own = {"RANK": "0", "WORLD_SIZE": str(world_size)}
+    own[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "1")  # as runs before Blackwell are asked to have it
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
     try:
         yield
     finally:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,10 +124,35 @@ class ReadyStage:
         self.bare = bare
         self.sizes = StageSizes(parameters, weight_bytes, gradient_bytes, held)
 
-    def names_of(self, wanted: Sequence[str]) -> list[str]:
-        """Return the names that this rank has of those wanted; none wanted: all of them."""
+    @property
+    def steady_microbatches(self) -> int:
+        """Return how many microbatches show the peak of a step: more of them only repeat.
+
+        Interleaved ones come in whole groups, of at least the pipeline's size.
+        """
+        size = self._job.parallel.get("pipeline_model_parallel_size", 1)
+        is_interleaved = self.config.virtual_pipeline_model_parallel_size is not None
+        group = self.config.microbatch_group_size_per_vp_stage if is_interleaved else size
+        return min(self._job.num_microbatches, 3 * group)
+
+    def settings_of(self, wanted: Settings) -> Settings:
+        """Return the settings for this rank: with the names that it has of those wanted; none wanted: all of them.
+
+        A budget is none of them: what it would choose is forecast from the step without one.
+        """
         names = self.names()
-        return names if not wanted else [name for name in wanted if name in names]
+        if wanted.modules:
+            sites = survey(self.bare).sites
+            names = [name for name in wanted.modules if (name in names if wanted.is_taken_over else sites[name])]
+        own = tuple((name, nbytes) for name, nbytes in wanted.thresholds.by_name if name in names)
+        kept_bytes = self._rank * wanted.rank_delta_bytes
+        return wanted._replace(
+            engine=wanted.engine.replace(kept_bytes=kept_bytes),
+            modules=tuple(names),
+            thresholds=wanted.thresholds._replace(by_name=own),
+            rank_delta_bytes=0,
+            gpu_budget=None,
+        )
 
     def actions(self, num_microbatches: int) -> list[Action]:
         """Return the order of this rank's step with so many microbatches."""
@@ -149,17 +174,16 @@ class ReadyStage:
         whole = [row.name for row in MODULES if any(part in found for part in row.parts)]
         return [name for name in found if name not in whole and self._is_possible(name)]
 
-    def run(self, names: Sequence[str], settings: OffloadConfig, num_microbatches: int | None = None) -> StepOutcome:
+    def run(self, settings: Settings, num_microbatches: int | None = None) -> StepOutcome:
         """Run a step; where something moves two, and return the second: the policy learns sizes from the first.
 
         Args:
-            names: to offload, of those that this rank has; none: no engine, and what the whole step allocates.
-            settings: of the engine.
+            settings: for this rank; without modules: no engine, and what the whole step allocates.
             num_microbatches: of a step; None: the job's.
         """
         number = self._job.num_microbatches if num_microbatches is None else num_microbatches
-        self._runtime.use(names, settings)
-        for _ in range(2 if names and not settings.dry_run else 1):
+        self._runtime.use(settings)
+        for _ in range(2 if settings.modules and not settings.engine.dry_run else 1):
             self._hollow.allocated.reset_peak()
             self._runtime.device.clocks.begin_step()
             self._step(number)
@@ -226,11 +250,11 @@ class _Runtime(ModelRuntime):
         self._engine: RehearsalEngine | None = None
         self._step_now: Step | None = None
 
-    def use(self, names: Sequence[str], settings: OffloadConfig) -> None:
-        """Offload `names` from the next step on."""
+    def use(self, settings: Settings) -> None:
+        """Offload so from the next step on."""
         self.detach_all()
         self._engine = None
-        self._defaults = Settings(settings, tuple(names), None, False)
+        self._defaults = settings
 
     def step(self, step: Step) -> Any:
         """See `Runtime.step`."""

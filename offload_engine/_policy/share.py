@@ -49,7 +49,12 @@ class LeavingShare:
         saved = self._saved.get(key.stage)
         if saved is None or group.own_bytes == 0:
             return False
-        return nbytes > min(self._fraction * saved, float(saved - self._kept_bytes // self._num_waiting))
+        return nbytes > leaving_bytes(saved, self._fraction, self._kept_bytes, self._num_waiting)
+
+
+def leaving_bytes(saved_bytes: int, fraction: float, kept_bytes: int, num_waiting: int) -> float:
+    """Return how much of what a chunk saves may leave, where so many chunks wait for their backward at once."""
+    return min(fraction * saved_bytes, float(saved_bytes - kept_bytes // num_waiting))
 
 
 def share_of(config: OffloadConfig) -> LeavingShare | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from offload_engine.planning.choices import Choices
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.hardware import Hardware
 from offload_engine.planning.plan import Line, Plan, make_plan
@@ -61,6 +62,8 @@ class RankForecast(NamedTuple):
     """Forward and backward of two chunks run together."""
     chosen: Prediction | None = None
     """Within the budget; None: it does not fit, or nothing was chosen."""
+    kept: Choices = Choices()
+    """Groups that stay on the device when the others are offloaded."""
 
 
 class ModuleForecast(NamedTuple):
@@ -223,7 +226,7 @@ def _no_moves(rank: RankForecast) -> Plan:
 
 
 def _all_moves(rank: RankForecast) -> Plan:
-    return plan_step(rank.actions, rank.shapes, rank.bounds, is_combined=rank.is_combined)
+    return plan_step(rank.actions, rank.shapes, rank.bounds, choices=rank.kept, is_combined=rank.is_combined)
 
 
 def _step(

@@ -16,16 +16,23 @@ from offload_engine.sizes import Size, parse_size
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     """Add what names the machine, and where the plot goes."""
     group = parser.add_argument_group("before the GPU")
-    group.add_argument("--hardware", default="h200", metavar="NAME", help="h200x8: eight H200 in a host")
-    group.add_argument("--hardware-file", metavar="FILE", help="a table of your own, as planning/hardware.toml")
+    group.add_argument(
+        "--hardware",
+        default="h200",
+        metavar="NAME",
+        help="the machine: h200x8 is eight H200 in a host (default: %(default)s)",
+    )
+    group.add_argument(
+        "--hardware-file", metavar="FILE", help="a table of your own, like planning/hardware.toml (default: none)"
+    )
     group.add_argument(
         "--recording",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="recorded steps of an earlier run (--offload-trace): the link is as fast as it was there",
+        help="recorded steps of an earlier run (--offload-trace): the link is as fast as it was there (default: none)",
     )
-    group.add_argument("--nodes", type=_positive, default=1, metavar="N", help="hosts (default: 1)")
+    group.add_argument("--nodes", type=positive, default=1, metavar="N", help="number of hosts (default: %(default)s)")
     group.add_argument(
         "--budget",
         type=_size,
@@ -33,7 +40,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="what a process may hold on its GPU: 60GiB, 90%% or auto, which is all of it (default: auto)",
     )
-    group.add_argument("--plan-plot", metavar="FILE", help="draw throughput over memory")
+    group.add_argument("--plan-plot", metavar="FILE", help="draw throughput over memory in this file (default: none)")
 
 
 def hardware_flags_in(args: argparse.Namespace) -> list[str]:
@@ -53,6 +60,18 @@ def hardware_of(name: str, file: str | None, recordings: Sequence[str]) -> Hardw
     """
     hardware = find_hardware(name, file)
     return with_link(hardware, recorded_link(recordings)) if recordings else hardware
+
+
+def budget_on(hardware: Hardware, budget: Size) -> int:
+    """Return `--budget` in bytes.
+
+    Raises:
+        ValueError: if a GPU of this machine has less.
+    """
+    nbytes = budget.resolve(hardware.gpu_bytes)
+    if nbytes > hardware.gpu_bytes:
+        raise ValueError(f"--budget {budget} is above the {hardware.gpu_gib:g} GiB of a GPU of {hardware.name}")
+    return nbytes
 
 
 def recorded_link(files: Sequence[str]) -> Link:
@@ -80,8 +99,8 @@ def _size(text: str) -> Size:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def positive(text: str) -> int:
+    """Parse the value of a flag that counts something, for argparse."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")

@@ -44,8 +44,9 @@ LAYERS = {
         _budget.agreement _budget.allowing _budget.shortage _budget.summary _budget.times _budget.idleness
         _budget.learn _budget.taken _budget.decide _budget.verify _budget.view _budget.controller engine_view
         functions graph_captures engine plan_files rehearsal rehearsal.allocated rehearsal.attention
-        rehearsal.costs rehearsal.operators rehearsal.progress rehearsal.device rehearsal.forecast
-        rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables rehearsal.chosen rehearsal.shapes
+        rehearsal.costs rehearsal.operators rehearsal.progress rehearsal.share rehearsal.device
+        rehearsal.forecast rehearsal.options rehearsal.tensors rehearsal.engine rehearsal.tables
+        rehearsal.chosen rehearsal.shapes
         frontends._common frontends._common.compiling frontends._common.weights frontends._common.device
         frontends._common.recording frontends._common.session frontends._common.groups frontends._layers
         frontends._layers.exclusions frontends._layers.find_layers frontends._layers.caches
@@ -58,7 +59,7 @@ LAYERS = {
     """,
     "megatron_patches": """
         _take_over _versions _model _model.host_claims _model.modules _model.whole_steps _model.sites
-        _thresholds _flags _model.experts _model.fsdp _model.gpu_budget _model.graphs _model.peers
+        _model.thresholds _flags _model.experts _model.fsdp _model.gpu_budget _model.graphs _model.peers
         _model.recompute _model.unshared _model.validate _model.candidates _model.recompute_options _hooks
         _hooks.bracket _hooks.held _hooks.module_hooks _hooks.nodes _hooks.recomputed _hooks.attach _rows
         _rows.host_reads _rows.registry _rows.runtime _rows.fsdp _rows.full_graphs _rows.fused_wgrad

@@ -55,8 +55,18 @@ def test_a_file_that_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
+    "flags", [("--seq-length", "0"), ("--batch-size", "-1"), ("--optimizer-bytes", "-8"), ("--nodes", "two")]
+)
+def test_numbers_out_of_range_are_named(capsys: pytest.CaptureFixture[str], flags: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["qwen2", "=".join(flags)])
+    assert f"argument {flags[0]}: {flags[1]!r} is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["qwen2", "--budget", "200GiB"], "--budget 200GiB is above the 139.8 GiB of a GPU of h200"),
         (["qwen3000"], "'qwen3000' is neither a config.json here nor a model type"),
         (["qwen2", "--hardware", "h300"], "'h300' is unknown hardware; known are"),
         (["qwen2", "--set", "layers=3"], "--set layers: the configuration of qwen2 has no such setting"),

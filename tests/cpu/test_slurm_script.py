@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from megatron_patches import add_offload_arguments
 from megatron_patches._arguments import split_flags
-from megatron_patches._thresholds import thresholds_of
+from megatron_patches._model.thresholds import thresholds_of
 
 ROOT = Path(__file__).parents[2]
 NODES = ("gpu-a", "gpu-b", "gpu-c")

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_patches import Handle, add_offload_arguments, apply, offload_config_from_args  # noqa: E402
 from megatron_patches._arguments import Settings, resolve  # noqa: E402
-from megatron_patches._thresholds import Thresholds, parse_thresholds  # noqa: E402
+from megatron_patches._model.thresholds import Thresholds, parse_thresholds  # noqa: E402
 from offload_engine import FixedBounds, OffloadConfig  # noqa: E402
 
 NO_DEFAULTS = Settings(OffloadConfig(), ())

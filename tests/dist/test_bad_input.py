@@ -56,6 +56,18 @@ def test_refused_before_the_first_forward() -> None:
             run(chunks, 2)
 
 
+@pytest.mark.parametrize("choice", [{"offload_gpu_budget": "1MiB"}, {"offload_num_layers": 1}], ids=str)
+@on_ranks(Pipeline(2), timeout_s=60)
+def test_a_least_size_of_a_name_that_a_model_without_named_modules_lacks(choice: dict[str, Any]) -> None:
+    offload = {"offload_activation": True, **choice, "offload_min_tensor_bytes": "moe_act=1KiB"}
+    with apply(OffloadConfig(min_tensor_bytes=1)) as handle:
+        chunks = make_chunks(make_config("dense", **offload))
+        message = _refusal(handle, chunks)
+        assert "offload_min_tensor_bytes has moe_act=1,024, but 'moe_act' has no group of its own here" in message
+        vars(chunks[0].config)["offload_min_tensor_bytes"] = "mlp_act=1KiB"
+        run(chunks, 2)
+
+
 def _refusal(handle: Handle, chunks: list[torch.nn.Module]) -> str:
     calls: list[int] = []
     hooks = [chunk.register_forward_pre_hook(lambda *_: calls.append(1)) for chunk in chunks]

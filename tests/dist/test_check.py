@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from packaging.version import Version
 
 from megatron_patches._arguments import Settings
-from megatron_patches._check import State, accept, check_rows, read_known
+from megatron_patches._check import KNOWN_TARGETS, State, accept, check_rows, read_known
 from megatron_patches._handle import patch_rows
 from megatron_patches._rows.registry import Patch
 from megatron_patches._runtime import ModelRuntime
@@ -70,3 +70,18 @@ def test_accepted_code_is_kept_by_release(tmp_path: Path) -> None:
     versions = {version for codes in read_known(tmp_path / "known.json").values() for version in codes}
     assert versions == {Version(installed_version()).public}
     assert not any("+" in version for codes in read_known().values() for version in codes)
+
+
+def test_what_is_missing_cannot_be_accepted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_patches.__main__ import main
+
+    before = KNOWN_TARGETS.read_text()
+    monkeypatch.delattr(schedules, "forward_backward_no_pipelining")
+    with pytest.raises(SystemExit) as ended:
+        main(["--check", "accept"])
+    out, error = capsys.readouterr()
+    assert ended.value.code == 1 and not out and error.count("\n") == 1
+    assert f"--check accept: {SCHEDULE} is missing" in error and "mend that row" in error
+    assert KNOWN_TARGETS.read_text() == before

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def _run(*arguments: str) -> tuple[str, str, int]:
 def _command(arguments: list[str]) -> tuple[str, str, int]:
     from megatron_patches.__main__ import main
 
+    os.environ["NVTE_CPU_OFFLOAD_V1"] = "1"  # megatron.training asks for it where it reads recipes
     out, error, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:
@@ -53,6 +55,15 @@ def test_dense_in_a_pipeline(tmp_path: Path) -> None:
     assert re.search(r"full recomputation +│ .* │ +yes │", out)
     assert "It fits h100x8, fastest with: no offload" in out
     assert plot.stat().st_size > 1000
+
+
+def test_groups_of_microbatches_above_the_pipelines_size() -> None:
+    """Fewer microbatches than two groups would end in a group that is no whole one."""
+    parallel = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+    parallel += ["--microbatch-group-size-per-virtual-pipeline-stage", "8", "--global-batch-size", "16"]
+    out, error, status = _run("--plan", "--hardware", "h200x2", TRAINER, *MODEL, *DATA, *parallel)
+    assert status == 0, error
+    assert "a step of 1,024 tokens" in out
 
 
 def test_experts_on_two_nodes_and_named_modules_only() -> None:
@@ -82,9 +93,83 @@ def test_a_budget_that_needs_offload(tmp_path: Path) -> None:
     assert times["no offload"] <= times["chosen within the budget"]
 
 
+_LONG = ["--seq-length", "4096", "--hidden-size", "256", "--attention-dropout", "0"]
+_TWO_STAGES = ["--pipeline-model-parallel-size", "2"]
+_NAMES = ["--offload-activation", "--offload-modules", "core_attn", "mlp_fc1"]
+
+
+_AUTO = ["--offload-gpu-budget", "auto"]
+
+
+def _moved(out: str) -> dict[tuple[str, str], tuple[int, float, float]]:
+    """Return groups, GiB a step and GiB moved of each stage and module."""
+    cells = [[word.strip() for word in line.split("│")[1:-1]] for line in out.splitlines() if line.count("│") == 8]
+    return {(row[0], row[1]): (int(row[2]), float(row[3]), float(row[4])) for row in cells}
+
+
+@pytest.mark.parametrize("is_in_front", [True, False], ids=["in front of the script", "behind it"])
+def test_what_stays_on_a_run_stays_in_the_forecast(is_in_front: bool) -> None:
+    def plan(*flags: str) -> dict[tuple[str, str], tuple[int, float, float]]:
+        own = [*_NAMES, *flags]
+        front, behind = (own, []) if is_in_front else ([], own)
+        script = [TRAINER, *MODEL, *DATA, *_LONG, *_TWO_STAGES, "--global-batch-size", "8", *behind]
+        out, error, status = _run("--plan", "--hardware", "h200x2", *front, *script)
+        assert status == 0, error
+        return _moved(out)
+
+    first, last = ("0", "mlp_fc1"), ("1", "mlp_fc1")
+    everything = plan()
+    assert everything[first][0] == 16 and everything[first][2] > 0.02 and everything[last][2] > 0
+    assert plan("--offload-num-layers", "1")[first][0] == 8
+    assert plan("--offload-min-tensor-bytes", "mlp_fc1=1GiB")[first][2] == 0
+    delta = plan("--offload-rank-delta-bytes", "1GiB")
+    assert delta[first] == everything[first] and delta[last][2] == 0
+    assert plan("--offload-fraction", "0")[first][2] == 0
+
+
+@pytest.mark.parametrize("is_in_front", [True, False], ids=["in front of the script", "behind it"])
+def test_the_budget_of_the_run_is_that_of_the_forecast(is_in_front: bool) -> None:
+    """It is all of the GPU but the margin that a run leaves."""
+    front, behind = (_AUTO, []) if is_in_front else ([], _AUTO)
+    out, error, status = _run("--plan", "--hardware", "h200", *front, TRAINER, *MODEL, *DATA, *behind)
+    assert status == 0 and "137.62 of 139.8 GiB of each GPU" in out, error
+
+
+def test_only_core_attention_where_nothing_is_named() -> None:
+    out, error, status = _run("--plan", TRAINER, *MODEL, *DATA, "--offload-activation")
+    assert status == 0 and {name for _, name in _moved(out)} == {"core_attn"}, error
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--plan", "--budget", "200GiB", TRAINER, *MODEL, *DATA], "--budget 200GiB is above the 139.8"),
+        (
+            ["--plan", TRAINER, *MODEL, *DATA, "--offload-gpu-budget", "200GiB"],
+            "--offload-gpu-budget 200GiB is above",
+        ),
+        (["--plan", *_NAMES, "router_fc1", TRAINER, *MODEL, *DATA], "--offload-modules has 'router_fc1', and this"),
+        (
+            ["--plan", TRAINER, *MODEL, *DATA, *_AUTO, "--offload-min-tensor-bytes", "moe_act=1"],
+            "--offload-min-tensor-bytes has moe_act=1, but 'moe_act' has no group",
+        ),
+        (
+            ["--plan", *_NAMES, "--offload-dir", "/tmp", TRAINER, *MODEL, *DATA],
+            "--offload-dir /tmp is for a run without",
+        ),
+        (["--plan", TRAINER, *MODEL, *DATA, "--offload-num-layers", "1"], "--offload-num-layers without"),
+    ],
+)
+def test_flags_that_a_run_refuses(arguments: list[str], message: str) -> None:
+    _, error, status = _run(*arguments)
+    assert status == 2
+    assert message in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plan", "--nodes", "two", TRAINER], "argument --nodes: 'two' is not a number of at least 1"),
         (["--plan", "--hardware", "h300", TRAINER], "'h300' is unknown hardware; known are a100-40"),
         (["--plan", TRAINER, *MODEL, "--mock-data"], "the vocabulary is not known: add --vocab-size"),
         (
@@ -113,12 +198,58 @@ def test_a_script_whose_arguments_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in error.splitlines()[-1]
 
 
-def test_a_script_of_megatron_lm(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.training")
-    script = tmp_path / "pretrain_gpt.py"
+def _run_megatron_lm(folder: Path, front: list[str], behind: list[str]) -> tuple[str, str, int]:
+    script = folder / "pretrain_gpt.py"
     script.write_text("")
     training = ["--max-position-embeddings", "64", "--train-iters", "1", "--lr", "1e-4", "--micro-batch-size", "1"]
     training += ["--tokenizer-type", "NullTokenizer", "--global-batch-size", "8"]
-    out, error, status = _run("--plan", str(script), *MODEL, *DATA, *training)
+    return _run("--plan", *front, str(script), *MODEL, *DATA, *training, *behind)
+
+
+def test_a_script_of_megatron_lm(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    out, error, status = _run_megatron_lm(tmp_path, [], [])
     assert status == 0, error
     assert "core_attn" in out and "a step of 512 tokens" in out
+
+
+def test_context_parallelism_of_megatron_lm(tmp_path: Path) -> None:
+    """Its checks ask for the GPU's architecture, and for a variable of CUDA."""
+    pytest.importorskip("megatron.training")
+    out, error, status = _run_megatron_lm(tmp_path, ["--hardware", "h200x2"], ["--context-parallel-size", "2"])
+    assert status == 0, error
+    assert "a step of 512 tokens" in out
+
+
+def test_offload_flags_behind_a_script_of_megatron_lm(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    flags = ["--offload-activation", "--offload-modules", "core_attn", "--offload-num-layers", "1"]
+    out, error, status = _run_megatron_lm(tmp_path, [], flags)
+    assert status == 0, error
+    assert {key: row[0] for key, row in _moved(out).items()} == {("0", "core_attn"): 8}
+
+
+@pytest.mark.parametrize("front", [["--offload-engine"], []], ids=["taken over", "megatron-core's own"])
+def test_a_recipe_of_megatron_lm(front: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    recipe = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "qkv_linear"]
+    out, error, status = _run_megatron_lm(tmp_path, front, [*recipe, "--activation-offload-fraction", "0.5"])
+    if front:
+        assert status == 0, error
+        assert {name for _, name in _moved(out)} == {"core_attn", "qkv_linear"} and "offloaded in part" in out
+    else:
+        assert status == 2 and "own, which is not rehearsed: give --offload-engine" in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--hiden-size", "3"], "unrecognized arguments: --hiden-size 3 (did you mean --hidden-size?)"),
+        (["--num-layers", "many"], "argument --num-layers: invalid int value: 'many'"),
+        (["--fp8-format", "hybrid", "--spec", "a", "b"], "--plan does not rehearse --fp8-format, --spec"),
+    ],
+)
+def test_mistakes_behind_a_script_of_megatron_lm(flags: list[str], message: str, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    _, error, status = _run_megatron_lm(tmp_path, [], flags)
+    assert status == 2 and message in error.splitlines()[-1], error

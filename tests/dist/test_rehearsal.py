@@ -70,6 +70,7 @@ def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> Any:
 
 def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
     """Return the groups of each rank of a pipeline, all of them from this process."""
+    from megatron_patches._arguments import Settings
     from megatron_patches._rehearsal.job import TrainingJob
     from megatron_patches._rehearsal.stage import StageRehearsal
     from offload_engine import OffloadConfig
@@ -93,7 +94,7 @@ def _rehearsed_groups(kind: str, shape: Pipeline) -> list[Groups]:
     ranks = []
     for rank in range(shape.size):
         with StageRehearsal(job, hardware, hardware.link(1, False), rank).ready() as stage:
-            outcome = stage.run(NAMES[kind], OffloadConfig(min_tensor_bytes=1, dry_run=True))
+            outcome = stage.run(Settings(OffloadConfig(min_tensor_bytes=1, dry_run=True), tuple(NAMES[kind])))
         ranks.append([[(g.name, g.layer, g.nbytes) for g in chunk.groups] for chunk in outcome.shapes])
     return ranks
 

@@ -45,7 +45,7 @@ class Thresholds(NamedTuple):
         for name, nbytes in self.by_name if groups else ():
             if name not in groups:
                 raise ValueError(
-                    f"{SETTING} has {name}={nbytes:,}, but {name!r} has no group of its own in offload_modules: name "
+                    f"{SETTING} has {name}={nbytes:,}, but {name!r} has no group of its own here: name "
                     f"one of {', '.join(groups)}"
                 )
 
