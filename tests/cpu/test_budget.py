@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ from offload_engine.plan_files import load_plan, plot_budget, save_plan
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, one_forward_one_backward
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, ROWS, DEPTH = 32, 64, 6
 KIB = 1 << 10
 GROWN = "gpu_budget: activations have grown, so one more step is measured with everything offloaded"
@@ -62,7 +63,7 @@ class Job:
 
     def __init__(self, model: nn.Sequential | None = None) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(make_layer() for _ in range(DEPTH))) if model is None else model
+        self.model: Any = nn.Sequential(*(make_layer() for _ in range(DEPTH))) if model is None else model
         self._optimizer = torch.optim.Adam(self.model.parameters())
         self._batches = torch.Generator().manual_seed(1)
         self.trace: list[Any] = []
@@ -99,7 +100,7 @@ class Job:
     @property
     def summary(self) -> BudgetSummary:
         assert self.controller.summary is not None
-        return self.controller.summary  # type: ignore[no-any-return]
+        return self.controller.summary
 
 
 class ByHand(Job):
@@ -175,15 +176,6 @@ class ByBytes(ByFrontEnd):
 
 Make = Callable[[OffloadConfig], Job]
 each_job = pytest.mark.parametrize("make", [ByHand, ByLayers, ByBytes])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums in another order would be other sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def all_kept(make: Make) -> Job:
@@ -487,7 +479,7 @@ def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_windo
     job.controller._idleness.is_measured, job.controller._last.gauge = True, Allocator(job.engine)
     started: list[int] = []
     start_chunk = job.engine.start_chunk
-    job.engine.start_chunk = lambda *args, **kwargs: (started.append(1), start_chunk(*args, **kwargs))[1]  # type: ignore[assignment, func-returns-value]
+    job.engine.start_chunk = lambda *args, **kwargs: (started.append(1), start_chunk(*args, **kwargs))[1]  # type: ignore[func-returns-value, method-assign]
     for number in range(9):
         started.clear()
         for each in (job, reference):

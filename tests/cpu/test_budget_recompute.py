@@ -23,9 +23,9 @@ from tests.cpu.test_budget import (
     ByLayers,
     assert_same_training,
     config,
-    one_thread,  # noqa: F401  (a fixture)
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 256
 INPUT_BYTES = ROWS * HIDDEN * 4
 Context = Callable[[], AbstractContextManager[Any]]
@@ -154,7 +154,7 @@ class Counting(Layer):
 class Compiled(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self._compiled_call_impl = super()._call_impl  # type: ignore[assignment]
+        self._compiled_call_impl = super()._call_impl
 
 
 class Checkpointing(Layer):

@@ -30,6 +30,7 @@ from offload_engine.planning.steps import Decision, Outcome, Steps
 from offload_engine.schedule import no_pipelining
 from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
 from tests.engine_on_clocks import SCALE, EngineRank, _run_rank
+from tests.lookups import present
 
 GIB = 1 << 30
 JOBS = {"all names": dense_job(ALL), "five names": dense_job(MOST), "four ranks": DEEP, "one rank": ONE_RANK}
@@ -276,8 +277,7 @@ class BudgetRank(EngineRank):
         self.engine.close()
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)  # type: ignore[arg-type]
         self.engine.pool._slab_bytes //= SCALE
-        controller = self.engine.budget
-        assert controller is not None
+        controller = present(self.engine.budget)
         self.controller = controller
         self.controller._optimizers._has_stepped.set()
 
@@ -304,8 +304,7 @@ def test_time_and_memory_are_as_predicted(share: float) -> None:
         rank.step()
         assert rank.controller._num_steps < 9
     rank.step()
-    summary = rank.controller.summary
-    assert summary is not None
+    summary = present(rank.controller.summary)
     assert summary.measured_step_ms == pytest.approx(summary.predicted_step_ms, rel=0.01)
     assert rank.engine.stats.peak_resident_bytes <= summary.predicted_peak_bytes <= summary.budget_bytes
     assert summary.predicted_step_ms <= summary.lowest_step_ms
@@ -319,8 +318,7 @@ def test_times_of_groups_are_those_of_the_job() -> None:
     rank = BudgetRank(job, 1 << 40)
     while rank.controller.decider.chosen is None:
         rank.step()
-    measured = rank.controller.decider._job
-    assert measured is not None
+    measured = present(rank.controller.decider._job)
     [expected], [found] = job.shapes, measured.shapes
     for group, known in zip(found.groups, expected.groups, strict=True):
         assert group.forward_ms == pytest.approx(known.lead_ms + known.forward_ms)

@@ -73,7 +73,7 @@ class Chain:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice()
-        config = OffloadConfig.from_flags(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
+        config = OffloadConfig.from_flags(min_tensor_bytes=0, **settings)
         self.engine = OffloadEngine(config, self.device, ResidencyMeter())
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()

@@ -121,10 +121,10 @@ def test_another_thread_asks_on_the_device_of_the_marks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new thread is on device 0, where its first call would make a context."""
-    mark, on = cuda.mark_time(STREAM), []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: on.append(device) or nullcontext())
+    mark, device = cuda.mark_time(STREAM), mock.Mock(return_value=nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", device)
     cuda.milliseconds_between(mark, mark)
-    assert not on
+    assert not device.mock_calls
     monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 1)
     cuda.milliseconds_between(mark, mark)
-    assert on == [torch.device("cuda", 0)]
+    device.assert_called_once_with(torch.device("cuda", 0))

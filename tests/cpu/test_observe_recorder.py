@@ -126,7 +126,12 @@ def test_a_group_lives_through_its_stages_at_the_times_of_the_device(
 ) -> None:
     marks: list[str] = []
     mark_time = step.device.mark_time
-    monkeypatch.setattr(step.device, "mark_time", lambda stream: marks.append(stream) or mark_time(stream))
+
+    def noted(stream: str) -> Any:
+        marks.append(stream)
+        return mark_time(stream)
+
+    monkeypatch.setattr(step.device, "mark_time", noted)
     out_and_back(step, Group())
     assert len(marks) == 10, "two around each of two copies and two waits, one where it is saved, one where it ends"
     record = step.recorder.finish().get()
@@ -376,4 +381,4 @@ def test_a_wait_to_drop_a_storage_is_not_where_its_group_came_to_the_host(step: 
     step.device.compute(3.0)
     step.recorder.note_residency(second, Residency.ON_HOST)
     on_host = step.recorder.finish().get().stages[-1]
-    assert (on_host.residency, on_host.begin_ms) == ("on host", pytest.approx(2 * MS_OF_COPY + 3.0))
+    assert on_host.residency == "on host" and on_host.begin_ms == pytest.approx(2 * MS_OF_COPY + 3.0)
