@@ -93,8 +93,7 @@ def test_the_correct_program_gives_the_right_numbers_and_no_hazard(device: Adver
     first, copied_in = program.round_trip(3.0)
     second, _ = program.round_trip(5.0, earlier=copied_in)
     assert first.eq(3.0).all() and second.eq(5.0).all()
-    assert device.hazards == []
-    assert device.num_copies == {"out": 2, "in": 2}
+    assert device.hazards == [] and device.num_copies == {"out": 2, "in": 2}
 
 
 @pytest.mark.parametrize("skip", ["produce", "drop", "allocate", "use"])

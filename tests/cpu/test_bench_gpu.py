@@ -131,8 +131,7 @@ def test_summaries_have_ratios_falls_and_throughput() -> None:
     assert own["step_ms_median"] == 101.5, "of each step, the time on the slowest rank"
     assert own["round_ratios"] == pytest.approx([103 / 100.5, 101 / 100.5])
     falls = [own[f"fall_{what}"] for what in ("allocated_over_at_peak", "allocated_over_max", "reserved_over_max")]
-    assert falls == [1.0, 0.8, 0.72]
-    assert own["link_out_ms"] == pytest.approx(400 * MIB / 55e6)
+    assert falls == [1.0, 0.8, 0.72] and own["link_out_ms"] == pytest.approx(400 * MIB / 55e6)
     assert own["is_bitwise_equal"] is False and found["none", 0]["is_bitwise_equal"] is None
     rates = {one["contender"]: one for one in report.throughput(summaries, records)}
     assert rates["none"]["tokens_per_s"] == pytest.approx(16_000 / 0.1005)
@@ -216,8 +215,7 @@ def test_switching_the_incumbent_gives_the_flags_of_a_model_built_with_it(kind: 
     from tests.dist.launch import run_ranks
 
     ((built, on, off, off_again, places),) = run_ranks(switch_flags, kind)
-    assert on == built
-    assert off_again == off != on
+    assert on == built and off_again == off != on
     assert places == {"qkv_linear": 4, "core_attn": 4}
 
 

@@ -13,21 +13,16 @@ import torch
 from torch import nn
 
 from offload_engine import OffloadConfig, OffloadError, enable_activation_offloading
+from tests.cpu.test_found_layers import Model
 from tests.lookups import present
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 WIDTH = 16
 
 
-class Module(nn.Module):
+class Module(Model):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

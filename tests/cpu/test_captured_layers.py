@@ -215,8 +215,7 @@ def test_groups_say_what_may_leave(engine: OffloadEngine, graphs: Graphs) -> Non
     graphs.layers[:] = [Grouped(graphs.pool, WIDTH, factor) for factor in FACTORS]
     layers = captured(graphs, engine, saves_all=False, graphs_beside=0)
     # 1.1 alone: what 1.3 saves is below its own bound, and the backward of 1.2 comes at once.
-    assert layers.copied_out_bytes == LAYER_BYTES
-    assert engine.graphs.recording is None
+    assert layers.copied_out_bytes == LAYER_BYTES and engine.graphs.recording is None
     check_replays(graphs)
 
 
@@ -280,8 +279,7 @@ def test_release_waits_for_copies_of_a_pass_that_was_broken_off(last: int, engin
     layers = captured(graphs, engine)
     graphs.run(0, graphs.order[: 2 + last])
     device = engine.device
-    assert isinstance(device, GraphDevice)
-    assert any(stream.queue for stream in device._streams)
+    assert isinstance(device, GraphDevice) and any(stream.queue for stream in device._streams)
     layers.release()
     assert not any(stream.queue for stream in device._streams)
 

@@ -247,8 +247,7 @@ def test_a_checkpoint_inside_a_checkpoint(offload: CheckpointOffload) -> None:
 
     with offload:
         found = nest(checkpoint)
-    assert offload.stats.num_groups == DEPTH
-    assert all_equal(found, nest(torch_checkpoint))
+    assert offload.stats.num_groups == DEPTH and all_equal(found, nest(torch_checkpoint))
 
 
 # -- outside, errors ---------------------------------------------------------------------------------------------------

@@ -177,8 +177,7 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
     plain = chosen_for("one rank", budget)
     cheap = choose(job, model, budget, Costs(options=options(job, "mlp_act", 0.5)))
     assert cheap.best.recomputed_bytes and set(cheap.best.recomputed_bytes) == {"mlp_act"}
-    assert cheap.best.held_bytes <= budget
-    assert cheap.best.step_ms < 0.9 * plain.best.step_ms
+    assert cheap.best.held_bytes <= budget and cheap.best.step_ms < 0.9 * plain.best.step_ms
     dear = choose(job, model, budget, Costs(options=options(job, "mlp_act", 50.0)))
     assert dear.best == plain.best
     fitting = choose(job, model, 1 << 50, Costs(options=options(job, "mlp_act", 0.5)))
@@ -219,8 +218,7 @@ def test_what_is_recomputed_is_spread_over_the_layers_and_cheap_names_come_first
     def layers(share: float) -> list[tuple[str, int]]:
         return [(each.name, min(each.replaces).layer) for each in evenly([*dear, *cheap], share)]
 
-    assert layers(0.25) == [("a", 0), ("a", 2), ("a", 4), ("a", 6)]
-    assert layers(0.001) == [("a", 0)]
+    assert layers(0.25) == [("a", 0), ("a", 2), ("a", 4), ("a", 6)] and layers(0.001) == [("a", 0)]
     assert layers(0.625) == [("a", layer) for layer in range(8)] + [("b", 0), ("b", 4)]
     assert len(layers(1.0)) == 16
 

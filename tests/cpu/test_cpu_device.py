@@ -189,8 +189,7 @@ def test_a_start_that_goes_wrong_fails_one_copy_and_leaves_one_thread(
         finish(device, stream)
     device.copy_out(stream, [byte(slab, 1)])
     finish(device, stream)
-    assert slab.ran == [1]
-    assert offload_threads() == ["offload-copy"]
+    assert slab.ran == [1] and offload_threads() == ["offload-copy"]
 
 
 @pytest.mark.timeout(60)
@@ -338,8 +337,7 @@ def test_copies_of_one_call_after_a_failed_one_are_skipped(file_device: CpuDevic
     failed = file_device.copy_out(stream, [(garbage(100), broken), byte(slab, 1)])
     file_device.copy_out(stream, [byte(slab, 2)])
     finish(file_device, stream)
-    assert slab.ran == [2]
-    assert not file_device.is_complete(failed)
+    assert slab.ran == [2] and not file_device.is_complete(failed)
 
 
 def test_waiting_for_failed_work_fails_too(file_device: CpuDevice, first_write_fails: None) -> None:
@@ -385,8 +383,7 @@ def test_close_finishes_the_copies_and_is_idempotent(device: CpuDevice) -> None:
     event = device.record_event(stream)
     device.close()
     device.close()
-    assert torch.equal(source, target)
-    assert offload_threads() == []
+    assert torch.equal(source, target) and offload_threads() == []
     device.synchronize(event)
     for call in (lambda: device.record_event(stream), lambda: device.new_slab(4096)):
         with pytest.raises(RuntimeError, match="closed"):
@@ -403,8 +400,7 @@ def test_threads_start_with_the_first_copy_and_end_with_the_device(tmp_path: Pat
     assert offload_threads() == ["offload-copy"]
     del device, stream
     gc.collect()
-    assert offload_threads() == []
-    assert slab._fd == -1
+    assert offload_threads() == [] and slab._fd == -1
 
 
 def test_a_device_that_is_collected_in_its_own_thread_stops_all_of_them(tmp_path: Path) -> None:

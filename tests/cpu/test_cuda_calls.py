@@ -480,8 +480,7 @@ def test_other_threads_run_while_one_waits_for_a_small_read(cuda: CudaRuntime, r
 
 
 def test_where_kernels_find_host_memory(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
-    assert cuda.device_address(HOST) == HOST + 64
-    assert last_call(runtime)[:3] == (11, HOST, 0)
+    assert cuda.device_address(HOST) == HOST + 64 and last_call(runtime)[:3] == (11, HOST, 0)
     with having(runtime, "result", 1):
         assert cuda.device_address(HOST) is None
     assert last_call(runtime)[0] == 5, "torch would take it for an error of its own"

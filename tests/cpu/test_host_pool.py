@@ -306,11 +306,9 @@ def test_trim_keeps_slabs_in_use_or_being_read() -> None:
     reading = FakeEvent()
     pool.give_back(read, [reading])
     pool.give_back(idle)
-    assert pool.trim() == 32
-    assert [slab.closed for slab in device.slabs] == [False, False, True]
+    assert pool.trim() == 32 and [slab.closed for slab in device.slabs] == [False, False, True]
     reading.done = True
-    assert pool.trim() == 32
-    assert pool.slab_bytes_total == 32
+    assert pool.trim() == 32 and pool.slab_bytes_total == 32
 
 
 def test_close_waits_for_copies_also_failed_ones() -> None:
@@ -321,8 +319,7 @@ def test_close_waits_for_copies_also_failed_ones() -> None:
     pool.give_back(leases[1], [reading])
     pool.close()
     pool.close()
-    assert reading.done
-    assert device.open_bytes == pool.slab_bytes_total == 0
+    assert reading.done and device.open_bytes == pool.slab_bytes_total == 0
     with pytest.raises(RuntimeError, match="has been closed"):
         pool.lend(1)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,16 +125,10 @@ def out_and_back(step: Step, group: Group) -> None:
 def test_a_group_lives_through_its_stages_at_the_times_of_the_device(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marks: list[str] = []
-    mark_time = step.device.mark_time
-
-    def noted(stream: str) -> Any:
-        marks.append(stream)
-        return mark_time(stream)
-
-    monkeypatch.setattr(step.device, "mark_time", noted)
+    mark_time = mock.Mock(wraps=step.device.mark_time)
+    monkeypatch.setattr(step.device, "mark_time", mark_time)
     out_and_back(step, Group())
-    assert len(marks) == 10, "two around each of two copies and two waits, one where it is saved, one where it ends"
+    assert mark_time.call_count == 10, "two around each of two copies and waits, one where it is saved, one at its end"
     record = step.recorder.finish().get()
     copy = 2 * MS_OF_COPY
     moments = (0.0, 5.0, 5 + copy, 12 + copy, 12 + 2 * copy, 16 + 2 * copy)  # used until the second of two retires

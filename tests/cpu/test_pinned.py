@@ -55,8 +55,7 @@ def test_a_slab_is_registered_whole_and_can_be_used(runtime: Runtime) -> None:
     nbytes = 3 * MIB + 512
     slab = PinnedSlab(nbytes, numa_node=0)
     whole = slab.view(0, nbytes)
-    assert runtime.registered == {whole.data_ptr(): nbytes}
-    assert not whole.any()
+    assert runtime.registered == {whole.data_ptr(): nbytes} and not whole.any()
     slab.view(100, 7).fill_(3)
     assert whole.sum().item() == 21
     slab.close()

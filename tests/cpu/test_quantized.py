@@ -207,8 +207,7 @@ def test_data_and_scales_move_but_for_matrices_which_may_be_weights(make: Any, s
     parts_bytes = sum(part.nbytes for part in plain[2]) if len(shape) > 2 else 0
     stats = engines[1].stats
     output_bytes = 4 * source.numel()  # the next group's
-    assert stats.copied_out_bytes == parts_bytes + output_bytes
-    assert stats.num_storages_left == 0
+    assert stats.copied_out_bytes == parts_bytes + output_bytes and stats.num_storages_left == 0
 
 
 def _of_unknown_class(data: torch.Tensor) -> torch.Tensor:

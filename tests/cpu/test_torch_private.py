@@ -275,8 +275,7 @@ def test_the_compiler_is_seen_where_it_runs() -> None:
     note = torch.compiler.disable(lambda: seen.append(torch_private.eval_frame_callback()), recursive=False)
 
     function(torch.ones(2))
-    assert callable(seen[0])
-    assert not callable(torch_private.eval_frame_callback())
+    assert callable(seen[0]) and not callable(torch_private.eval_frame_callback())
 
 
 def test_the_class_behind_fully_shard(tmp_path: Path) -> None:

@@ -66,8 +66,7 @@ def train(model: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> T
 
 
 def assert_equal(expected: Trained, got: Trained) -> None:
-    assert len(expected.losses) == 2 * STEPS
-    assert expected.losses == got.losses
+    assert len(expected.losses) == 2 * STEPS and expected.losses == got.losses
     assert all(map(torch.equal, expected.weights, got.weights))
 
 
