@@ -37,11 +37,11 @@ def forward_groups(
     while tensors:
         saved = tensors.pop()
         if chunk is None:
-            out = _SaveThree.apply(out, saved)  # type: ignore[no-untyped-call]
+            out = _SaveThree.apply(out, saved)
             continue
         chunk.open_group("module")
         chunk.hooks.push()
-        out = _SaveThree.apply(out, saved)  # type: ignore[no-untyped-call]
+        out = _SaveThree.apply(out, saved)
         chunk.hooks.pop()
         out = group_commit(out, chunk)
     return out

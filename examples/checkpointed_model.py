@@ -59,7 +59,7 @@ if __name__ == "__main__":
     small = OffloadConfig(min_tensor_bytes=64 << 10, policy=GroupWindow(2))
     model = offload_wrapper(make_model(), engine=OffloadEngine(small, meter=after))
     offloaded = train(model, steps, after)
-    stats: Any = model.activation_offload.stats  # type: ignore[union-attr]
+    stats: Any = model.activation_offload.stats
     print(f"loss {plain[0]:.4f} -> {plain[-1]:.4f}; with offload equal to the last bit: {plain == offloaded}")
     on_device, inputs = stats.peak_resident_bytes >> 10, stats.managed_bytes >> 10
     print(f"inputs of layers: {inputs} KiB, at most {on_device} KiB of them on the device at once")

@@ -74,7 +74,7 @@ def group_start(
     on the returned alias only. If the last bit matters, do not mark an input with other readers either: its gradients
     are then summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
     """
-    return GroupStartFunction.apply(tensor, chunk, name, traits)  # type: ignore[no-untyped-call]
+    return GroupStartFunction.apply(tensor, chunk, name, traits)
 
 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
@@ -88,7 +88,7 @@ def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tens
     if group is None or node is None or not group.has_made(node) or tensor._is_view():
         # A hook on its node is not enough: if the group did not compute the tensor, the node's backward runs long after
         # the group's; if the model later writes into a view, it never runs.
-        return GroupCommitFunction.apply(tensor, chunk)  # type: ignore[no-untyped-call]
+        return GroupCommitFunction.apply(tensor, chunk)
     # The group's backward begins with this node, and a hook on it costs a fraction of an identity after it.
     _call_before(node, tensor, _BackwardBegins(chunk, chunk.on_group_commit_forward()))
     return tensor

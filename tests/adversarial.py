@@ -39,7 +39,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offload_engine._devices.base import CopyError, HostRegion, PlainRead, TensorSpec
+from offload_engine._devices.base import CopyError, DeviceGraphs, HostRegion, MemoryGauge, PlainRead, TensorSpec
+from offload_engine._devices.regions import whole
 
 POISON = 0xFF
 _ALIGNMENT = 64  # of torch's own CPU memory: vectorised kernels may sum in another order at another alignment
@@ -259,7 +260,7 @@ class Copy:
     def execute(self) -> str | None:
         """Move the bytes; returns why it failed, if it was told to."""
         self.is_done = True
-        slab, nbytes = self.region.slab, self.region.nbytes
+        slab, nbytes = _slab_of(self.region), self.region.nbytes
         span = self.memory.span(nbytes)
         if span is None or slab.is_closed:
             what = "its host slab was closed" if slab.is_closed else "its device buffer was dropped"
@@ -271,17 +272,18 @@ class Copy:
             return f"{self} failed: injected by the test" if self.will_fail else None
         assert span is not None
         device, host = span[0], slab.address(self.region)
-        ctypes.memmove(*((host, device) if self.is_out else (device, host)), nbytes)
+        to, source = (host, device) if self.is_out else (device, host)
+        ctypes.memmove(to, source, nbytes)
         self._spoil_parts()
         return None
 
     def _spoil_parts(self) -> None:
         for offset, nbytes in self.written_parts:
-            ctypes.memset(self.region.slab.address(self.region) + offset, POISON, nbytes)
+            ctypes.memset(_slab_of(self.region).address(self.region) + offset, POISON, nbytes)
 
     def _spoil_target(self) -> None:
         if self.is_out:
-            self.region.slab.poison(self.region)
+            _slab_of(self.region).poison(self.region)
         else:
             self.memory.poison()
 
@@ -303,7 +305,8 @@ class AdversarialDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
-    memory = graphs = None
+    memory: MemoryGauge | None = None
+    graphs: DeviceGraphs | None = None
 
     def __init__(self, seed: int | None = None, host_capacity: int | None = None) -> None:
         self.hazards: list[str] = []
@@ -420,7 +423,7 @@ class AdversarialDevice:
         memory.writes.append(Access(stream, stream.tick(), "the allocation"))
         memory.is_watched = True
         memory.poison()
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,))
+        return whole(storage)
 
     def copy_out(
         self, stream: AdversarialStream, copies: Sequence[tuple[torch.Tensor, HostRegion]]
@@ -576,19 +579,20 @@ class AdversarialDevice:
     def _copy_out(self, stream: AdversarialStream, tick: int, source: torch.Tensor, target: HostRegion) -> None:
         copy, access, memory = self._issue("out", stream, tick, source, target)
         self._require(access, f"reads {_describe(memory)}", memory.writes)
-        self._require(access, "overwrites host bytes", target.slab.overlapping(target, only_writes=False))
+        self._require(access, "overwrites host bytes", _slab_of(target).overlapping(target, only_writes=False))
         memory.reads[stream.index, copy.number] = access
-        target.slab.note(target, True, access)
+        _slab_of(target).note(target, True, access)
         stream.queue.append(copy)
 
     def _copy_in(self, stream: AdversarialStream, tick: int, source: HostRegion, target: torch.Tensor) -> None:
         copy, access, memory = self._issue("in", stream, tick, target, source)
-        if not source.slab.overlapping(source, only_writes=True):
+        earlier_writes = _slab_of(source).overlapping(source, only_writes=True)
+        if not earlier_writes:
             self._violation(f"{copy} reads host bytes that were never written", copy)
-        self._require(access, "reads host bytes", source.slab.overlapping(source, only_writes=True))
+        self._require(access, "reads host bytes", earlier_writes)
         self._require(access, f"writes {_describe(memory)}", memory.accesses())
         memory.writes.append(access)
-        source.slab.note(source, False, access)
+        _slab_of(source).note(source, False, access)
         stream.queue.append(copy)
 
     def _issue(
@@ -603,7 +607,7 @@ class AdversarialDevice:
         copy.hazards = self.hazards
         if memory.is_released and memory.block is not None:
             self._violation(f"{copy} uses a buffer after its release", copy)
-        if region.slab.is_closed:
+        if _slab_of(region).is_closed:
             self._violation(f"{copy} uses a host slab after it was closed", copy)
         memory.is_watched = True
         if memory.ref is not None:
@@ -718,7 +722,7 @@ class AdversarialDevice:
         nbytes = tensor.element_size()
         for earlier in copies:
             if earlier.copy is not None and not self._knows(access.stream, earlier):
-                earlier.copy.note_written(tensor.storage_offset() * nbytes, tensor.numel() * nbytes)
+                earlier.copy.note_written(int(tensor.storage_offset()) * nbytes, tensor.numel() * nbytes)
 
     def _note_result(self, tensor: torch.Tensor, access: Access, written: set[int]) -> None:
         storage = tensor.untyped_storage()
@@ -789,6 +793,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
                 yield value
         elif isinstance(value, (tuple, list)):
             yield from _tensors(value)
+
+
+def _slab_of(region: HostRegion) -> AdversarialSlab:
+    assert isinstance(region.slab, AdversarialSlab)
+    return region.slab
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from offload_engine import WrapperHandle
+
 HIDDEN, LENGTH, BATCH, DEPTH, VOCABULARY = 32, 16, 2, 4, 64
 INPUT_BYTES = BATCH * LENGTH * HIDDEN * 4
 
@@ -54,6 +56,8 @@ class Block(nn.Module):
 
 class Stack(nn.Module):
     """Blocks one after the other; nothing but the caller of a block holds its input."""
+
+    activation_offload: WrapperHandle  # of `offload_wrapper`
 
     def __init__(self, depth: int = DEPTH, call: Callable[..., torch.Tensor] = operator.call) -> None:
         super().__init__()
@@ -105,9 +109,7 @@ class WatchedStack(nn.Module):
     """
 
     def __init__(
-        self,
-        call: Callable[..., torch.Tensor] = operator.call,
-        begin: Callable[[torch.Tensor], torch.Tensor] = double,
+        self, call: Callable[..., torch.Tensor] = operator.call, begin: Callable[[torch.Tensor], torch.Tensor] = double
     ) -> None:
         super().__init__()
         self.first = nn.Linear(HIDDEN, HIDDEN)
@@ -127,7 +129,7 @@ class WatchedStack(nn.Module):
         self.seen.append((sum(not ref.expired() for ref in refs), self.look()))
 
 
-def make_language_model(family: str, way: str | None = None, **changes: Any) -> nn.Module:
+def make_language_model(family: str, way: str | None = None, **changes: Any) -> Any:
     """Make a causal language model of transformers with random weights.
 
     Args:
@@ -140,7 +142,7 @@ def make_language_model(family: str, way: str | None = None, **changes: Any) -> 
     torch.manual_seed(0)
     name = {"llama": "Llama", "qwen2": "Qwen2"}[family]
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
     if way is not None:
         enable_checkpointing(model, way, type(model.model.layers[0]))
     return model
@@ -154,7 +156,7 @@ def make_stack(way: str = "pytorch", **arguments: Any) -> Stack:
     return stack
 
 
-def enable_checkpointing(model: nn.Module, way: str, layer: type[nn.Module]) -> None:
+def enable_checkpointing(model: Any, way: str, layer: type[nn.Module]) -> None:
     """Checkpoint each `layer` of `model` in one of `WAYS`."""
     is_reentrant = way.endswith(" reentrant")
     if way.startswith("transformers"):

@@ -77,9 +77,9 @@ def distribute(model: nn.Module, strategy: str, is_mixed: bool = False) -> nn.Mo
     if strategy == "fsdp2":
         mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=low)
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh, mp_policy=policy)
+        for module in (*layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        return model
     return nn.parallel.DistributedDataParallel(model) if strategy == "ddp" else model
 
 

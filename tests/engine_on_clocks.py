@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload_engine import ChunkKey, ChunkOffloadHandler, GroupTraits, IterationStats, OffloadConfig, OffloadEngine
+from offload_engine._devices.base import DeviceGraphs, MemoryGauge
 from offload_engine._devices.regions import new_buffer
 from offload_engine.planning.clocks import Clocks, Link
 from offload_engine.planning.moves import HELD
@@ -44,7 +45,8 @@ class ClockDevice:
 
     torch_device = torch.device("cpu")
     host_alignment = 64
-    memory = graphs = None
+    memory: MemoryGauge | None = None
+    graphs: DeviceGraphs | None = None
 
     def __init__(self, link: Link | None = None) -> None:
         self._link = link or Link()

@@ -115,3 +115,13 @@ class GraphDevice(AdversarialDevice):
         of = self.captures if stream in self._captured else 0
         self._events[id(event)] = of, self._captured.get(stream, 0), event
         return event
+
+
+class GraphWithoutReplay:
+    """Stands in for `torch.cuda.CUDAGraph` where nothing replays it."""
+
+    def capture_begin(self) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def reset(self) -> None: ...

@@ -39,7 +39,7 @@ class ToyPool:
         """Return a tensor of float32 in the pool."""
         numel = int(torch.Size(shape).numel())
         storage = self._storage(4 * numel)
-        return torch.empty(0).set_(storage, 0, shape)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0).set_(storage, 0, shape)  # type: ignore[call-overload]
 
     def launch(self, kernel: Kernel, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
         """Run `kernel(*inputs, out=out)`, and in each replay of the graph that is captured again."""
@@ -89,7 +89,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same bytes that does not hold them."""
     storage = tensor.untyped_storage()
     same = storage_at(storage.data_ptr(), storage.nbytes(), _CPU)
-    return torch.empty(0).set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0).set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class Layer:
@@ -102,7 +102,7 @@ class Layer:
         self.stash: list[torch.Tensor] | None = None  # what a backward keeps for a graph of its own
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _Layer.apply(x, self)  # type: ignore[no-any-return]
+        return _Layer.apply(x, self)
 
 
 class _Layer(torch.autograd.Function):

@@ -41,6 +41,7 @@ from offload_engine import (
 )
 from offload_engine.policies import PolicySettings
 from tests.adversarial import AdversarialDevice, AdversarialStream
+from tests.lookups import present
 
 HIDDEN = 8
 
@@ -476,8 +477,7 @@ class Unit(nn.Module):
         engine = runner.engine
         if engine is None or not engine.is_active:
             return self._inner(x, runner)
-        chunk = engine.current_chunk
-        assert chunk is not None
+        chunk = present(engine.current_chunk)
         if self.begins_tail:
             chunk.begin_tail()
         if not self.is_bracketed:
@@ -485,8 +485,7 @@ class Unit(nn.Module):
         if self.is_excluded:
             engine.exclude(x)
         x = group_start(x, chunk, type(self.block).__name__, GroupTraits(may_delay=self.may_delay, layer=self.layer))
-        group = chunk.groups.innermost
-        assert group is not None
+        group = present(chunk.groups.innermost)
         with chunk.saved_tensors_hooks():
             out = self._inner(x, runner)
         out = group_commit(out, chunk)
@@ -511,9 +510,10 @@ class Runner:
         self.case = case
         self.device: AdversarialDevice | None = None
         self.engine: OffloadEngine | None = None
+        self.meter = ResidencyMeter()
         if with_engine:
             self.device = AdversarialDevice(case.device_seed, case.host_capacity)
-            self.engine = OffloadEngine(case.config, device=self.device, meter=ResidencyMeter())
+            self.engine = OffloadEngine(case.config, device=self.device, meter=self.meter)
         torch.manual_seed(case.seed)
         rng = random.Random(case.seed)
         self.stages = nn.ModuleList(self._make_stage(rng) for _ in range(case.num_stages))
@@ -616,7 +616,7 @@ class Runner:
         if self.engine is not None:
             assert self.engine.pool.num_leases == 0
             assert self.engine.pool.lent_bytes == 0
-            assert self.engine.meter.current_bytes == 0
+            assert self.meter.current_bytes == 0
             assert not self.engine.is_active and self.engine.current_chunk is None
 
     # -- one chunk
@@ -648,8 +648,9 @@ class Runner:
     def _backward(self, key: ChunkKey, step: Step, is_retained: bool) -> list[torch.Tensor]:
         out = self._outputs.pop(key)
         is_sent = self._is_sent(key)
-        grad = self._inputs.pop(ChunkKey(key.stage + 1, key.microbatch)).grad if is_sent else torch.ones_like(out)
-        assert grad is not None
+        grad = present(
+            self._inputs.pop(ChunkKey(key.stage + 1, key.microbatch)).grad if is_sent else torch.ones_like(out)
+        )
         if key in self._chunks:
             chunk = self._chunks.pop(key)
             if random.Random(step.seed + hash(key)).random() < 0.2:  # a front-end's, which knows of no backward before
@@ -663,8 +664,7 @@ class Runner:
             )
             self._join_streams()
         self._check_restored(key)
-        x_grad = self._inputs[key].grad
-        assert x_grad is not None
+        x_grad = present(self._inputs[key].grad)
         if key.stage == 0 or not self.case.is_chained:
             del self._inputs[key]
         return [x_grad.clone()] if is_sent else [out.detach().clone(), x_grad.clone()]
@@ -688,7 +688,7 @@ class Runner:
     def _tracker(self) -> AbstractContextManager[Any]:
         if self.engine is None or not self.case.tracks_rest:
             return nullcontext()
-        return SavedTensorTracker(self.engine.meter, self.stages.parameters())
+        return SavedTensorTracker(self.meter, self.stages.parameters())
 
     # -- the model
 
@@ -759,7 +759,7 @@ class Runner:
         device = self.device
         if device is None or not self.case.has_comm_stream or tensor.grad_fn is None:
             return
-        nodes = [tensor.grad_fn]
+        nodes: list[torch.autograd.graph.Node | None] = [tensor.grad_fn]
         while nodes:
             node = nodes.pop()
             if node is None or node in self._tagged or node.name().endswith("AccumulateGrad"):

@@ -109,7 +109,7 @@ class _Unpinned(OffloadWrapper):
 
 
 def _offloading(module: torch.nn.Module) -> torch.nn.Module:
-    return OffloadWrapper(module) if next(module.parameters()).is_cuda else _Unpinned(module)  # type: ignore[no-untyped-call]
+    return OffloadWrapper(module) if next(module.parameters()).is_cuda else _Unpinned(module)
 
 
 def _parts_of(workload: Workload) -> list[tuple[Any, str, torch.nn.Module]]:

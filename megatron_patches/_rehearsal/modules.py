@@ -23,7 +23,7 @@ class RehearsedNorm(torch.nn.Module):
         _mark_split(config, self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Norm.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return Norm.apply(x, self.weight, self.bias)
 
 
 class _LinearBase(torch.nn.Module):
@@ -62,7 +62,7 @@ class _LinearBase(torch.nn.Module):
         self._how = Tokens(None if is_expert else group, mode, is_split, 2 if is_layer_norm else 1)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out = Linear.apply(x, self.weight, self.layer_norm_weight, self._how)  # type: ignore[no-untyped-call]
+        out = Linear.apply(x, self.weight, self.layer_norm_weight, self._how)
         if self.bias is None or self._returns_bias:
             return out, self.bias
         return out + self.bias, None
@@ -106,7 +106,7 @@ class _GroupedBase(torch.nn.Module):
         _mark_expert(config, self.parameters())
 
     def forward(self, x: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, None]:
-        return GroupedLinear.apply(x, *self.parameters()), None  # type: ignore[no-untyped-call]
+        return GroupedLinear.apply(x, *self.parameters()), None
 
 
 class RehearsedColumnGroupedLinear(_GroupedBase):
@@ -129,7 +129,7 @@ class RehearsedAttention(torch.nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         query, key, value = (t.contiguous() for t in (query, key, value))
-        out = Attention.apply(query, key, value, self._is_causal)  # type: ignore[no-untyped-call]
+        out = Attention.apply(query, key, value, self._is_causal)
         return out.reshape(*out.shape[:2], -1)
 
 

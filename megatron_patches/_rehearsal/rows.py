@@ -60,7 +60,7 @@ def _te_rows() -> Iterator[Patch]:
 
 def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stand in for the fused rotation of queries or keys."""
-    out: torch.Tensor = Rotation.apply(t, freqs)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = Rotation.apply(t, freqs)
     return out
 
 

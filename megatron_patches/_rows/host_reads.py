@@ -56,7 +56,7 @@ def read_now(value: Any, engine: OffloadEngine) -> Any:
 
 def select(values: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
     """Return `values.masked_select(mask)` of tensors of one shape, given the number of results."""
-    selected: torch.Tensor = _Select.apply(values, mask, count)  # type: ignore[no-untyped-call]
+    selected: torch.Tensor = _Select.apply(values, mask, count)
     return selected
 
 

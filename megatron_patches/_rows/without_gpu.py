@@ -51,7 +51,8 @@ class NoStream:
 class CudaWithoutGpu:
     """Stands in for `torch.cuda`: the device is the CPU, its generator the CPU's, and there is nothing to wait for."""
 
-    Stream = Event = NoStream
+    Stream: Callable[..., Any] = NoStream
+    Event: Callable[..., Any] = NoStream
 
     def __init__(self) -> None:
         self.nvtx = types.SimpleNamespace(range=contextlib.nullcontext, range_push=nothing, range_pop=nothing)
@@ -64,7 +65,7 @@ class CudaWithoutGpu:
     def current_device(self) -> torch.device:
         return CPU
 
-    def current_stream(self, device: object = None) -> NoStream:
+    def current_stream(self, device: object = None) -> Any:
         return self._stream
 
     default_stream = current_stream

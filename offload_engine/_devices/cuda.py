@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from offload_engine._compat import torch_private
-from offload_engine._devices.base import CopyError, DeviceGraphs, Event, HostRead, HostSlab, MemoryGauge, Stream
+from offload_engine._devices.base import CopyError, DeviceGraphs, Event, HostRead, MemoryGauge, Stream
 from offload_engine._devices.cuda_memory import CudaMemory
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_read import MappedReader
@@ -116,7 +116,7 @@ class CudaDevice:
     def free_host_bytes(self) -> int:
         return share_of_memory()
 
-    def new_slab(self, nbytes: int) -> HostSlab:
+    def new_slab(self, nbytes: int) -> PinnedSlab:
         check_slab_size(nbytes, self.host_alignment)
         if not self._close.alive:
             raise RuntimeError("the CUDA device is closed: make a new one")

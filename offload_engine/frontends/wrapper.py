@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -17,6 +17,8 @@ from offload_engine.frontends.checkpoint import Checkpoint, CheckpointOffload
 from offload_engine.policies import GroupWindow
 from offload_engine.stats import IterationStats
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
 DEFAULT_HORIZON = 2
 PYTORCH = "checkpoint_fn"
 """Attribute of PyTorch's `CheckpointWrapper` with its checkpoint function."""
@@ -25,12 +27,12 @@ TRANSFORMERS = "_gradient_checkpointing_func"
 
 
 def offload_wrapper(
-    model: nn.Module,
+    model: _Model,
     activation_loading_horizon: int | None = None,
     *,
     config: OffloadConfig | None = None,
     engine: OffloadEngine | None = None,
-) -> nn.Module:
+) -> _Model:
     """Offload the inputs of the checkpointed layers of `model`, the only tensors that checkpointing keeps.
 
     For models checkpointed with PyTorch's `apply_activation_checkpointing` or `checkpoint_wrapper`, or with

@@ -49,7 +49,7 @@ class HollowTensors(TorchDispatchMode):
     """
 
     def __init__(self, costs: KernelCosts, peer_gbps: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._hollow: set[int] = set()
         self.allocated = AllocatedBytes(self._hollow.discard)
         self.run: Callable[[float, str], None] = _nothing

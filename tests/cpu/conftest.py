@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.adversarial import AdversarialDevice
 
@@ -17,6 +18,15 @@ def device() -> Iterator[AdversarialDevice]:
     device = AdversarialDevice()
     yield device
     assert not device.hazards
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Use one thread: sums keep their order, and several only hinder each other on small tensors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def operation(request: pytest.FixtureRequest) -> Callable[[torch.Tensor], torch.
 @contextmanager
 def engine_on(device: Any = None, **settings: int) -> Iterator[OffloadEngine]:
     """An engine, by default on the adversarial device, of which nothing is left in the end."""
-    config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
+    config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings})
     engine = OffloadEngine(config, device or AdversarialDevice())
     yield engine
     assert engine.stats.num_storages_left == 0 == engine.pool.num_leases

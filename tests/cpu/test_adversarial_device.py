@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from offload_engine._devices.base import CopyError, HostRegion
-from tests.adversarial import AdversarialDevice, AdversarialSlab
+from tests.adversarial import AdversarialDevice, AdversarialEvent, AdversarialSlab, AdversarialStream
 
 NBYTES = 64
 NUMEL = NBYTES // 4
+Earlier = AdversarialEvent | None
 
 
 @pytest.fixture(params=[None, 0, 1, 2, 3, 4], ids=lambda seed: f"seed={seed}")
@@ -32,7 +33,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_floats(buffer: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0).set_(buffer.untyped_storage(), 0, (NUMEL,))
+    return torch.empty(0).set_(buffer.untyped_storage(), 0, (NUMEL,), (1,))
 
 
 class Program:
@@ -47,35 +48,35 @@ class Program:
         self.slab: AdversarialSlab = device.new_slab(NBYTES)
         self.region = HostRegion(self.slab, 0, NBYTES)
 
-    def wait(self, name: str, stream: object, event: object) -> None:
+    def wait(self, name: str, stream: AdversarialStream, event: AdversarialEvent) -> None:
         if name != self.skip:
             self.device.wait_event(stream, event)
 
     def expects(self, hazard: str) -> None:
         assert any(hazard in found for found in self.device.hazards), self.device.hazards
 
-    def copy_out(self, tensor: torch.Tensor, earlier: object = None) -> object:
+    def copy_out(self, tensor: torch.Tensor, earlier: Earlier = None) -> AdversarialEvent:
         self.wait("produce", self.out_stream, self.device.record_event(self.main))
         if earlier is not None:
             self.wait("lease", self.out_stream, earlier)
         return self.device.copy_out(self.out_stream, [(as_bytes(tensor), self.region)])
 
-    def drop(self, tensor: torch.Tensor, copied_out: object) -> None:
+    def drop(self, tensor: torch.Tensor, copied_out: AdversarialEvent) -> None:
         """The caller drops its own reference afterwards."""
         self.wait("drop", self.main, copied_out)
         self.device.on_release(as_bytes(tensor))
 
-    def copy_in(self, copied_out: object) -> tuple[torch.Tensor, object]:
+    def copy_in(self, copied_out: AdversarialEvent) -> tuple[torch.Tensor, AdversarialEvent]:
         self.wait("copied_out", self.in_stream, copied_out)
         buffer = self.device.allocate(NBYTES, self.main)
         self.wait("allocate", self.in_stream, self.device.record_event(self.main))
         return buffer, self.device.copy_in(self.in_stream, [(self.region, buffer)])
 
-    def use(self, buffer: torch.Tensor, copied_in: object) -> torch.Tensor:
+    def use(self, buffer: torch.Tensor, copied_in: AdversarialEvent) -> torch.Tensor:
         self.wait("use", self.main, copied_in)
         return as_floats(buffer) * 1
 
-    def round_trip(self, value: float, earlier: object = None) -> tuple[torch.Tensor, object]:
+    def round_trip(self, value: float, earlier: Earlier = None) -> tuple[torch.Tensor, AdversarialEvent]:
         """Return what the model reads in the end (it should be `value` throughout), and the event of the copy-in."""
         tensor = full(value)
         copied_out = self.copy_out(tensor, earlier)
@@ -92,8 +93,7 @@ def test_the_correct_program_gives_the_right_numbers_and_no_hazard(device: Adver
     first, copied_in = program.round_trip(3.0)
     second, _ = program.round_trip(5.0, earlier=copied_in)
     assert first.eq(3.0).all() and second.eq(5.0).all()
-    assert device.hazards == []
-    assert device.num_copies == {"out": 2, "in": 2}
+    assert device.hazards == [] and device.num_copies == {"out": 2, "in": 2}
 
 
 @pytest.mark.parametrize("skip", ["produce", "drop", "allocate", "use"])
@@ -231,12 +231,12 @@ def test_operations_of_backward_are_seen() -> None:
         program = Program(device, skip="use")
         leaf = torch.ones(NUMEL, requires_grad=True)
 
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, AdversarialEvent]:
             copied_out = program.copy_out(tensor)
             program.drop(tensor, copied_out)
             return program.copy_in(copied_out)
 
-        def unpack(packed: tuple[torch.Tensor, object]) -> torch.Tensor:
+        def unpack(packed: tuple[torch.Tensor, AdversarialEvent]) -> torch.Tensor:
             return as_floats(packed[0])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -55,7 +55,7 @@ def applied() -> Iterator[Handle]:
         yield handle
 
 
-def make(config_class: type = TransformerConfig, **settings: Any) -> Any:
+def make(config_class: type = TransformerConfig, /, **settings: Any) -> Any:
     return config_class(num_layers=2, hidden_size=8, num_attention_heads=2, **settings)
 
 
@@ -64,7 +64,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 @CONFIGS
-def test_fields_are_there_as_long_as_applied(config_class: type) -> None:
+def test_fields_are_there_as_long_as_applied(config_class: Any) -> None:
     before = {field.name for field in dataclasses.fields(config_class)}
     init, early = config_class.__init__, make(config_class)
     with apply():

@@ -110,7 +110,8 @@ def check_same_gradient(engine: OffloadEngine, chunk: torch.nn.Module, *sites: S
 
 def check_no_hook_in_force() -> None:
     x = torch.ones(2, requires_grad=True)
-    assert (x * x).grad_fn._saved_self is x, "a hook is still in force"
+    node: Any = (x * x).grad_fn
+    assert node._saved_self is x, "a hook is still in force"
 
 
 OUTPUTS = {
@@ -156,7 +157,7 @@ def test_a_stretch_that_begins_twice_before_it_ends(engine: OffloadEngine) -> No
 
 
 def test_an_exception_leaves_every_hook(engine: OffloadEngine) -> None:
-    chunk = torch.nn.Sequential(Mlp())
+    chunk: Any = torch.nn.Sequential(Mlp())
     expected = without(chunk)
     attachment = attach(engine, chunk, ACT)
     chunk[0].fault = True

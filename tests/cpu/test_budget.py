@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ from offload_engine.plan_files import load_plan, plot_budget, save_plan
 from offload_engine.planning.moves import BACKWARD_END, COMMIT, Boundary
 from offload_engine.schedule import backward_at_once, one_forward_one_backward
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, ROWS, DEPTH = 32, 64, 6
 KIB = 1 << 10
 GROWN = "gpu_budget: activations have grown, so one more step is measured with everything offloaded"
@@ -62,7 +63,7 @@ class Job:
 
     def __init__(self, model: nn.Sequential | None = None) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(make_layer() for _ in range(DEPTH))) if model is None else model
+        self.model: Any = nn.Sequential(*(make_layer() for _ in range(DEPTH))) if model is None else model
         self._optimizer = torch.optim.Adam(self.model.parameters())
         self._batches = torch.Generator().manual_seed(1)
         self.trace: list[Any] = []
@@ -99,7 +100,7 @@ class Job:
     @property
     def summary(self) -> BudgetSummary:
         assert self.controller.summary is not None
-        return self.controller.summary  # type: ignore[no-any-return]
+        return self.controller.summary
 
 
 class ByHand(Job):
@@ -175,15 +176,6 @@ class ByBytes(ByFrontEnd):
 
 Make = Callable[[OffloadConfig], Job]
 each_job = pytest.mark.parametrize("make", [ByHand, ByLayers, ByBytes])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums in another order would be other sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def all_kept(make: Make) -> Job:
@@ -269,8 +261,7 @@ def test_longer_sequences_keep_less_at_once_and_are_measured_again(
         job.steps(8, rows=longer)
     assert [each.message for each in caplog.records].count(GROWN) == 1
     assert_same_training(job, reference)
-    assert max(job.peaks[6:]) <= budget
-    assert job.moved[-1] > 1.5 * job.moved[5]
+    assert max(job.peaks[6:]) <= budget and job.moved[-1] > 1.5 * job.moved[5]
     assert job.states[-1] is State.HOLD
 
 
@@ -283,8 +274,7 @@ def test_a_plan_is_saved_and_given_back(make: Make, tmp_path: Path) -> None:
     load_plan(resumed.engine, file)
     resumed.steps(4)
     assert_same_training(resumed, job)
-    assert resumed.states == [State.HOLD] * 4
-    assert max(resumed.peaks[1:]) <= budget
+    assert resumed.states == [State.HOLD] * 4 and max(resumed.peaks[1:]) <= budget
     assert resumed.moved[-1] == job.moved[-1]
     save_plan(resumed.engine, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == file.read_text()
@@ -300,8 +290,7 @@ def test_a_plan_of_another_model_is_refused_and_one_above_the_budget_is_not_used
     job = ByHand(config(gpu_budget=round(0.8 * most)))
     load_plan(job.engine, file)
     job.steps(6)
-    assert job.states[0] is State.FLOOR
-    assert max(job.peaks[4:]) <= 0.8 * most
+    assert job.states[0] is State.FLOOR and max(job.peaks[4:]) <= 0.8 * most
 
 
 def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
@@ -321,8 +310,7 @@ def test_an_exception_in_a_measured_step_measures_the_next() -> None:
     job = ByHand(config(gpu_budget=1 << 40)).steps(3)
     with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
         raise ZeroDivisionError
-    assert job.controller.state is State.MEASURE
-    assert job.steps(3).states[-1] is State.HOLD
+    assert job.controller.state is State.MEASURE and job.steps(3).states[-1] is State.HOLD
 
 
 def test_the_report_says_what_stays_and_what_it_takes() -> None:
@@ -473,8 +461,7 @@ def test_a_wrong_model_is_corrected_at_most_three_times() -> None:
     job.steps(10)
     assert_same_training(job, reference)
     assert job.states[-1] is State.HOLD and State.HOLD in job.states[:8]
-    assert 3 <= gauge.num_trims <= 5
-    assert job.controller.decider._model.correction_bytes > 0
+    assert 3 <= gauge.num_trims <= 5 and job.controller.decider._model.correction_bytes > 0
     assert gauge.held_bytes() <= budget
 
 
@@ -487,7 +474,7 @@ def test_a_job_that_fits_well_runs_without_groups_but_for_one_step_in_each_windo
     job.controller._idleness.is_measured, job.controller._last.gauge = True, Allocator(job.engine)
     started: list[int] = []
     start_chunk = job.engine.start_chunk
-    job.engine.start_chunk = lambda *args, **kwargs: (started.append(1), start_chunk(*args, **kwargs))[1]  # type: ignore[assignment, func-returns-value]
+    job.engine.start_chunk = lambda *args, **kwargs: (started.append(1), start_chunk(*args, **kwargs))[1]  # type: ignore[func-returns-value, method-assign]
     for number in range(9):
         started.clear()
         for each in (job, reference):
@@ -560,8 +547,7 @@ def test_a_peak_between_two_steps_changes_no_decision_and_growth_of_all_else_kee
     assert job.summary.predicted_peak_bytes == predicted
     gauge._base += most // 4
     job.steps(3)
-    assert job.states[-1] is State.HOLD
-    assert job.moved[-1] > job.moved[5]
+    assert job.states[-1] is State.HOLD and job.moved[-1] > job.moved[5]
     assert gauge.held_bytes() <= budget
 
 
@@ -643,8 +629,7 @@ def test_running_out_of_memory_says_what_was_expected_and_what_has_grown(part: s
         "gpu_budget is 4.00 GiB, and the plan expected 4.00 GiB at the most: 0.00 GiB of groups of saved tensors, "
         "4.00 GiB of all else that is allocated, 0.00 GiB of what is reserved in vain or outside of torch. When"
     )
-    assert part in note
-    assert job.steps(1).states[-1] is State.HOLD
+    assert part in note and job.steps(1).states[-1] is State.HOLD
 
 
 def test_running_out_of_memory_is_explained_by_front_ends_and_with_a_budget_only() -> None:

@@ -115,7 +115,7 @@ def test_a_schedule_knows_its_chunks_in_steps_that_need_no_groups(process_group:
     assert engine.budget is not None
     engine.budget._idleness.is_measured = True  # as on a GPU
     start_chunk = engine.start_chunk
-    engine.start_chunk = lambda *args, **settings: (keys.append(args), start_chunk(*args, **settings))[1]  # type: ignore[assignment, func-returns-value]
+    engine.start_chunk = lambda *args, **settings: (keys.append(args), start_chunk(*args, **settings))[1]  # type: ignore[func-returns-value, method-assign]
     optimizer, num_idle = torch.optim.SGD(model.parameters(), lr=0.1), 0
     for _ in range(12):
         keys.clear()

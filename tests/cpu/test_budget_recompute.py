@@ -23,9 +23,9 @@ from tests.cpu.test_budget import (
     ByLayers,
     assert_same_training,
     config,
-    one_thread,  # noqa: F401  (a fixture)
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 256
 INPUT_BYTES = ROWS * HIDDEN * 4
 Context = Callable[[], AbstractContextManager[Any]]
@@ -154,7 +154,7 @@ class Counting(Layer):
 class Compiled(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self._compiled_call_impl = super()._call_impl  # type: ignore[assignment]
+        self._compiled_call_impl = super()._call_impl
 
 
 class Checkpointing(Layer):
@@ -221,8 +221,7 @@ def test_longer_sequences_are_measured_without_it_and_recomputed_again(caplog: p
         job.steps(8, rows=ROWS * 3 // 2)
     assert caplog.text.count("gpu_budget: activations have grown") == 1
     assert_same_training(job, reference)
-    assert 0 < len(before) <= len(job.recomputed()) == DEPTH
-    assert max(job.peaks[-3:]) <= budget
+    assert 0 < len(before) <= len(job.recomputed()) == DEPTH and max(job.peaks[-3:]) <= budget
 
 
 def test_a_plan_begins_with_checkpoints(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from offload_engine._compat import reads
 from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
 from tests.graph_device import GraphDevice
+from tests.lookups import present
 from tests.program_order import edges_of, unordered
 from tests.toy_graphs import GraphedChunk, Layer, ToyPool
 
@@ -234,8 +235,8 @@ def test_what_others_hold_stays(is_original: bool, engine: OffloadEngine, graphs
     held: list[Any] = []
     launch = graphs.pool.launch
 
-    def keeping(*args: Any) -> torch.Tensor:
-        out = launch(*args)
+    def keeping(kernel: Callable[..., Any], out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        launch(kernel, out, *inputs)
         held.append(out if is_original else out[1:])
         return out
 
@@ -296,8 +297,7 @@ def test_groups_say_what_may_leave(engine: OffloadEngine, graphs: Graphs) -> Non
     graphs.layers[:] = [Grouped(graphs.pool, WIDTH, factor) for factor in FACTORS]
     layers = captured(graphs, engine, saves_all=False, graphs_beside=0)
     # 1.1 alone: what 1.3 saves is below its own bound, and the backward of 1.2 comes at once.
-    assert layers.copied_out_bytes == LAYER_BYTES
-    assert engine.graphs.recording is None
+    assert layers.copied_out_bytes == LAYER_BYTES and engine.graphs.recording is None
     check_replays(graphs)
 
 
@@ -305,8 +305,7 @@ def test_a_group_that_is_open_at_the_end_of_a_capture_is_closed(engine: OffloadE
     with engine.graphs.capture_layers(owner=graphs.owner):
         graph = graphs.owner.CUDAGraph()
         graph.capture_begin()
-        recording = engine.graphs.recording
-        assert recording is not None
+        recording = present(engine.graphs.recording)
         group = recording.group()
         group.push()
         graph.capture_end()
@@ -362,16 +361,14 @@ def test_release_waits_for_copies_of_a_pass_that_was_broken_off(last: int, engin
     layers = captured(graphs, engine)
     graphs.run(0, graphs.order[: 2 + last])
     device = engine.device
-    assert isinstance(device, GraphDevice)
-    assert any(stream.queue for stream in device._streams)
+    assert isinstance(device, GraphDevice) and any(stream.queue for stream in device._streams)
     layers.release()
     assert not any(stream.queue for stream in device._streams)
 
 
 def test_what_steps_before_have_pinned_makes_room(engine: OffloadEngine, graphs: Graphs) -> None:
     with engine.iteration():
-        lease = engine.pool.lend(1 << 20)
-        assert lease is not None
+        lease = present(engine.pool.lend(1 << 20))
         engine.pool.give_back(lease)
     assert engine.pool.slab_bytes_total > 0
     captured(graphs, engine)
@@ -400,8 +397,7 @@ def test_the_memory_of_slots_is_freed_and_what_was_broken_off_is_not_replayed(
     layers.release()
     assert buffers and all(buffer.expired() for buffer in buffers)
     assert layers.slot_bytes == 0
-    if is_broken_off:
-        assert layers.slabs.nbytes == 0
+    assert layers.slabs.nbytes == 0 or not is_broken_off
     assert engine.graphs.layers == () and engine.graphs.recording is None
     with pytest.raises(OffloadError, match="after the release of its memory"):
         graphs.run(0)
@@ -422,7 +418,7 @@ def test_layers_whose_graphs_are_reset_or_freed_are_released(
     else:
         graphs.chunks.clear()
     engine.graphs.release_dropped()
-    assert engine.graphs.layers == ()
+    assert not engine.graphs.layers
 
 
 def test_one_engine_captures_at_a_time_and_is_idle_then(engine: OffloadEngine, graphs: Graphs) -> None:
@@ -451,12 +447,11 @@ def test_one_engine_captures_at_a_time_and_is_idle_then(engine: OffloadEngine, g
 
 def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> None:
     tensor = torch.rand(8)
-    found = reads.read_plain(tensor, torch.device("cpu"), 1)
-    assert found is not None
+    found = present(reads.read_plain(tensor, torch.device("cpu"), 1))
     saved = CapturedStorage(0, found)
     handle = CapturedTensor(tensor, found, saved)
     slab = GraphDevice().new_slab(64)
-    assert not saved.leave(HostRegion(slab, 0, 32)) and saved.region is None and not saved.may_leave()
+    assert not saved.leave(HostRegion(slab, 0, 32)) and (saved.region, saved.may_leave()) == (None, False)
     assert handle.tensor is not None and handle.tensor.data_ptr() == tensor.data_ptr()
     assert torch.equal(handle.tensor, tensor) and not handle.is_modified
     del tensor, found

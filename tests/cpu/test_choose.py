@@ -30,6 +30,7 @@ from offload_engine.planning.steps import Decision, Outcome, Steps
 from offload_engine.schedule import no_pipelining
 from tests.dense_jobs import ALL, DEEP, MIB, MOST, ONE_RANK, dense_job
 from tests.engine_on_clocks import SCALE, EngineRank, _run_rank
+from tests.lookups import present
 
 GIB = 1 << 30
 JOBS = {"all names": dense_job(ALL), "five names": dense_job(MOST), "four ranks": DEEP, "one rank": ONE_RANK}
@@ -176,8 +177,7 @@ def test_what_is_cheap_to_recompute_is_recomputed_where_the_link_is_behind() -> 
     plain = chosen_for("one rank", budget)
     cheap = choose(job, model, budget, Costs(options=options(job, "mlp_act", 0.5)))
     assert cheap.best.recomputed_bytes and set(cheap.best.recomputed_bytes) == {"mlp_act"}
-    assert cheap.best.held_bytes <= budget
-    assert cheap.best.step_ms < 0.9 * plain.best.step_ms
+    assert cheap.best.held_bytes <= budget and cheap.best.step_ms < 0.9 * plain.best.step_ms
     dear = choose(job, model, budget, Costs(options=options(job, "mlp_act", 50.0)))
     assert dear.best == plain.best
     fitting = choose(job, model, 1 << 50, Costs(options=options(job, "mlp_act", 0.5)))
@@ -218,8 +218,7 @@ def test_what_is_recomputed_is_spread_over_the_layers_and_cheap_names_come_first
     def layers(share: float) -> list[tuple[str, int]]:
         return [(each.name, min(each.replaces).layer) for each in evenly([*dear, *cheap], share)]
 
-    assert layers(0.25) == [("a", 0), ("a", 2), ("a", 4), ("a", 6)]
-    assert layers(0.001) == [("a", 0)]
+    assert layers(0.25) == [("a", 0), ("a", 2), ("a", 4), ("a", 6)] and layers(0.001) == [("a", 0)]
     assert layers(0.625) == [("a", layer) for layer in range(8)] + [("b", 0), ("b", 4)]
     assert len(layers(1.0)) == 16
 
@@ -276,8 +275,7 @@ class BudgetRank(EngineRank):
         self.engine.close()
         self.engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, gpu_budget=budget), self.device)  # type: ignore[arg-type]
         self.engine.pool._slab_bytes //= SCALE
-        controller = self.engine.budget
-        assert controller is not None
+        controller = present(self.engine.budget)
         self.controller = controller
         self.controller._optimizers._has_stepped.set()
 
@@ -304,8 +302,7 @@ def test_time_and_memory_are_as_predicted(share: float) -> None:
         rank.step()
         assert rank.controller._num_steps < 9
     rank.step()
-    summary = rank.controller.summary
-    assert summary is not None
+    summary = present(rank.controller.summary)
     assert summary.measured_step_ms == pytest.approx(summary.predicted_step_ms, rel=0.01)
     assert rank.engine.stats.peak_resident_bytes <= summary.predicted_peak_bytes <= summary.budget_bytes
     assert summary.predicted_step_ms <= summary.lowest_step_ms
@@ -319,8 +316,7 @@ def test_times_of_groups_are_those_of_the_job() -> None:
     rank = BudgetRank(job, 1 << 40)
     while rank.controller.decider.chosen is None:
         rank.step()
-    measured = rank.controller.decider._job
-    assert measured is not None
+    measured = present(rank.controller.decider._job)
     [expected], [found] = job.shapes, measured.shapes
     for group, known in zip(found.groups, expected.groups, strict=True):
         assert group.forward_ms == pytest.approx(known.lead_ms + known.forward_ms)

@@ -52,7 +52,7 @@ def test_values_at_the_limits_and_defaults() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.min_tensor_bytes = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
-        OffloadConfig(MIB)  # type: ignore[misc]
+        OffloadConfig(MIB)  # type: ignore[call-arg]
 
 
 def test_sizes_of_a_command_line_are_taken_as_people_type_them() -> None:

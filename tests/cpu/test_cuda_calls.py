@@ -25,6 +25,7 @@ from offload_engine._devices.base import CopyError, HostRegion
 from offload_engine._devices.cuda_calls import Calls, CtypesCalls, declare, has_batch_copy, make_calls
 from offload_engine._devices.cuda_runtime import CudaEvent, CudaRuntime
 from offload_engine._devices.host_read import MappedRead
+from tests.lookups import present
 
 SOURCE = Path(__file__).parents[2] / "offload_engine" / "_devices" / "_cuda_calls.c"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -155,7 +156,7 @@ def extension(folder: Path) -> Any:
     """Return the extension module, built from the source of this checkout, whatever is installed."""
     path = compile_library(SOURCE, folder / "_cuda_calls.so")
     loader = importlib.machinery.ExtensionFileLoader("_cuda_calls", str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_cuda_calls", loader))
+    module = importlib.util.module_from_spec(present(importlib.util.spec_from_loader("_cuda_calls", loader)))
     loader.exec_module(module)
     return module
 
@@ -312,6 +313,8 @@ def test_a_batch_is_for_runtimes_that_have_it_and_whose_arguments_are_known(
 
 class Slab:
     address, nbytes = HOST, 8192
+
+    def close(self) -> None: ...
 
 
 def last_call(runtime: ctypes.CDLL) -> tuple[int, ...]:
@@ -479,7 +482,7 @@ def test_other_threads_run_while_one_waits_for_a_small_read(cuda: CudaRuntime, r
     event = CudaEvent(EVENT, [])
     read, done = MappedRead(torch.zeros(1), event, cuda), threading.Event()
     number(runtime, "result").value = 600
-    waiting = threading.Thread(target=lambda: (read.wait(), done.set()), daemon=True)
+    waiting = threading.Thread(target=lambda: [call() for call in (read.wait, done.set)], daemon=True)
     waiting.start()
     try:
         assert not done.wait(0.05)
@@ -490,8 +493,7 @@ def test_other_threads_run_while_one_waits_for_a_small_read(cuda: CudaRuntime, r
 
 
 def test_where_kernels_find_host_memory(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
-    assert cuda.device_address(HOST) == HOST + 64
-    assert last_call(runtime)[:3] == (11, HOST, 0)
+    assert cuda.device_address(HOST) == HOST + 64 and last_call(runtime)[:3] == (11, HOST, 0)
     with having(runtime, "result", 1):
         assert cuda.device_address(HOST) is None
     assert last_call(runtime)[0] == 5, "torch would take it for an error of its own"

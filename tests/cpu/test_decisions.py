@@ -23,14 +23,9 @@ from offload_engine._saved.storage import TensorGroup
 from offload_engine.planning.moves import BACKWARD, CHUNK_BACKWARD, DROP, FORWARD, HEAD, ITERATION_END, TAIL
 from offload_engine.planning.planner import Planner
 from offload_engine.schedule import Action
+from tests.cpu.test_horizon import group
 from tests.cpu.test_host_pool import make_pool
-
-
-def group(index: int, **nbytes: int) -> TensorGroup:
-    made = TensorGroup(ChunkKey(0, 0), index, "group")
-    for name, value in nbytes.items():
-        setattr(made, name, value)
-    return made
+from tests.lookups import present
 
 
 def chunks_with_a_group(count: int) -> list[ChunkProgress]:
@@ -52,8 +47,7 @@ def leaving_with(*groups: TensorGroup) -> LeavingQueue:
 
 def test_host_bytes_returned_while_the_pool_was_busy_are_room() -> None:
     pool, _ = make_pool(limit_bytes=64)
-    lease = pool.lend(64)
-    assert lease is not None
+    lease = present(pool.lend(64))
     with pool._lock:  # as in the garbage collector, in the middle of an operation
         pool.give_back(lease, ())
     assert pool.room_bytes == 64
@@ -65,8 +59,7 @@ def test_no_more_idle_slabs_are_closed_than_a_lease_needs() -> None:
     for lease in leases:
         assert lease is not None
         pool.give_back(lease, ())
-    assert pool.lend(128) is not None
-    assert fake.open_bytes == 192
+    assert pool.lend(128) is not None and fake.open_bytes == 192
 
 
 def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> None:
@@ -80,8 +73,7 @@ def test_a_slab_is_as_large_as_the_lease_where_no_larger_one_can_be_had() -> Non
 
 def test_new_books_count_the_slabs_and_ignore_leases_of_the_old_ones() -> None:
     pool, _ = make_pool(slab_bytes=64)
-    old = pool.lend(64)
-    assert old is not None
+    old = present(pool.lend(64))
     pool._slabs.nbytes = 0  # as if interrupted before it was counted
     pool.take_all_back()
     assert pool.slab_bytes_total == 64

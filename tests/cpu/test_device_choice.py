@@ -25,7 +25,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_on_the_cpu_stays_there(cuda: None) -> None:
     model = nn.BatchNorm1d(2)
-    for parts in ([model], list(model.parameters()), [model, torch.ones(2)]):
+    choices: tuple[list[nn.Module | torch.Tensor], ...] = ([model], [*model.parameters()], [model, torch.ones(2)])
+    for parts in choices:
         device = device_for(parts, PLAIN)
         assert isinstance(device, CpuDevice)
         device.close()
@@ -38,7 +39,7 @@ def test_without_weights_the_engine_chooses(cuda: None) -> None:
 
 def test_model_with_weights_sharded_on_the_cpu_computes_elsewhere() -> None:
     gpu = torch.device("cuda", 1)
-    wrapped = nn.Sequential(nn.Linear(2, 2))
+    wrapped: Any = nn.Sequential(nn.Linear(2, 2))
     wrapped[0].compute_device = gpu  # as FullyShardedDataParallel has it
     assert list(_compute_devices(wrapped)) == [gpu]
     weight = nn.Parameter(torch.ones(2))

@@ -26,7 +26,7 @@ from offload_engine import (
     group_start,
 )
 from offload_engine.schedule import parse_actions
-from tests.adversarial import AdversarialDevice
+from tests.adversarial import AdversarialDevice, AdversarialStream
 from tests.engine_state import release_all
 
 NUMEL = 512
@@ -52,7 +52,7 @@ def engine(settings: dict[str, int]) -> Iterator[OffloadEngine]:
 
 
 def make_engine(**settings: object) -> OffloadEngine:
-    config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings})  # type: ignore[arg-type]
+    config = OffloadConfig.from_flags(**{"min_tensor_bytes": 0, **settings})
     return OffloadEngine(config, AdversarialDevice(), ResidencyMeter())
 
 
@@ -82,8 +82,7 @@ def check_against_plain(engine: OffloadEngine, function: Callable[..., torch.Ten
 
 
 def check_nothing_left(engine: OffloadEngine) -> None:
-    assert engine.stats.num_storages_left == 0
-    assert engine.pool.num_leases == 0
+    assert engine.stats.num_storages_left == 0 and engine.pool.num_leases == 0
     assert engine.meter is not None and engine.meter.current_bytes == 0
     assert not engine.device.hazards  # type: ignore[attr-defined]
 
@@ -263,7 +262,7 @@ def test_passive_without_gradients_outside_iterations_and_in_backward(engine: Of
         return x.exp()
 
     with engine.iteration():
-        assert engine.is_active
+        assert bool(engine.is_active)
         with torch.no_grad():
             assert not engine.is_active
         checkpoint(probe, leaf(), use_reentrant=True).sum().backward()
@@ -281,8 +280,7 @@ def test_kept_groups_and_a_dry_run_move_nothing(engine: OffloadEngine) -> None:
         if engine.config.dry_run:
             chunk.bulk_offload_group(0)
         total.backward()
-    assert engine.stats.copied_out_bytes == 0
-    assert engine.stats.peak_resident_bytes == 2 * 4 * NUMEL
+    assert engine.stats.copied_out_bytes == 0 and engine.stats.peak_resident_bytes == 2 * 4 * NUMEL
     assert engine.stats.num_kept_groups == len(keep)
 
 
@@ -424,7 +422,7 @@ def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: 
     stream = getattr(engine._store._context, f"copy_{kind}_stream")
     record, interrupts = device.record_event, iter([KeyboardInterrupt])
 
-    def record_event(of: object) -> object:
+    def record_event(of: AdversarialStream) -> object:
         for interrupt in interrupts if of == stream else ():
             raise interrupt
         return record(of)

@@ -42,7 +42,7 @@ def test_every_module_of_the_core_is_compiled() -> None:
         spec.loader.exec_module(settings)
     sources = [ROOT / path for path in settings.compiled_sources()]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources]
-    interpreted = [name for name in modules if importlib.import_module(name).__file__.endswith(".py")]
+    interpreted = [name for name in modules if str(importlib.import_module(name).__file__).endswith(".py")]
     assert not interpreted
 
 

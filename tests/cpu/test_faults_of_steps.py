@@ -24,6 +24,8 @@ CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")
 def test_after_no_memory_for_any_of_the_engines_buffers_the_next_step_is_equal(
     name: str, device: AdversarialDevice
 ) -> None:
+    num_left, expected = 0, JOBS[name](None).step()
+
     def fail_or_allocate(*args: Any, **options: Any) -> torch.Tensor:
         nonlocal num_left
         num_left -= 1
@@ -31,7 +33,6 @@ def test_after_no_memory_for_any_of_the_engines_buffers_the_next_step_is_equal(
             raise torch.OutOfMemoryError("no memory, says the test")
         return allocate(*args, **options)
 
-    num_left, expected = 0, JOBS[name](None).step()
     job = JOBS[name](device)
     job.step()
     allocate, num_failed = device.allocate, 0

@@ -24,6 +24,7 @@ from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
 from offload_engine.schedule import Action, no_pipelining, parse_actions  # noqa: E402
 from tests.adversarial import AdversarialDevice  # noqa: E402
 from tests.engine_state import is_in_backward  # noqa: E402
+from tests.lookups import present
 
 NUM_LAYERS, WIDTH = 4, 8
 
@@ -113,7 +114,8 @@ def test_a_loss_ends_with_the_gradients_of_the_last_of_several_heads() -> None:
     chunk, seen = TwoHeads(), []
     with attached(chunk) as engine:
         loss = forward(chunk).sum()
-        key, window = engine.current_chunk.key, engine._executor.policy._window
+        policy: Any = engine._executor.policy
+        key, window = present(engine.current_chunk).key, policy._window
         for name, logits in zip(("further", "next"), chunk.logits, strict=True):
             logits.register_hook(lambda _, name=name: seen.append((name, is_in_backward(window, key))))
         loss.backward()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -123,7 +123,7 @@ def test_hooks_do_not_pause_under_others(engine: OffloadEngine, innermost: str) 
     """Under a group they do, behind a tensor."""
     with engine.iteration(), contextlib.ExitStack() as stack:
         chunk = engine.start_chunk()
-        contexts = {
+        contexts: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
             "other hooks": torch.autograd.graph.save_on_cpu,
             "another chunk": engine.start_chunk().hooks.around_groups,
             "a group": chunk.saved_tensors_hooks,

@@ -73,7 +73,7 @@ class Chain:
 
     def __init__(self, **settings: int) -> None:
         self.device = AdversarialDevice()
-        config = OffloadConfig.from_flags(min_tensor_bytes=0, **settings)  # type: ignore[arg-type]
+        config = OffloadConfig.from_flags(min_tensor_bytes=0, **settings)
         self.engine = OffloadEngine(config, self.device, ResidencyMeter())
         self.engine.begin_iteration()
         self.chunk: ChunkOffloadHandler = self.engine.start_chunk()
@@ -154,10 +154,8 @@ def test_horizons_differ_where_groups_do() -> None:
             chain.chunk.close_group()
         return chain.begin_backward(3)
 
-    assert issued() == 4
-    assert issued(horizon_bytes=2 * GROUP_BYTES) == 3
-    assert issued(horizon_groups=2) == 2
-    assert issued(prefetch_groups=1) == 2
+    assert issued() == 4 and issued(horizon_bytes=2 * GROUP_BYTES) == 3
+    assert issued(horizon_groups=2) == 2 and issued(prefetch_groups=1) == 2
     assert issued(horizon_groups=1) == 1
 
 

@@ -13,7 +13,7 @@ NBYTES = 4096
 
 
 def make_engine(**settings: object) -> OffloadEngine:
-    config = OffloadConfig.from_flags(min_tensor_bytes=0, max_inflight_bytes=0, horizon_bytes=0, **settings)  # type: ignore[arg-type]
+    config = OffloadConfig.from_flags(min_tensor_bytes=0, max_inflight_bytes=0, horizon_bytes=0, **settings)
     return OffloadEngine(config, AdversarialDevice())
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_of_a_system_without_proc(
         return known[name]
 
     known = {"SC_PAGE_SIZE": 4096, **pages}
-    monkeypatch.setattr(host_memory.os, "sysconf", sysconf)
+    monkeypatch.setattr(os, "sysconf", sysconf)
     assert host_memory.available_host_bytes(tmp_path) == expected
 
 

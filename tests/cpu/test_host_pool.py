@@ -8,6 +8,7 @@ import operator
 import random
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from offload_engine._host.extents import FreeExtents
 from offload_engine._host.leases import lend
 from offload_engine._host.pool import MIB, HostLease, HostPool
 from offload_engine._host.unawaited import UnawaitedCopies
+from tests.lookups import present
 
 ALIGNMENT = 4
 
@@ -73,7 +75,7 @@ class FakeDevice:
         event.done = True
 
 
-def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: int) -> tuple[HostPool, FakeDevice]:
+def make_pool(limit_bytes: int | None = None, slab_bytes: int = 64, **device: Any) -> tuple[HostPool, FakeDevice]:
     fake = FakeDevice(**device)
     return HostPool(fake, limit_bytes, slab_bytes), fake  # type: ignore[arg-type]
 
@@ -98,6 +100,11 @@ def test_bytes_spared_for_others_are_lent_only_under_a_limit() -> None:
     assert limited.lend(1000)
 
 
+def slab_of(lease: HostLease) -> FakeSlab:
+    assert isinstance(lease.region.slab, FakeSlab)
+    return lease.region.slab
+
+
 class CheckedPool:
     """A pool whose every lease is compared with all others, and with the events of the bytes' earlier users."""
 
@@ -116,7 +123,7 @@ class CheckedPool:
             return
         slab, start, end = self._range(lease)
         assert lease.region.nbytes == nbytes and start % ALIGNMENT == 0
-        assert 0 <= start and end <= lease.region.slab.nbytes and not lease.region.slab.closed
+        assert 0 <= start and end <= lease.region.slab.nbytes and not slab_of(lease).closed
         for other in self.live:
             other_slab, other_start, other_end = self._range(other)
             assert other_slab != slab or other_end <= start or end <= other_start, "two live leases overlap"
@@ -197,7 +204,7 @@ class CheckedPool:
     st.one_of(st.none(), st.integers(0, 400)),
     st.sampled_from([4, 32, 64]),
 )
-def test_random_use(ops, limit_bytes, slab_bytes):
+def test_random_use(ops: list[Any], limit_bytes: int | None, slab_bytes: int) -> None:
     checked = CheckedPool(limit_bytes, slab_bytes)
     for name, *arguments in ops:
         getattr(checked, name)(*arguments)
@@ -205,7 +212,7 @@ def test_random_use(ops, limit_bytes, slab_bytes):
     checked.finish()
 
 
-def test_arguments():
+def test_arguments() -> None:
     with pytest.raises(ValueError, match="limit_bytes must not be negative, got -1"):
         make_pool(limit_bytes=-1)
     with pytest.raises(ValueError, match="slab_bytes must be positive"):
@@ -215,20 +222,17 @@ def test_arguments():
         pool.lend(0)
 
 
-def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once():
+def test_the_bytes_of_a_group_wait_for_the_last_copy_of_each_part_once() -> None:
     pool, _ = make_pool()
-    lent = lend(pool, [8, 8, 8, 8])
-    assert lent is not None
-    lease, event = lent[0], FakeEvent()
+    lease, event = present(lend(pool, [8, 8, 8, 8]))[0], FakeEvent()
     for last_copy in (None, event, event, None):
         lease.give_up_part(last_copy)
-    again = lend(pool, [32])
-    assert again is not None and again[0].ready_after == (event,)
+    assert present(lend(pool, [32]))[0].ready_after == (event,)
 
 
-def test_returned_twice_or_to_another_pool():
+def test_returned_twice_or_to_another_pool() -> None:
     pool, other = make_pool()[0], make_pool()[0]
-    lease = pool.lend(10)
+    lease = present(pool.lend(10))
     with pytest.raises(AssertionError, match="did not lend it"):
         other.give_back(lease)
     pool.give_back(lease)
@@ -237,9 +241,9 @@ def test_returned_twice_or_to_another_pool():
     assert pool.num_leases == 0
 
 
-def test_idle_slabs_make_room_below_the_limit():
+def test_idle_slabs_make_room_below_the_limit() -> None:
     pool, device = make_pool(limit_bytes=96, slab_bytes=32)
-    leases = [pool.lend(32) for _ in range(3)]
+    leases = [present(pool.lend(32)) for _ in range(3)]
     reading = FakeEvent()
     pool.give_back(leases[0], [reading])
     pool.give_back(leases[1])
@@ -251,7 +255,7 @@ def test_idle_slabs_make_room_below_the_limit():
     assert device.open_bytes == 96
 
 
-def test_pool_without_a_limit_takes_a_share_of_free_memory():
+def test_pool_without_a_limit_takes_a_share_of_free_memory() -> None:
     pool, device = make_pool(slab_bytes=4)
     device.told_free_bytes = 1000
     leases = [pool.lend(100) for _ in range(10)]
@@ -263,7 +267,7 @@ def test_pool_without_a_limit_takes_a_share_of_free_memory():
     assert pool.room_bytes == 800 and pool.lend(800) is not None
 
 
-def test_processes_that_grow_side_by_side_leave_each_other_room():
+def test_processes_that_grow_side_by_side_leave_each_other_room() -> None:
     free = 1_000_000
     pools = [make_pool(slab_bytes=100) for _ in range(8)]
     grown = True
@@ -277,7 +281,7 @@ def test_processes_that_grow_side_by_side_leave_each_other_room():
     assert 0.8 * free < sum(held) < 0.99 * free and max(held) < 1.1 * min(held)
 
 
-def test_room_is_the_largest_lease():
+def test_room_is_the_largest_lease() -> None:
     pool, device = make_pool(limit_bytes=1003, slab_bytes=600)
     assert pool.room_bytes == 1000 and pool.lend(1001) is None and not device.slabs
     pool.lend(100)
@@ -285,74 +289,71 @@ def test_room_is_the_largest_lease():
     assert pool.lend(504) is None and pool.lend(500) is not None and pool.lend(400) is not None
 
 
-def test_full_host_tier():
+def test_full_host_tier() -> None:
     pool, device = make_pool(slab_bytes=64, capacity=80)
-    first, second = pool.lend(60), pool.lend(16)
+    first, second = present(pool.lend(60)), present(pool.lend(16))
     assert [slab.nbytes for slab in device.slabs] == [64, 16], "no room for a whole slab, only for what is needed"
     assert pool.lend(8) is None
     pool.give_back(first)
-    assert pool.lend(72) is None and not second.region.slab.closed
+    assert pool.lend(72) is None and not slab_of(second).closed
     pool.give_back(second)
     assert pool.lend(72) is not None and device.open_bytes == 72, "idle slabs make room"
 
 
-def test_trim_keeps_slabs_in_use_or_being_read():
+def test_trim_keeps_slabs_in_use_or_being_read() -> None:
     pool, device = make_pool(slab_bytes=32)
-    _, read, idle = [pool.lend(32) for _ in range(3)]
+    _, read, idle = [present(pool.lend(32)) for _ in range(3)]
     reading = FakeEvent()
     pool.give_back(read, [reading])
     pool.give_back(idle)
-    assert pool.trim() == 32
-    assert [slab.closed for slab in device.slabs] == [False, False, True]
+    assert pool.trim() == 32 and [slab.closed for slab in device.slabs] == [False, False, True]
     reading.done = True
-    assert pool.trim() == 32
-    assert pool.slab_bytes_total == 32
+    assert pool.trim() == 32 and pool.slab_bytes_total == 32
 
 
-def test_close_waits_for_copies_also_failed_ones():
+def test_close_waits_for_copies_also_failed_ones() -> None:
     pool, device = make_pool(slab_bytes=32)
     reading, failed = FakeEvent(), FakeEvent(fails=True)
-    leases = [pool.lend(16), pool.lend(16)]
+    leases = [present(pool.lend(16)), present(pool.lend(16))]
     pool.give_back(leases[0], [failed])
     pool.give_back(leases[1], [reading])
     pool.close()
     pool.close()
-    assert reading.done
-    assert device.open_bytes == pool.slab_bytes_total == 0
+    assert reading.done and device.open_bytes == pool.slab_bytes_total == 0
     with pytest.raises(RuntimeError, match="has been closed"):
         pool.lend(1)
 
 
-def test_recovery_takes_back_a_lease_that_was_lost():
+def test_recovery_takes_back_a_lease_that_was_lost() -> None:
     pool, device = make_pool(slab_bytes=32)
-    lost, late = pool.lend(8), pool.lend(16)
+    lost, late = present(pool.lend(8)), present(pool.lend(16))
     del lost
     pool.take_all_back()
     assert pool.num_leases == pool.lent_bytes == 0
-    lease = pool.lend(32)
+    lease = present(pool.lend(32))
     pool.give_back(late)  # it has no bytes any more
     assert pool.lent_bytes == 32 and len(device.slabs) == 1 and lease.region.nbytes == 32
     pool.give_back(lease, [FakeEvent(fails=True)])
     pool.take_all_back()
-    assert pool.lend(32).ready_after == (), "a copy that failed holds none back"
+    assert present(pool.lend(32)).ready_after == (), "a copy that failed holds none back"
 
 
-def test_close_with_a_lease_out():
+def test_close_with_a_lease_out() -> None:
     pool, _ = make_pool()
-    lease = pool.lend(10)
+    lease = present(pool.lend(10))
     with pytest.raises(RuntimeError, match=r"1 leases \(10 bytes\) out.*reset_iteration"):
         pool.close()
     pool.give_back(lease)
     pool.close()
 
 
-def test_returns_by_the_garbage_collector_in_the_middle_of_a_call():
+def test_returns_by_the_garbage_collector_in_the_middle_of_a_call() -> None:
     """A cycle that owns a lease may be collected at any allocation, also at those of the pool itself."""
     pool, device = make_pool()
 
     class Owner:
         def __init__(self) -> None:
-            self.lease = pool.lend(8)
+            self.lease = present(pool.lend(8))
             self.cycle = self
 
         def __del__(self) -> None:
@@ -366,22 +367,22 @@ def test_returns_by_the_garbage_collector_in_the_middle_of_a_call():
     device.__class__ = CollectingDevice
     for _ in range(4):
         Owner()
-    lease = pool.lend(100)
+    lease = present(pool.lend(100))
     assert (pool.num_leases, pool.lent_bytes) == (1, 100)
     pool.give_back(lease)
     pool.close()
 
 
-def test_returns_from_other_threads():
+def test_returns_from_other_threads() -> None:
     pool, _ = make_pool()
-    leases = [pool.lend(8) for _ in range(400)]
+    leases = [present(pool.lend(8)) for _ in range(400)]
     threads = [
         threading.Thread(target=lambda part: [*map(pool.give_back, part)], args=(leases[i::4],)) for i in range(4)
     ]
     for thread in threads:
         thread.start()
     for _ in range(200):
-        pool.give_back(pool.lend(12))
+        pool.give_back(present(pool.lend(12)))
     for thread in threads:
         thread.join()
     assert (pool.num_leases, pool.lent_bytes) == (0, 0)
@@ -392,7 +393,9 @@ def test_returns_from_other_threads():
     ("tensor_bytes", "chunk_tensors", "chunks_in_flight", "microbatches"),
     [(8 * MIB, 40, 4, 6), (40 * MIB, 40, 4, 6), (70 * MIB, 20, 6, 8), (130 * MIB, 8, 8, 10)],
 )
-def test_changing_sizes_take_little_more_than_their_peak(tensor_bytes, chunk_tensors, chunks_in_flight, microbatches):
+def test_changing_sizes_take_little_more_than_their_peak(
+    tensor_bytes: int, chunk_tensors: int, chunks_in_flight: int, microbatches: int
+) -> None:
     """The leases of a model whose tensors change size by 40% either way with every call, under 1F1B: as experts."""
     pool, device = make_pool(slab_bytes=64 * MIB, host_alignment=4096)
     draw, peak_bytes = random.Random(0), 0
@@ -401,7 +404,8 @@ def test_changing_sizes_take_little_more_than_their_peak(tensor_bytes, chunk_ten
         in_flight: list[list[HostLease]] = []
         for microbatch in range(microbatches + chunks_in_flight - 1):
             if microbatch < microbatches:
-                in_flight.append([pool.lend(int(tensor_bytes * draw.uniform(0.6, 1.4))) for _ in range(chunk_tensors)])
+                sizes = [int(tensor_bytes * draw.uniform(0.6, 1.4)) for _ in range(chunk_tensors)]
+                in_flight.append([present(pool.lend(nbytes)) for nbytes in sizes])
             if microbatch >= chunks_in_flight - 1:
                 for lease in reversed(in_flight.pop(0)):
                     pool.give_back(lease)
@@ -412,11 +416,11 @@ def test_changing_sizes_take_little_more_than_their_peak(tensor_bytes, chunk_ten
     pool.close()
 
 
-def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read():
+def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read() -> None:
     pool, device = make_pool(slab_bytes=64)
     reading = FakeEvent()
     for _ in range(2):
-        leases = [pool.lend(40) for _ in range(8)]
+        leases = [present(pool.lend(40)) for _ in range(8)]
         for lease in leases:
             pool.give_back(lease, [reading])
     assert len(device.slabs) == 8, "a slab each, and a copy is still reading one"
@@ -425,16 +429,16 @@ def test_wasteful_slabs_are_replaced_once_nothing_is_lent_or_read():
     assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332], "the peak of 320 and a little"
 
 
-def test_slabs_are_not_replaced_again_and_again():
+def test_slabs_are_not_replaced_again_and_again() -> None:
     """Holes may cost more than the tolerated waste in every step; new slabs would have them too."""
     pool, device = make_pool(slab_bytes=64)
-    for lease in [pool.lend(40) for _ in range(8)]:
+    for lease in [present(pool.lend(40)) for _ in range(8)]:
         pool.give_back(lease)
     for _ in range(5):
-        early, late = pool.lend(160), pool.lend(160)
+        early, late = present(pool.lend(160)), present(pool.lend(160))
         pool.give_back(early)
-        leases = [late, pool.lend(20), pool.lend(150)]  # the 20 are in the hole that the 150 would need
-        for lease in leases:
+        # The 20 are in the hole that the 150 would need.
+        for lease in (late, *[present(pool.lend(nbytes)) for nbytes in (20, 150)]):
             pool.give_back(lease)
     assert [slab.nbytes for slab in device.slabs if not slab.closed] == [332, 152]
     assert len(device.slabs) == 10
@@ -447,16 +451,16 @@ def ids(events: object) -> set[int]:
     return {id(event) for event in events}  # type: ignore[attr-defined]
 
 
-def test_the_smallest_that_fits_and_of_equals_the_one_returned_first():
+def test_the_smallest_that_fits_and_of_equals_the_one_returned_first() -> None:
     extents = FreeExtents(operator.attrgetter("done"), UnawaitedCopies())
     for slab, start, nbytes in ((0, 0, 16), (3, 0, 8), (1, 0, 4), (2, 0, 8), (2, 8, 8), (4, 16, 8), (4, 8, 4)):
         extents.put(slab, start, nbytes)  # two of slab 2 become one, and those of slab 4 do not touch
-    taken = [extents.take(nbytes) for nbytes in (5, 5, 5, 3, 9, 4, 4, 9)]
+    taken = [present(extents.take(nbytes)) for nbytes in (5, 5, 5, 3, 9, 4, 4, 9)]
     places = [(3, 0), (4, 16), (0, 0), (3, 5), (0, 5), (1, 0), (4, 8), (2, 0)]
     assert [(each.slab, each.start) for each in taken] == places
 
 
-def test_bytes_read_by_unawaited_copies_are_taken_last():
+def test_bytes_read_by_unawaited_copies_are_taken_last() -> None:
     near, far = FakeEvent(), FakeEvent()
     ahead = UnawaitedCopies()
     ahead.add(far)
@@ -464,15 +468,15 @@ def test_bytes_read_by_unawaited_copies_are_taken_last():
     extents.put(0, 0, 8, [far])
     extents.put(1, 0, 12, [near])
     extents.put(1, 12, 12, [far])  # one extent with the one before
-    assert (extents.take(8).slab, extents.take(4).slab) == (1, 1), "their front waits for none"
-    assert extents.take(8).slab == 0, "the smallest that fits, where all are ahead"
+    assert (present(extents.take(8)).slab, present(extents.take(4)).slab) == (1, 1), "their front waits for none"
+    assert present(extents.take(8)).slab == 0, "the smallest that fits, where all are ahead"
     extents.put(2, 0, 6, [far])
     extents.put(3, 0, 20)
     far.done = True
-    assert extents.take(6).slab == 2, "a completed copy needs no wait"
+    assert present(extents.take(6)).slab == 2, "a completed copy needs no wait"
 
 
-def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped():
+def test_removed_bytes_have_no_neighbour_and_completed_events_are_dropped() -> None:
     extents, event = FreeExtents(operator.attrgetter("done"), UnawaitedCopies()), FakeEvent()
     extents.put(0, 0, 8, [event])
     (extent,) = extents
@@ -501,7 +505,7 @@ def test_a_device_that_raises_takes_nothing(nbytes: int) -> None:
     with pytest.raises(RuntimeError, match="no device"):
         extents.take(nbytes)
     is_raising = False
-    taken = [extents.take(4) for _ in range(6)]
+    taken = [present(extents.take(4)) for _ in range(6)]
     assert [(each.slab, each.start) for each in taken] == [(0, 4 * number) for number in range(6)]
     assert [ids(each.events) for each in taken] == [ids([events[number // 2]]) for number in range(6)]
     assert len(extents) == 0

@@ -174,9 +174,9 @@ def _module_level_state(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, mutable):
             names = map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
             yield from (name for name in names if name != "__all__" and not name.lstrip("_").isupper())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Global):
-            yield f"global {', '.join(node.names)}"
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Global):
+            yield f"global {', '.join(each.names)}"
 
 
 @pytest.mark.parametrize("package", ["offload_engine", "megatron_patches"])

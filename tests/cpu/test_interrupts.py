@@ -26,6 +26,7 @@ from offload_engine import (
 )
 from offload_engine._compat import torch_private
 from offload_engine._compat.own_hooks import OwnHooks
+from offload_engine._devices import CpuDevice
 from offload_engine._devices.copy_worker import CopyThread
 from offload_engine._host.leases import GroupLease
 from offload_engine._host.try_lock import run_if_free
@@ -187,7 +188,7 @@ def test_after_a_torn_operation_the_next_iteration_begins_anew(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine.device, "copy_out", mock.Mock(side_effect=KeyboardInterrupt))
         chunk.close_group()
-    assert engine.failures.is_torn and engine.has_saved and engine.pool.num_leases == 1
+    assert engine.failures.is_torn and (engine.has_saved, engine.pool.num_leases) == (True, 1)
     engine.begin_iteration()
     assert not engine.has_saved and engine.pool.num_leases == 0 and not engine.failures.has_failed
     engine.end_iteration()
@@ -216,6 +217,7 @@ def test_a_device_that_was_interrupted_while_it_closed_is_closed_again(monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CopyThread, "join", mock.Mock(side_effect=KeyboardInterrupt))
         engine.close()
+    assert isinstance(engine.device, CpuDevice)
     streams = engine.device._streams
     assert any(stream._thread is not None for stream in streams)
     engine.close()
@@ -242,7 +244,7 @@ def test_a_handle_that_is_gone_without_a_word_is_an_interrupt(engine: OffloadEng
         chunk = engine.start_chunk()
         chunk.open_group("group")
         handle, kept = chunk.tensor_push(torch.ones(64)), chunk.tensor_push(torch.ones(64))
-        assert engine.has_saved
+        assert bool(engine.has_saved)
         handle.storage.handles[0] = handle.place
         del handle
         with pytest.raises(KeyboardInterrupt):

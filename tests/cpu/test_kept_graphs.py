@@ -14,21 +14,16 @@ from torch import nn
 
 from offload_engine import OffloadConfig, enable_activation_offloading, manage_activations
 from offload_engine._budget.state import State
+from tests.cpu.test_found_layers import Model
 
 WIDTH, ROWS, DEPTH = 16, 8, 5
 ALL = OffloadConfig(min_tensor_bytes=1)
 
 
-class Net(nn.Module):
+class Net(Model):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
 
 
 class Job:

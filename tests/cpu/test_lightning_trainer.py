@@ -78,8 +78,8 @@ def make_module(package: str, calls_itself: bool = False, fail_at: int | None = 
 
 
 def batches() -> torch.utils.data.DataLoader[torch.Tensor]:
-    samples = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
-    return torch.utils.data.DataLoader(list(samples), batch_size=BATCH)
+    samples: Any = list(torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1)))
+    return torch.utils.data.DataLoader(samples, batch_size=BATCH)
 
 
 def make_trainer(package: str, folder: Path, callbacks: list[Any], **settings: Any) -> Any:

@@ -90,7 +90,7 @@ def nested_checkpoints(region: Region, use_reentrant: bool) -> Results:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = x.requires_grad_() * 1
-        for first, second in zip(model[::2], model[1::2], strict=True):
+        for first, second in zip(list(model)[::2], list(model)[1::2], strict=True):
             x = recompute(lambda y, f=first, s=second: recompute(s, recompute(f, y).sin()), x).exp()
         return x
 
@@ -133,7 +133,7 @@ def double_backward(region: Region) -> Results:
     with region():
         loss = loss_of(model)
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        penalty = sum(grad.square().sum() for grad in grads)
+        penalty = sum((grad.square().sum() for grad in grads), torch.zeros(()))
     (loss + penalty).backward()
     return results(model, loss, penalty)
 
@@ -267,6 +267,8 @@ def test_weights_and_the_copies_that_autocast_makes_of_them_stay(activations: Ma
 @pytest.mark.parametrize("kind", ["module", "tensors"])
 def test_buffers_stay_where_the_model_is_given(device: AdversarialDevice, kind: str) -> None:
     class Scaled(nn.Module):
+        scale: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("scale", torch.randn(ROWS, WIDTH))
@@ -300,7 +302,7 @@ def test_unused_graphs_make_no_later_step_late(device: AdversarialDevice, bounds
             kept.append(loss)
     assert activations.stats.prefetch_misses == 0
     assert engine._store.counters.resident_bytes <= 4 * 3 * TENSOR_BYTES  # a group of each
-    sum(kept).backward()
+    sum(kept, torch.zeros(())).backward()
     activations.close()
 
 

@@ -18,6 +18,7 @@ from offload_engine import (
     manage_activations,
 )
 from offload_engine.frontends.integrations._training import config_of
+from tests.cpu.test_found_layers import Model
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 WIDTH = 8
@@ -25,15 +26,9 @@ NOT_A_MODULE: Any = CONFIG
 A_POLICY: Any = ResidentLayers(3)
 
 
-class Net(nn.Module):
+class Net(Model):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
 def data() -> torch.Tensor:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -198,7 +199,7 @@ PLAN = {"overlap_moe_expert_parallel_comm": True}
 
 
 def _unshared(layer: _Layer, names: list[str], settings: dict[str, bool] | None = None) -> set[str]:
-    chunk = _Holder(layer)
+    chunk: Any = _Holder(layer)
     chunk.config = SimpleNamespace(**{"overlap_moe_expert_parallel_comm": False, **(settings or {})})
     paths = {module: path for path, module in layer.named_modules()}
     found = [paths[module] for module in unshared_modules(chunk, names)]

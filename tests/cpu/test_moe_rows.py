@@ -25,7 +25,7 @@ from megatron_patches._rows.registry import apply_patches  # noqa: E402
 class DeviceTensor(torch.Tensor):
     """A tensor that says it is on a GPU, and refuses what would make the host wait for a copy."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

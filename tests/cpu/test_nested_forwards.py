@@ -13,21 +13,16 @@ from torch import nn
 from offload_engine import LayerOffload, OffloadConfig, enable_activation_offloading
 from offload_engine._compat import torch_private
 from offload_engine.frontends.integrations._training import TrainingOffload
+from tests.cpu.test_found_layers import Model
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 WIDTH, ROWS, NUM_LAYERS = 16, 8, 4
 
 
-class Net(nn.Module):
+class Net(Model):
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(NUM_LAYERS)))
 
 
 @pytest.fixture

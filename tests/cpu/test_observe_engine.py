@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offload_engine import (
+    ChunkKey,
     ChunkOffloadHandler,
     FixedBounds,
     GroupTraits,
@@ -29,7 +30,7 @@ from offload_engine.schedule import parse_actions
 from tests.adversarial import AdversarialDevice
 
 
-def train(engine: OffloadEngine, model: torch.nn.ModuleList) -> float:
+def train(engine: OffloadEngine, model: Any) -> float:
     """Run one step of a stack in which each linear layer is a group, and no norm is."""
     with engine.iteration(weights=model.parameters()):
         chunk = engine.start_chunk()
@@ -155,7 +156,8 @@ def test_a_tensor_that_was_copied_in_is_saved_again() -> None:
     actions = parse_actions("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2")
     released_at_once = FixedBounds(max_inflight_bytes=0)
     engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1, directory="none", policy=released_at_once))
-    losses, weight = {}, torch.ones(256, requires_grad=True)
+    losses: dict[ChunkKey, torch.Tensor] = {}
+    weight = torch.ones(256, requires_grad=True)
     engine.record()
     with engine.iteration(actions):
         for kind, key in actions:

@@ -74,8 +74,7 @@ def test_marks_on_the_adversarial_device_run_nothing_and_order_nothing() -> None
     assert not mark.is_done and stream.clock == clock
     device.mark_time(device.current_stream())
     assert slab.bytes.eq(0xFF).all(), "a mark is no wait"
-    assert device.milliseconds_between(mark, mark) == 0.0
-    assert torch.equal(slab.bytes, source)
+    assert device.milliseconds_between(mark, mark) == 0.0 and torch.equal(slab.bytes, source)
     device.close()
 
 
@@ -121,10 +120,10 @@ def test_another_thread_asks_on_the_device_of_the_marks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new thread is on device 0, where its first call would make a context."""
-    mark, on = cuda.mark_time(STREAM), []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: on.append(device) or nullcontext())
+    mark, device = cuda.mark_time(STREAM), mock.Mock(return_value=nullcontext())
+    monkeypatch.setattr(torch.cuda, "device", device)
     cuda.milliseconds_between(mark, mark)
-    assert not on
+    assert not device.mock_calls
     monkeypatch.setattr(cuda_runtime, "_current_device", lambda: 1)
     cuda.milliseconds_between(mark, mark)
-    assert on == [torch.device("cuda", 0)]
+    device.assert_called_once_with(torch.device("cuda", 0))

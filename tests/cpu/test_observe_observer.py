@@ -33,7 +33,8 @@ def observer() -> Observer:
 
 def run(observer: Observer, device: Any = None) -> bool:
     """Run one step of one saved tensor; return whether it was recorded."""
-    recorder = observer.begin(device or ClockDevice(), is_dry_run=False)
+    device = device or ClockDevice()
+    recorder = observer.begin(device, is_dry_run=False)
     if recorder is not None:
         storage, group = Storage(Group()), Group()
         recorder.note_saved(storage.tensor, group, storage=storage)
@@ -44,7 +45,7 @@ def run(observer: Observer, device: Any = None) -> bool:
 def test_only_the_step_that_was_asked_for_is_recorded(observer: Observer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And who asks for its record does not wait for the rests of the thread."""
     monkeypatch.setattr(pace, "_REST_S", 1000.0)
-    assert not run(observer) and observer.record is None and observer.report(STATS) == summary_of_stats(STATS)
+    assert (run(observer), observer.record) == (False, None) and observer.report(STATS) == summary_of_stats(STATS)
     observer.ask()
     assert run(observer) and not run(observer)
     assert observer.record is not None and observer.report(STATS) == report_table([observer.record])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,11 +125,10 @@ def out_and_back(step: Step, group: Group) -> None:
 def test_a_group_lives_through_its_stages_at_the_times_of_the_device(
     step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marks: list[str] = []
-    mark_time = step.device.mark_time
-    monkeypatch.setattr(step.device, "mark_time", lambda stream: marks.append(stream) or mark_time(stream))
+    mark_time = mock.Mock(wraps=step.device.mark_time)
+    monkeypatch.setattr(step.device, "mark_time", mark_time)
     out_and_back(step, Group())
-    assert len(marks) == 10, "two around each of two copies and two waits, one where it is saved, one where it ends"
+    assert mark_time.call_count == 10, "two around each of two copies and waits, one where it is saved, one at its end"
     record = step.recorder.finish().get()
     copy = 2 * MS_OF_COPY
     moments = (0.0, 5.0, 5 + copy, 12 + copy, 12 + 2 * copy, 16 + 2 * copy)  # used until the second of two retires
@@ -376,4 +376,4 @@ def test_a_wait_to_drop_a_storage_is_not_where_its_group_came_to_the_host(step: 
     step.device.compute(3.0)
     step.recorder.note_residency(second, Residency.ON_HOST)
     on_host = step.recorder.finish().get().stages[-1]
-    assert (on_host.residency, on_host.begin_ms) == ("on host", pytest.approx(2 * MS_OF_COPY + 3.0))
+    assert on_host.residency == "on host" and on_host.begin_ms == pytest.approx(2 * MS_OF_COPY + 3.0)

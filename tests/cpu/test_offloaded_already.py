@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import nn
@@ -39,7 +40,7 @@ def test_a_second_call_is_refused(choose: Callable[[Net], list[nn.Module]]) -> N
 
 
 def test_a_part_that_is_offloaded_is_named() -> None:
-    model = nn.ModuleDict({"first": Net(), "second": Net()})
+    model: Any = nn.ModuleDict({"first": Net(), "second": Net()})
     handle = enable_activation_offloading(model["second"], layers=list(model["second"].decoder), config=CONFIG)
     with pytest.raises(OffloadError, match=r"this ModuleDict is offloaded already, in second: call remove"):
         enable_activation_offloading(model, layers=list(model["first"].decoder), config=CONFIG)

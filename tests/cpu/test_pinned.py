@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import platform
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +55,7 @@ def test_a_slab_is_registered_whole_and_can_be_used(runtime: Runtime) -> None:
     nbytes = 3 * MIB + 512
     slab = PinnedSlab(nbytes, numa_node=0)
     whole = slab.view(0, nbytes)
-    assert runtime.registered == {whole.data_ptr(): nbytes}
-    assert not whole.any()
+    assert runtime.registered == {whole.data_ptr(): nbytes} and not whole.any()
     slab.view(100, 7).fill_(3)
     assert whole.sum().item() == 21
     slab.close()
@@ -77,7 +77,7 @@ def test_a_dropped_slab_is_unregistered(runtime: Runtime) -> None:
 def test_a_forked_child_unregisters_nothing(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     slab = PinnedSlab(MIB)
     with monkeypatch.context() as patch:
-        patch.setattr(pinned.os, "getpid", lambda: -1)  # as a data loader's worker that closes what it has inherited
+        patch.setattr(os, "getpid", lambda: -1)  # as a data loader's worker that closes what it has inherited
         slab.close()
     assert runtime.registered, "it is the parent's"
 
@@ -111,7 +111,7 @@ def test_a_node_or_a_machine_that_cannot_be_asked_is_skipped(
     with caplog.at_level(logging.DEBUG, logger=pinned.__name__):
         PinnedSlab(MIB, numa_node=900).close()
     assert "pinned memory not placed on node 900" in caplog.text
-    monkeypatch.setattr(pinned.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     PinnedSlab(MIB, numa_node=0).close()
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -175,7 +176,7 @@ def test_boundaries_of_a_step_in_order() -> None:
         (lambda: step_boundaries(parse_actions("F1.0 B1.0"), SHAPES), "F1.0: there are shapes of 1 virtual stages"),
     ],
 )
-def test_impossible_shapes(make, message: str) -> None:
+def test_impossible_shapes(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

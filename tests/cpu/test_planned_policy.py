@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -109,11 +110,12 @@ def test_a_planned_budget_holds_and_costs_no_more_than_a_guessed_one(job: Pipeli
 def test_each_shape_of_a_step_has_its_own_plan_from_the_second_on_and_the_first_is_found_again() -> None:
     bench = Bench()
     bench.step(PIPELINE)
-    assert bench.engine.plan is None
+    assert [bench.engine.plan] == [None]
     bench.step(PIPELINE)
     first = bench.engine.plan
     assert first is not None and "OUT 0.0:0" in format_plan(first)
-    validate_plan(first, PIPELINE, bench.engine._executor.policy._shapes)  # type: ignore[attr-defined]
+    policy: Any = bench.engine._executor.policy
+    validate_plan(first, PIPELINE, policy._shapes)
     bench.step(one_forward_one_backward(2, 0, 3))
     bench.check_planned()
     assert bench.engine.plan != first
@@ -166,7 +168,7 @@ def test_a_recorded_step_makes_the_moves_of_its_plan_at_their_boundaries(actions
 
     def save(engine: OffloadEngine, chunk: ChunkOffloadHandler) -> list[object]:
         shared = KEPT if chunk.key in at_once else None
-        handles = []
+        handles: list[object] = []
         for name, traits in (("shared", shared), ("attention", DELAYED), ("large", None), ("shared", shared)):
             if traits is KEPT:
                 chunk.offload_kept_groups(name)

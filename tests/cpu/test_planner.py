@@ -19,7 +19,7 @@ from offload_engine.planning.moves import BACKWARD_END, COMMIT, DROP, IN, OUT
 from offload_engine.planning.plan import Plan, diff_plans, format_plan, parse_plan, validate_plan
 from offload_engine.planning.planner import PASSES, Planner, plan_step
 from offload_engine.planning.shapes import Bounds, ChunkShape, GroupShape, Shapes, step_boundaries
-from offload_engine.schedule import interleaved, no_pipelining, one_forward_one_backward, parse_actions
+from offload_engine.schedule import Action, interleaved, no_pipelining, one_forward_one_backward, parse_actions
 from tests.cpu.test_schedule import ARTIFACTS, GOLDEN, Shape
 from tests.dense_jobs import MIB, chunk_shape
 
@@ -226,7 +226,9 @@ SCHEDULES = st.one_of(
 
 @settings(deadline=None, derandomize=True, database=None, max_examples=300)
 @given(SCHEDULES, CHUNKS, BOUNDS, st.booleans(), st.sets(st.sampled_from([each.__name__ for each in PASSES])))
-def test_every_plan_is_valid(actions, shape, bounds, is_combined, skip) -> None:
+def test_every_plan_is_valid(
+    actions: list[Action], shape: ChunkShape, bounds: Bounds, is_combined: bool, skip: set[str]
+) -> None:
     shapes = (shape, shape)
     plan = plan_step(actions, shapes, bounds, is_combined=is_combined, skip=skip)
     validate_plan(plan, actions, shapes)

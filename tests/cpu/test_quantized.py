@@ -24,6 +24,7 @@ from offload_engine import (
     manage_activations,
 )
 from tests.adversarial import AdversarialDevice
+from tests.lookups import import_or_skip
 
 SHAPE = (16, 32)
 
@@ -50,7 +51,7 @@ class Quantized(torch.Tensor):
         return tensors[3:]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return cls(args[0]._data, args[0]._scale)
         raise NotImplementedError(func)
@@ -64,14 +65,14 @@ def _quantized(data: torch.Tensor) -> torch.Tensor:
     return Float8Tensor(data, torch.full((8,), 0.5))
 
 
-def _of_te(module: str, like: torch.Tensor, name: str, fp8: str = "fp8_dtype", **fields: Any) -> torch.Tensor:
+def _of_te(module: str, like: torch.Tensor, name: str, fp8: str = "fp8_dtype", /, **fields: Any) -> torch.Tensor:
     """Make a tensor of a class of TransformerEngine; `fp8` is its field for the type of its data."""
     module = f"transformer_engine.pytorch.tensor.{module}_tensor"
-    te = pytest.importorskip(module, exc_type=Exception)  # type: ignore[call-overload]
+    te = import_or_skip(module)
     dtype = pytest.importorskip("transformer_engine_torch").DType
     if fp8:
         fields[fp8] = dtype.kFloat4E2M1 if fp8 == "fp4_dtype" else dtype.kFloat8E4M3
-    return getattr(te, name)(shape=like.shape, dtype=torch.float32, device=like.device, **fields)  # type: ignore[no-any-return]
+    return getattr(te, name)(shape=like.shape, dtype=torch.float32, device=like.device, **fields)
 
 
 def _float8(data: torch.Tensor) -> torch.Tensor:
@@ -110,7 +111,7 @@ def _nvfp4(data: torch.Tensor) -> torch.Tensor:
 
 
 def _hybrid(data: torch.Tensor) -> torch.Tensor:
-    te = pytest.importorskip("transformer_engine.pytorch.tensor", exc_type=Exception)  # type: ignore[call-overload]
+    te = import_or_skip("transformer_engine.pytorch.tensor")
     parts = {"rowwise_storage": _mxfp8(data), "columnwise_storage": _mxfp8(data + 1)}
     fp8 = pytest.importorskip("transformer_engine_torch").DType.kFloat8E4M3
     rows, columns = (te.MXFP8Quantizer(fp8_dtype=fp8) for _ in range(2))
@@ -206,30 +207,29 @@ def test_data_and_scales_move_but_for_matrices_which_may_be_weights(make: Any, s
     parts_bytes = sum(part.nbytes for part in plain[2]) if len(shape) > 2 else 0
     stats = engines[1].stats
     output_bytes = 4 * source.numel()  # the next group's
-    assert stats.copied_out_bytes == parts_bytes + output_bytes
-    assert stats.num_storages_left == 0
+    assert stats.copied_out_bytes == parts_bytes + output_bytes and stats.num_storages_left == 0
 
 
 def _of_unknown_class(data: torch.Tensor) -> torch.Tensor:
-    return Quantized(data, torch.full((8,), 0.5))  # type: ignore[no-any-return]
+    return Quantized(data, torch.full((8,), 0.5))
 
 
 class NVFP4Tensor(Quantized):
     """Cannot be detached, as a `HybridQuantizedTensor` of storages that are no tensors."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(func)
 
 
 def _not_detachable(data: torch.Tensor) -> torch.Tensor:
-    return NVFP4Tensor(data, data)  # type: ignore[no-any-return]
+    return NVFP4Tensor(data, data)
 
 
 def _of_experts(data: torch.Tensor) -> torch.Tensor:
     """May be the weights of all experts."""
-    te = pytest.importorskip("transformer_engine.pytorch.tensor.grouped_tensor", exc_type=Exception)  # type: ignore[call-overload]
-    return te.GroupedTensor((16, 32), torch.float32, num_tensors=2, shapes=[(8, 32)] * 2, data=data)  # type: ignore[no-any-return]
+    te = import_or_skip("transformer_engine.pytorch.tensor.grouped_tensor")
+    return te.GroupedTensor((16, 32), torch.float32, num_tensors=2, shapes=[(8, 32)] * 2, data=data)
 
 
 @pytest.mark.parametrize(
@@ -237,26 +237,24 @@ def _of_experts(data: torch.Tensor) -> torch.Tensor:
     [(_of_unknown_class, "Quantized"), (_not_detachable, "NVFP4Tensor"), (_of_experts, "GroupedTensor")],
 )
 def test_what_cannot_be_taken_apart_is_refused_by_name_and_stays(make: Any, name: str) -> None:
-    engine, data = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice()), torch.ones(2, *SHAPE)
+    data = torch.ones(2, *SHAPE)
     tensor = make(data.flatten().to(torch.uint8) if name == "GroupedTensor" else data)
-    with engine.iteration():
-        chunk = engine.start_chunk()
-        chunk.open_group("linear")
-        with pytest.warns(UserWarning, match=f"class {name} stay on the device: what they hold is"):
-            assert chunk.hooks.pack(tensor).unpack() is tensor
-        chunk.close_group()
-    assert engine.stats.copied_out_bytes == 0
-    engine.close()
+    with pytest.warns(UserWarning, match=f"class {name} stay on the device: what they hold is"):
+        _check_that_it_stays(tensor)
 
 
 def test_a_marked_tensor_stays() -> None:
-    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
     tensor: Any = _quantized(torch.ones(2, *SHAPE, dtype=torch.uint8))
     tensor._TE_do_not_offload = True
+    _check_that_it_stays(tensor)
+
+
+def _check_that_it_stays(tensor: torch.Tensor) -> None:
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=0), AdversarialDevice())
     with engine.iteration():
         chunk = engine.start_chunk()
         chunk.open_group("linear")
-        assert chunk.hooks.pack(tensor).unpack() is tensor
+        assert chunk.hooks.unpack(chunk.hooks.pack(tensor)) is tensor
         chunk.close_group()
     assert engine.stats.copied_out_bytes == 0
     engine.close()
@@ -289,7 +287,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.call(lambda a: _Multiply.apply(a, self.weight, self.seen), _Quantize.apply(x, _quantized))
-        return output / 100  # type: ignore[no-any-return]
+        return output / 100
 
 
 CONFIG = OffloadConfig(min_tensor_bytes=0, directory="none")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,18 +11,10 @@ import torch
 from offload_engine import IS_COMPILED
 from tests.toy_pipeline import Case, Runner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CASES_PER_BATCH = 25
 NUM_BATCHES = int(os.environ.get("RANDOM_PIPELINE_BATCHES", "11"))  # fewer where many runs are compared
 FIRST_BATCH = NUM_BATCHES if IS_COMPILED else 0  # where both cores are tested, each draws pipelines of its own
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: several only hinder each other on tensors this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(case: Case) -> Runner:

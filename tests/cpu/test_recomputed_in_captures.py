@@ -19,23 +19,14 @@ from megatron_patches._hooks.module_hooks import ModuleHooks  # noqa: E402
 from megatron_patches._rows.recompute import recompute_rows  # noqa: E402
 from megatron_patches._rows.registry import apply_patches  # noqa: E402
 from offload_engine import OffloadConfig, OffloadEngine  # noqa: E402
-from tests.graph_device import GraphDevice  # noqa: E402
-
-
-class Graph:
-    """A graph that is never replayed."""
-
-    def capture_begin(self) -> None: ...
-
-    def capture_end(self) -> None: ...
-
-    def reset(self) -> None: ...
+from tests.graph_device import GraphDevice, GraphWithoutReplay  # noqa: E402
 
 
 @pytest.fixture
 def capturing() -> Iterator[OffloadEngine]:
     """An engine while a layer is captured."""
-    engine, owner = OffloadEngine(OffloadConfig(min_tensor_bytes=1), GraphDevice()), SimpleNamespace(CUDAGraph=Graph)
+    engine = OffloadEngine(OffloadConfig(min_tensor_bytes=1), GraphDevice())
+    owner = SimpleNamespace(CUDAGraph=GraphWithoutReplay)
     with engine.graphs.capture_layers(min_bytes=1, owner=owner, saves_all=False):
         graph: Any = owner.CUDAGraph()
         graph.capture_begin()

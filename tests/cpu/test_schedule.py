@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ CROSS_CHECKED = [
 
 
 @pytest.mark.parametrize("shape", GOLDEN, ids=lambda shape: shape.name)
-def test_golden(shape):
+def test_golden(shape: Shape) -> None:
     lines = [line for line in shape.golden_file.read_text().splitlines() if not line.startswith("#")]
     assert len(lines) == shape.pp
     for rank, line in enumerate(lines):
@@ -110,11 +110,11 @@ def test_golden(shape):
         assert parse_actions(line) == shape.actions(rank)
 
 
-def test_no_golden_file_without_a_test():
+def test_no_golden_file_without_a_test() -> None:
     assert set(ARTIFACTS.glob("schedule_*.txt")) == {shape.golden_file for shape in GOLDEN}
 
 
-def test_orders_are_those_of_megatron():
+def test_orders_are_those_of_megatron() -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core, to run its schedules")
     for shape in CROSS_CHECKED:
         for rank in range(shape.pp):
@@ -139,20 +139,20 @@ def test_orders_are_those_of_megatron():
         (lambda: parse_actions("F٣.1"), "not an action"),
     ],
 )
-def test_impossible_shapes_and_words(call, message):
+def test_impossible_shapes_and_words(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(st.lists(st.builds(Action, st.sampled_from("FB"), st.builds(ChunkKey, st.integers(0, 30), st.integers(0, 99)))))
-def test_parse_is_the_inverse_of_format(actions):
+def test_parse_is_the_inverse_of_format(actions: list[Action]) -> None:
     assert parse_actions(format_actions(actions)) == actions
 
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(st.text(alphabet="FB01.9 \n", max_size=12))
-def test_format_is_the_inverse_of_parse(text):
+def test_format_is_the_inverse_of_parse(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert format_actions(parse_actions(text)) == " ".join(text.split())
 
@@ -166,7 +166,7 @@ def test_format_is_the_inverse_of_parse(text):
         ("F0.0 F0.1 B0.0", "F0.1 at position 1 has no backward"),
     ],
 )
-def test_invalid_order(text, message):
+def test_invalid_order(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         validate_actions(parse_actions(text))
 

@@ -16,6 +16,7 @@ from offload_engine.frontends._common.groups import AutomaticGroups
 from offload_engine.frontends._common.session import Session
 from offload_engine.frontends._common.weights import may_move
 from tests.adversarial import AdversarialDevice
+from tests.lookups import present
 
 WIDTH, ROWS, DEPTH = 16, 8, 6
 TENSOR_BYTES = WIDTH * ROWS * 4
@@ -57,13 +58,13 @@ def forward(groups: AutomaticGroups) -> Callable[[], torch.Tensor]:
 
 def test_an_iteration_spans_forward_and_backward(session: Session, forward: Callable[[], torch.Tensor]) -> None:
     """Its last group stays where its backward comes next."""
-    assert not session.engine.is_in_iteration
+    assert not bool(session.engine.is_in_iteration)
     loss = forward()
-    assert session.engine.is_in_iteration and session.chunk is None
+    assert bool(session.engine.is_in_iteration) and session.chunk is None
     assert session.stats.num_groups == session.stats.num_offloaded_groups == (DEPTH + 1) // 2
     copied_out = session.stats.copied_out_bytes
     loss.backward(retain_graph=True)
-    assert session.engine.is_in_iteration, "a retained graph keeps it open"
+    assert bool(session.engine.is_in_iteration), "a retained graph keeps it open"
     loss.backward()
     assert not session.engine.is_in_iteration
     assert session.stats.num_storages_left == 0 and session.stats.prefetch_misses == 0
@@ -73,7 +74,7 @@ def test_an_iteration_spans_forward_and_backward(session: Session, forward: Call
 def test_the_next_forward_ends_one_without_a_graph(session: Session, forward: Callable[[], torch.Tensor]) -> None:
     forward()
     stats = session.stats
-    assert session.engine.is_in_iteration and not session.engine.has_saved
+    assert bool(session.engine.is_in_iteration) and not session.engine.has_saved
     loss = forward()
     assert session.stats is not stats
     loss.backward()
@@ -88,7 +89,7 @@ def test_the_next_forward_joins_one_with_a_graph(session: Session, forward: Call
     second = forward()
     assert session.stats is stats and stats.copied_out_bytes > 2 * copied_out
     second.backward()
-    assert session.engine.is_in_iteration
+    assert bool(session.engine.is_in_iteration)
     first.backward()
     assert not session.engine.is_in_iteration and session.stats.num_kept_groups == 1
 
@@ -135,7 +136,7 @@ def test_forward_that_raises(session: Session, forward: Callable[[], torch.Tenso
         chunk.open_group("outer")
         chunk.open_group("inner")
         raise ArithmeticError("not today")
-    assert session.chunk is None and chunk.groups.innermost is None
+    assert session.chunk is None and present(chunk).groups.innermost is None
     kept.backward()
     assert not session.engine.is_in_iteration
 

@@ -44,7 +44,7 @@ def applied(caplog: pytest.LogCaptureFixture) -> Iterator[Handle]:
         yield handle
 
 
-def make(config_class: type = TransformerConfig, **settings: Any) -> Any:
+def make(config_class: type = TransformerConfig, /, **settings: Any) -> Any:
     return config_class(num_layers=4, hidden_size=8, num_attention_heads=2, **settings)
 
 

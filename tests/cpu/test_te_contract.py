@@ -52,7 +52,7 @@ class CommitStandIn(torch.autograd.Function):
         return grads[0], None
 
 
-def drivers() -> tuple[type, type]:
+def drivers() -> tuple[type, Any]:
     if not HandlerBase.__module__.startswith("transformer_engine."):
         return HookStandIn, CommitStandIn
     module = importlib.import_module(HandlerBase.__module__)

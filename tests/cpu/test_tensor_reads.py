@@ -13,6 +13,7 @@ import torch
 
 from offload_engine._compat import tensor_reads
 from tests.cpu.test_cuda_calls import SOURCE, compile_library, pytestmark  # noqa: F401  (it skips without a compiler)
+from tests.lookups import present
 
 CPU = torch.device("cpu")
 
@@ -58,7 +59,7 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Any:
     source = SOURCE.parents[1] / "_compat" / "_tensor_reads.c"
     path = compile_library(source, tmp_path_factory.mktemp("built") / "_tensor_reads.so")
     loader = importlib.machinery.ExtensionFileLoader("_tensor_reads", str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("_tensor_reads", loader))
+    module = importlib.util.module_from_spec(present(importlib.util.spec_from_loader("_tensor_reads", loader)))
     loader.exec_module(module)
     return module
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_engine._compat import torch_private
 from tests.dist.launch import PlainGroup, run_ranks
+from tests.lookups import present
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("offload_engine", "megatron_patches")
@@ -125,8 +127,13 @@ def test_hooks_are_a_stack_of_this_thread() -> None:
 
 
 def test_pushed_hooks_do_what_the_context_manager_does() -> None:
-    packed = []
-    torch_private.push_hooks(lambda tensor: packed.append(tensor.shape) or tensor, lambda tensor: tensor)
+    packed: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    torch_private.push_hooks(pack, lambda tensor: tensor)
     try:
         y = torch.ones(3, requires_grad=True).sin()
     finally:
@@ -179,7 +186,7 @@ def test_a_callback_runs_when_its_backward_is_over() -> None:
 def test_nodes_are_known_by_their_class() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     assert type(x.to(torch.double).grad_fn) is torch_private.CAST_NODE
-    assert type(x.sin().grad_fn.next_functions[0][0]) is torch_private.LEAF_NODE
+    assert type(present(x.sin().grad_fn).next_functions[0][0]) is torch_private.LEAF_NODE
     views = [
         x.t(),
         x.transpose(0, 1),
@@ -232,19 +239,19 @@ def test_attributes_of_tensors() -> None:
 
 
 def test_attributes_of_modules() -> None:
-    module = torch.nn.BatchNorm1d(2)
+    module, hook = torch.nn.BatchNorm1d(2), mock.Mock()
     assert dict(module.named_parameters()) == module._parameters and dict(module.named_buffers()) == module._buffers
     assert module._compiled_call_impl is None and not module._forward_hooks and not module._forward_pre_hooks
     module.register_forward_hook(print)
-    module.register_forward_pre_hook(repr)
-    assert list(module._forward_hooks.values()) == [print] and list(module._forward_pre_hooks.values()) == [repr]
+    module.register_forward_pre_hook(hook)
+    assert list(module._forward_hooks.values()) == [print] and list(module._forward_pre_hooks.values()) == [hook]
     for found, register in (
         (torch_private.global_forward_hooks, torch.nn.modules.module.register_module_forward_hook),
         (torch_private.global_forward_pre_hooks, torch.nn.modules.module.register_module_forward_pre_hook),
     ):
         assert not found
-        handle = register(repr)
-        assert list(found.values()) == [repr]
+        handle = register(hook)
+        assert list(found.values()) == [hook]
         handle.remove()
 
 
@@ -265,13 +272,10 @@ def test_the_compiler_is_seen_where_it_runs() -> None:
         note()
         return x * 2
 
-    @torch.compiler.disable(recursive=False)
-    def note() -> None:
-        seen.append(torch_private.eval_frame_callback())
+    note = torch.compiler.disable(lambda: seen.append(torch_private.eval_frame_callback()), recursive=False)
 
     function(torch.ones(2))
-    assert callable(seen[0])
-    assert not callable(torch_private.eval_frame_callback())
+    assert callable(seen[0]) and not callable(torch_private.eval_frame_callback())
 
 
 def test_the_class_behind_fully_shard(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ from offload_engine import OffloadConfig  # noqa: E402
 from offload_engine.frontends.integrations.transformers import OffloadCallback  # noqa: E402
 from tests.checkpointed import DEPTH, INPUT_BYTES, make_language_model, random_tokens  # noqa: E402
 
+TrainerCallback: Any = transformers.TrainerCallback
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 STEPS, ACCUMULATION = 3, 2
 
 
-class Tokens(torch.utils.data.Dataset):
+class Tokens(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 64
 
@@ -65,8 +66,7 @@ def train(model: Any, folder: Path, callbacks: list[Any], **arguments: Any) -> T
 
 
 def assert_equal(expected: Trained, got: Trained) -> None:
-    assert len(expected.losses) == 2 * STEPS
-    assert expected.losses == got.losses
+    assert len(expected.losses) == 2 * STEPS and expected.losses == got.losses
     assert all(map(torch.equal, expected.weights, got.weights))
 
 
@@ -102,7 +102,7 @@ def test_bitwise_equal(family: str, arguments: dict[str, Any], enable_ckpt: bool
     assert all(logs["offload_moved_percent"] > 0 for logs in reporter.sent if "loss" in logs)
 
 
-class Stop(transformers.TrainerCallback):  # type: ignore[misc]
+class Stop(TrainerCallback):
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("told to fail")
 
@@ -124,7 +124,7 @@ def hooks(model: torch.nn.Module) -> list[int]:
     return [len(m._forward_pre_hooks) + len(m._forward_hooks) + 100 * ("forward" in vars(m)) for m in model.modules()]
 
 
-class Reporter(transformers.TrainerCallback):  # type: ignore[misc]
+class Reporter(TrainerCallback):
     """Notes what a reporter such as that of W&B would send."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ def wrap(device: AdversarialDevice) -> Iterator[Callable[..., Any]]:
     """Wrap a model with an engine on the adversarial device."""
     handles: list[WrapperHandle] = []
 
-    def wrap(model: nn.Module, horizon: int = 2, **settings: Any) -> Any:
+    def wrap(model: Any, horizon: int = 2, **settings: Any) -> Any:
         config = OffloadConfig.from_flags(**{"min_tensor_bytes": 1024, "horizon_groups": horizon, **settings})
         model = offload_wrapper(model, engine=OffloadEngine(config, device))
         handles.append(model.activation_offload)

@@ -19,8 +19,11 @@ from megatron.core.transformer.moe import fused_a2a, token_dispatcher
 @contextmanager
 def deep_ep_over_gloo() -> Iterator[None]:
     """Put the stand-in where megatron-core looks for DeepEP."""
-    found = {"fused_dispatch": _applied(fused_a2a.FusedDispatch), "fused_combine": _applied(fused_a2a.FusedCombine)}
-    events = {"EventHandle": _Event, "EventOverlap": _Event}
+    found: dict[str, Any] = {
+        "fused_dispatch": _applied(fused_a2a.FusedDispatch),
+        "fused_combine": _applied(fused_a2a.FusedCombine),
+    }
+    events: dict[str, Any] = {"EventHandle": _Event, "EventOverlap": _Event}
     with (
         torch.compiler.set_stance("force_eager"),  # to compile the dispatcher takes longer than all steps
         mock.patch.multiple(fused_a2a, create=True, get_buffer=lambda group, hidden_bytes: Buffer(group), **events),

@@ -25,7 +25,7 @@ def delay_weight_gradients(chunk: torch.nn.Module) -> None:
                     _delay(module)
 
 
-def _delay(module: torch.nn.Module) -> None:
+def _delay(module: Any) -> None:
     pending: Pending = []
 
     def forward(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -18,7 +18,7 @@ from megatron_patches import apply
 from megatron_patches._model.fsdp import gathered_weights
 from offload_engine import IterationStats, OffloadConfig
 from offload_engine._saved.eligibility import with_storage
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run
+from tests.dist.tiny import engine_of, fingerprint, make_chunks, make_config, run, stats_of
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SHARDED = "optim_grads_params"
@@ -96,8 +96,9 @@ class _Gradients(torch.nn.Module):
     def __init__(self, chunk: torch.nn.Module) -> None:
         super().__init__()
         for name, parameter in chunk.named_parameters():
-            own = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-            own.main_grad = None if parameter.grad is None else parameter.grad.to_local()
+            own: Any = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+            grad: Any = parameter.grad
+            own.main_grad = None if grad is None else grad.to_local()
             self.register_parameter(name.replace(".", "/"), own)
 
 
@@ -111,9 +112,9 @@ def check_parity(job: Job, names: Sequence[str]) -> IterationStats:
             got = step(chunks, num_microbatches)
             wrong = [key for key in wanted if got[key] != wanted[key]]
             assert not wrong, f"{job} differs at {num_microbatches} microbatches: {wrong[:5]}"
-            stats = handle.stats
-            assert stats is not None and stats.num_storages_left == 0
-        assert handle.engine is not None and handle.engine.pool.num_leases == 0
+            assert stats_of(handle).num_storages_left == 0
+        assert engine_of(handle).pool.num_leases == 0
+        stats = stats_of(handle)
     assert stats.copied_in_bytes > 0
     return stats
 

@@ -18,7 +18,7 @@ from megatron_patches._rows.runtime import unwrap
 from megatron_patches._versions import installed_version, is_in_range
 from offload_engine import Action, ChunkKey, IterationStats, OffloadConfig, ResidencyMeter
 from offload_engine.schedule import backward_at_once, interleaved, no_pipelining, one_forward_one_backward
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run
+from tests.dist.tiny import engine_of, fingerprint, make_chunks, make_config, run, stats_of
 
 SAVES_COPIES = is_in_range(installed_version(), "<0.20")
 """Whether `CheckpointWithoutOutput` saves detached copies of its inputs, and not the inputs themselves. Without copies
@@ -118,8 +118,8 @@ def run_with(
             wrong = [key for key in wanted if got[key] != wanted[key]]
             assert not wrong, f"{case} differs at {n} microbatches: {wrong[:5]}"
             _check_counters(case, handle, chunks, n)
-            assert meter.current_bytes == 0 and handle.engine is not None and handle.engine.pool.num_leases == 0
-            counters.append(handle.engine.stats)
+            assert meter.current_bytes == 0 and engine_of(handle).pool.num_leases == 0
+            counters.append(stats_of(handle))
             if has_more:
                 run(chunks, microbatches[0], forward_only=True)
     return counters

@@ -112,7 +112,7 @@ class Cuda(CudaWithoutGpu):
         return self._device.current_stream()
 
     @contextmanager
-    def stream(self, stream: AdversarialStream) -> Iterator[None]:
+    def stream(self, stream: Any) -> Iterator[None]:
         before = self._device.current_stream()
         self._device.set_current(stream)
         try:

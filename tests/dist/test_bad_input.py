@@ -21,7 +21,7 @@ from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.logged import messages
 from tests.dist.models import GroupedProduct
 from tests.dist.saved_storages import innermost_hooks
-from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, stats_of, step
+from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, stats_of, step
 
 SELECTIVE = {"recompute_granularity": "selective"}
 # With a bias megatron-core's own recomputation of the MLP never ends: the bias becomes an output of the checkpoint.
@@ -85,7 +85,7 @@ def test_a_setting_that_one_stage_cannot_run_is_refused_on_all() -> None:
 
     def fuse(chunk: torch.nn.Module) -> None:
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            chunk.decoder.layers[-1].mlp._make_fused_impl = lambda: None
+            decoder_of(chunk).layers[-1].mlp._make_fused_impl = lambda: None
 
     for name in ("mlp_fc1", "mlp_act"):
         with apply(ALL, modules=[name]) as handle:

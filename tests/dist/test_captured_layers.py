@@ -20,18 +20,10 @@ from offload_engine import OffloadConfig, OffloadError
 from tests.dist.launch import on_ranks
 from tests.dist.streams import Cuda, used_by_megatron
 from tests.dist.tiny import HIDDEN, MICRO_BATCH, NUM_LAYERS, SEQUENCE, make_chunks, make_config, run
-from tests.graph_device import GraphDevice
+from tests.graph_device import GraphDevice, GraphWithoutReplay
 
 NAMES = ["attn_proj", "mlp_fc2"]
 ROW_BYTES = SEQUENCE * MICRO_BATCH * 4
-
-
-class _Graph:
-    def capture_begin(self) -> None: ...
-
-    def capture_end(self) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 class _Helper:
@@ -70,7 +62,7 @@ def test_named_modules_of_captured_layers_leave() -> None:
     device = GraphDevice()
     with (
         used_by_megatron(device, Cuda(device), []),
-        mock.patch.object(torch.cuda, "CUDAGraph", _Graph),
+        mock.patch.object(torch.cuda, "CUDAGraph", GraphWithoutReplay),
         mock.patch.object(cuda_graphs, "TECudaGraphHelper", _Helper),
         apply(OffloadConfig(min_tensor_bytes=1), modules=NAMES) as handle,
     ):

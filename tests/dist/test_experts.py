@@ -21,13 +21,9 @@ from offload_engine import OffloadEngine
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import GroupedLinear, GroupedProduct
 from tests.dist.saved_storages import innermost_hooks
+from tests.dist.test_unshared import WAYS
 from tests.dist.tiny import ALL, make_chunks, make_config, run
-
-OVERLAP = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
-WAYS = pytest.mark.parametrize(
-    ("settings", "shape"),
-    [pytest.param({}, Pipeline(), id="called"), pytest.param(OVERLAP, Pipeline(expert=2), id="as nodes of a plan")],
-)
+from tests.lookups import import_or_skip
 
 
 @WAYS
@@ -43,7 +39,7 @@ def test_weights_go_through_no_hooks(settings: dict[str, Any], shape: Pipeline) 
             chunks = _make_chunks(settings)
             with _saved_tensors() as saved:
                 run(chunks, 2)
-            linears = [module.experts.linear_fc1 for module in chunks[0].modules() if hasattr(module, "experts")]
+            linears = [moe.experts.linear_fc1 for moe in chunks[0].modules() if hasattr(moe, "experts")]
             assert not any(linear.save_original_input for linear in _linears(chunks))
         weights = {weight.data_ptr(): weight for linear in linears for weight in linear.weights}
         num_experts = linears[0].num_gemms
@@ -101,14 +97,14 @@ class Nested(GroupedLinear):
         self.inner = GroupedLinear(2, 8, 8, init_method=torch.nn.init.ones_)
         self.first = first
 
-    def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> tuple[torch.Tensor, None]:
         if self.first == "inner":
             tokens = self.inner(tokens, counts)[0]
         out = super().forward(tokens, counts)[0]
         if self.first == "outer":
             out = self.inner(out, counts)[0]
             assert innermost_hooks(True) is None
-        return out
+        return out, None
 
     forward.__module__ = GroupedLinear.forward.__module__
 
@@ -118,10 +114,10 @@ def test_one_inside_another(first: str) -> None:
     """The pause of the outer one lasts until that returns."""
     outer = Nested(first)
     x = torch.ones(4, 8, requires_grad=True)
-    plain = torch.autograd.grad(outer(x * 1, [2, 2]).sum(), x)[0]
+    plain = torch.autograd.grad(outer(x * 1, [2, 2])[0].sum(), x)[0]
     attachment = Attachment(OffloadEngine(ALL), [outer], ())
     with attachment.engine.iteration():
-        out = outer(x * 1, [2, 2])
+        out = outer(x * 1, [2, 2])[0]
         assert innermost_hooks(True) is None
         assert not any(linear.save_original_input for linear in (outer, outer.inner))
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], plain)
@@ -183,7 +179,7 @@ def test_linear_layer_that_casts_may_save_more(case: str) -> None:
 
 @pytest.mark.parametrize("is_context_quantized", [False, True])
 def test_whether_its_input_is_quantised_is_asked_of_transformer_engine(is_context_quantized: bool) -> None:
-    pytest.importorskip("transformer_engine.pytorch", exc_type=Exception)
+    import_or_skip("transformer_engine.pytorch")
     linear = _linear()
     with mock.patch("megatron.core.fp8_utils.FP8GlobalStateManager.is_fp8_enabled", lambda: is_context_quantized):
         assert experts.saves_only_weights_behind(linear, ARGS) == (not is_context_quantized)
@@ -204,7 +200,7 @@ def test_where_it_is_debugged_or_cannot_be_asked_all_goes_through_hooks(is_debug
         assert experts.saves_only_weights_behind(_linear(), ARGS) == (is_debugged is False)
 
 
-def _make_chunks(settings: dict[str, Any]) -> list[torch.nn.Module]:
+def _make_chunks(settings: dict[str, Any]) -> list[Any]:
     return make_chunks(make_config("moe", torch.bfloat16, moe_grouped_gemm=True, **settings))
 
 

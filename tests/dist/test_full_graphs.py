@@ -20,7 +20,7 @@ from tests.adversarial import AdversarialStream
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.parity import Case, run_without
 from tests.dist.streams import Cuda, used_by_megatron
-from tests.dist.tiny import make_chunks, make_config, run, step
+from tests.dist.tiny import engine_of, make_chunks, make_config, run, step
 from tests.graph_device import GraphDevice
 
 NAMES = ["qkv_linear", "core_attn", "mlp_fc1"]
@@ -103,8 +103,8 @@ def test_steps_are_captured_with_their_copies(shape: Pipeline, num_microbatches:
                 got = step(chunks, num_microbatches, schedule=wrapper)
                 assert got == expected, (number, warmup)
                 run(chunks, num_microbatches, forward_only=True, schedule=wrapper)
-            engine = handle.engine
-            assert engine is not None and wrapper.cuda_graph["training"] is not None
+            engine = engine_of(handle)
+            assert wrapper.cuda_graph["training"] is not None
             (captured,) = engine.graphs.steps
             assert captured.host_bytes > 0 and 0 < engine.stats.copied_in_bytes <= engine.stats.copied_out_bytes
             copies = device.num_copies.total()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -68,7 +69,7 @@ def _applied() -> Handle:
 def kernels() -> Iterator[mock.Mock]:
     """In the place of apex's module; what it gives counts the calls."""
     kernel = mock.Mock(side_effect=_add)
-    names = {"fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=kernel)}
+    names: dict[str, Any] = {"fused_weight_gradient_mlp_cuda": SimpleNamespace(wgrad_gemm_accum_fp32=kernel)}
     # TransformerEngine would make the unread gradient on the GPU.
     with mock.patch.multiple(layers, create=True, **names, _grad_accum_fusion_available=True, HAVE_TE=False):
         yield kernel

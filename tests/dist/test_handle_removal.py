@@ -12,7 +12,7 @@ from megatron_patches._rows.recompute import recompute_rows  # noqa: E402
 from megatron_patches._rows.registry import Patch, PatchError, apply_patches  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from tests.dist.launch import run_ranks  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from tests.dist.tiny import engine_of, fingerprint, make_chunks, make_config, run  # noqa: E402
 
 CONFIG = OffloadConfig(min_tensor_bytes=1, directory="none")
 
@@ -36,7 +36,7 @@ def _check_refused() -> None:
             handle.remove()
         assert handle._applied.rows == rows
         assert fingerprint(chunks, run(chunks, 2)) == expected
-        assert handle.engine is engine and engine.stats.num_offloaded_groups  # it was not closed
+        assert engine_of(handle) is engine and engine.stats.num_offloaded_groups  # it was not closed
     handle.remove()
     handle.remove()
     assert not handle._applied.rows and handle.engine is None

@@ -11,13 +11,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_patches import Handle, apply
-from megatron_patches._rows.runtime import unwrap
 from offload_engine import FixedBounds
 from offload_engine.schedule import backward_at_once
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.models import LATENT
 from tests.dist.parity import SAVES_COPIES, Case, actions, run_with, run_without
-from tests.dist.tiny import ALL, NUM_LAYERS, forward_step, make_chunks, make_config, run, stats_of
+from tests.dist.tiny import ALL, NUM_LAYERS, decoder_of, forward_step, make_chunks, make_config, run, stats_of
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -39,7 +38,7 @@ def test_stage_inputs(shape: Pipeline) -> None:
             sizes: list[int] = sizes,
         ) -> Any:
             result = forward_step(batches, model, *more)
-            decoder = unwrap(model).decoder
+            decoder = decoder_of(model)
             if not decoder.pre_process:
                 inputs.append(decoder.input_tensor)  # the same tensor object that the schedule keeps
                 sizes.append(decoder.input_tensor.untyped_storage().nbytes())
@@ -50,12 +49,12 @@ def test_stage_inputs(shape: Pipeline) -> None:
             run(chunks, num_microbatches, forward_step=looking)
             stats = stats_of(handle)
             # Kept is the last group of a chunk whose backward comes at once: the first layer's, if there is only one.
-            has_one_layer = len(unwrap(chunks[0]).decoder.layers) == 1
+            has_one_layer = len(decoder_of(chunks[0]).layers) == 1
             num_kept = len(backward_at_once(actions(case, num_microbatches))) if has_one_layer else 0
             assert stats.num_viewed_storages == 0
             assert stats.num_emptied_storages == num_microbatches * len(chunks) - num_kept
             assert sum(size > 0 for size in sizes) == num_kept
-            assert bool(inputs) == any(not unwrap(chunk).decoder.pre_process for chunk in chunks)
+            assert bool(inputs) == any(not decoder_of(chunk).pre_process for chunk in chunks)
             assert all(x.grad is not None and x.untyped_storage().nbytes() > 0 for x in inputs)
         assert all(torch.isfinite(x).all() for x in inputs)
 

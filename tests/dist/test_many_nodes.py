@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tests.dist.trainer import EXAMPLES, Run, train
 
@@ -59,7 +60,7 @@ def _start_agent(directory: Path, node: int, *flags: str) -> subprocess.Popen[st
     command += ["--local-addr", f"127.0.0.{node + 1}", str(directory / "rank.py"), *flags]
     path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NODE": f"node{node}"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=directory, env={**os.environ, **variables}, **pipes)
 
 

@@ -196,7 +196,7 @@ def _train_torch(kind: str, reshard: bool, **settings: Any) -> dict[str, str]:
     _shard_by_torch(chunk, reshard)
     losses = [loss for _ in range(2) for loss in run(chunks, 3)]
     for parameter in chunk.parameters():
-        parameter.main_grad = None if parameter.grad is None else parameter.grad.to_local()  # type: ignore[attr-defined]
+        parameter.main_grad = None if parameter.grad is None else parameter.grad.to_local()
     return fingerprint(chunks, losses)
 
 

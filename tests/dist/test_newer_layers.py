@@ -75,7 +75,7 @@ def with_mixers(chunk: torch.nn.Module) -> None:
     from megatron.core.ssm import gated_delta_product as core
 
     submodules = core.GatedDeltaProductMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
-    stand_ins = dict(
+    stand_ins: dict[str, Any] = dict(
         HAVE_MAMBA_SSM=True,
         HAVE_FLA=True,
         ExtendedRMSNorm=GatedNorm,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +25,7 @@ NUM_STEPS = 3
 class OnHost(torch.Tensor):
     """A copy of a parameter; nothing can be pinned here."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # beside `OnGpu` it is a plain tensor
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # beside `OnGpu` it is a plain tensor
 
     def pin_memory(self, device: object = None) -> torch.Tensor:
         return self
@@ -33,9 +34,9 @@ class OnHost(torch.Tensor):
 class OnGpu(torch.Tensor):
     """A parameter, as the optimizer sees it with a GPU."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
-    def cpu(self, *_: object) -> torch.Tensor:  # type: ignore[override]
+    def cpu(self, *_: object) -> torch.Tensor:
         return self.as_subclass(OnHost)
 
 

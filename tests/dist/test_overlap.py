@@ -13,7 +13,6 @@ import torch
 from megatron.core.pipeline_parallel.utils import ScheduleNode
 
 from megatron_patches import apply
-from megatron_patches._rows.runtime import unwrap
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks, run_ranks
 from tests.dist.models import LATENT
@@ -21,7 +20,7 @@ from tests.dist.names import leaves
 from tests.dist.parity import EXPERTS, SAVES_COPIES, Case, References, check_all, check_cases, run_with, run_without
 from tests.dist.saved_storages import innermost_hooks
 from tests.dist.streams import adversarial_device
-from tests.dist.tiny import ALL, engine_of, make_chunks, make_config, run, step
+from tests.dist.tiny import ALL, decoder_of, engine_of, make_chunks, make_config, run, step
 
 SHAPES = [Pipeline(expert=2), Pipeline(2, 2, expert=2)]
 MICROBATCHES = {1: [3, 1, 2], 4: [2, 6]}  # by number of stages in all
@@ -163,7 +162,7 @@ def test_the_step_after_one_that_raised() -> None:
     (expected,) = run_without(case, [3])
     with apply(ALL, modules=case.names) as handle:
         chunks = make_chunks(make_config(case.kind, case.dtype, **case.settings), wrap=True)
-        layer = unwrap(chunks[-1]).decoder.layers[-1]
+        layer = decoder_of(chunks[-1]).layers[-1]
         for module in (layer.self_attention.linear_proj, layer.mlp.router):
             with _raising_in_second_call(module), pytest.raises(ArithmeticError):
                 run(chunks, 3)

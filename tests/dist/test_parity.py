@@ -200,7 +200,7 @@ def _selective(*modules: str, **model: Any) -> dict[str, Any]:
     return {**model, "recompute_granularity": "selective", "recompute_modules": list(modules)}
 
 
-def _full(at_once: int = 1, method: str = "uniform", **model: Any) -> dict[str, Any]:
+def _full(at_once: int = 1, method: str = "uniform", /, **model: Any) -> dict[str, Any]:
     more = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": at_once}
     return {**model, **more}
 

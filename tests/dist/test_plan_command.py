@@ -26,7 +26,7 @@ EXPERTS += ["--expert-model-parallel-size", "2"]
 def _run(*arguments: str) -> tuple[str, str, int]:
     """Run the command in a process of its own; return what it prints, its errors, and its exit status."""
     (found,) = run_ranks(_command, list(arguments), pipeline=None, timeout_s=300)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _command(arguments: list[str]) -> tuple[str, str, int]:

@@ -133,7 +133,7 @@ def test_megatron_cores_own_cases(cases: list[Any], overlap: dict[str, Any], sha
             assert stats.num_emptied_storages >= stats.num_offloaded_groups, names
 
 
-def _with_the_norm_inside(chunk: torch.nn.Module) -> None:
+def _with_the_norm_inside(chunk: Any) -> None:
     """As with TransformerEngine, whose projection of query, key and value has it."""
     for layer in chunk.decoder.layers:
         layer.input_layernorm, layer.recompute_input_layernorm = IdentityOp(), False

@@ -15,7 +15,8 @@ from megatron_patches import apply  # noqa: E402
 from offload_engine import OffloadConfig  # noqa: E402
 from offload_engine.planning.choices import Choices, Slot  # noqa: E402
 from tests.dist.launch import Pipeline, run_ranks  # noqa: E402
-from tests.dist.tiny import fingerprint, make_chunks, make_config, run  # noqa: E402
+from tests.dist.tiny import engine_of, fingerprint, make_chunks, make_config, run  # noqa: E402
+from tests.lookups import present
 
 NAMES = ["core_attn", "mlp_fc1"]
 
@@ -51,9 +52,8 @@ def _check_budget() -> None:
         chunks = make_chunks(make_config(offload_gpu_budget="1GiB"))
         config: Any = chunks[0].config
         run(chunks, 2)
-        assert handle.engine is not None and handle.engine.budget is not None
-        attention = chunks[0].decoder.layers[0].self_attention  # type: ignore[union-attr,index]
-        handle.engine.budget.decider.apply(Choices(recomputed=frozenset({Slot(0, 0, "core_attn", 0)})))
+        attention = chunks[0].decoder.layers[0].self_attention
+        present(engine_of(handle).budget).decider.apply(Choices(recomputed=frozenset({Slot(0, 0, "core_attn", 0)})))
         assert attention.checkpoint_core_attention
         config.offload_gpu_budget = None
         run(chunks, 2)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_patches import apply
-from megatron_patches._rows.runtime import unwrap
 from megatron_patches._versions import installed_version, is_in_range
 from tests.dist.launch import Pipeline, on_ranks
 from tests.dist.logged import messages
@@ -90,7 +89,7 @@ def _train(recipe: dict[str, Any]) -> tuple[list[int], str]:
     said, moved = _listen(), []
     with apply(ALL) as handle:
         chunks = make_chunks(make_config("moe", **recipe, offload_engine=True))
-        assert not unwrap(chunks[0]).config.fine_grained_activation_offloading
+        assert not chunks[0].config.fine_grained_activation_offloading
         for _ in range(2):
             assert step(chunks, 4) == expected
             assert stats_of(handle).num_storages_left == 0

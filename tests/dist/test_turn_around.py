@@ -45,11 +45,11 @@ def _groups_left(case: Case) -> list[int]:
 
         def step(batches: Iterator[torch.Tensor], model: torch.nn.Module, *more: Any) -> Any:
             output, loss = forward_step(batches, model, *more)
-            chunk = handle.engine.current_chunk
-            assert chunk.groups.progress.is_forward_done, (
+            chunk = engine_of(handle).current_chunk
+            assert chunk is not None and chunk.groups.progress.is_forward_done, (
                 "else the last of a step, and what is behind it, comes back late"
             )
-            output.register_hook(lambda grad: left.append(len(handle.engine.snapshot().leaving)))
+            output.register_hook(lambda grad: left.append(len(engine_of(handle).snapshot().leaving)))
             return output, loss
 
         run(make_chunks(make_config(case.kind, **case.settings)), NUM_MICROBATCHES, forward_step=step)

@@ -38,7 +38,7 @@ def test_copies_begin_behind_the_experts(kind: str, settings: dict[str, Any], na
             if torch.is_grad_enabled():
                 copied.append(stats_of(handle).copied_out_bytes)
 
-        layers: Any = model.decoder.layers  # type: ignore[union-attr]
+        layers: Any = model.decoder.layers
         for layer in layers:
             layer.register_forward_pre_hook(note)
             layer.mlp.register_forward_pre_hook(note)
@@ -56,7 +56,7 @@ def test_groups_in_front_of_the_experts_delay_their_copies() -> None:
     with apply(GENEROUS, modules=["core_attn", "dispatched_tokens"]) as handle:
         (model,) = make_chunks(make_config("moe"))
         run([model], 1)
-        mlp: Any = model.decoder.layers[0].mlp  # type: ignore[union-attr, index]
+        mlp: Any = model.decoder.layers[0].mlp
         mlp.experts.register_forward_pre_hook(lambda *_: copied.append(stats_of(handle).copied_out_bytes))
         mlp.register_forward_hook(lambda *_: copied.append(stats_of(handle).copied_out_bytes))
         run([model], 1)

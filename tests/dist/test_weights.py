@@ -55,7 +55,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_known_a_step_later() -> 
 
     with apply(ALL, modules=["qkv_linear"]), mock.patch.object(OffloadEngine, "begin_iteration", noted):
         run(chunks, 2)
-        linear: Any = chunk.decoder.layers[0].self_attention.linear_qkv  # type: ignore[union-attr, index]
+        linear: Any = chunk.decoder.layers[0].self_attention.linear_qkv
         linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
         assert [step(chunks, 2) for _ in range(2)] == [expected, expected]
     assert [linear.weight.data_ptr() in weights for weights in told[1:]] == [False, True]

@@ -13,12 +13,14 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_patches import Handle
+from megatron_patches._rows.runtime import unwrap
 from offload_engine import IterationStats, OffloadConfig, OffloadEngine
 from tests.dist.delayed_wgrad import delay_weight_gradients
 from tests.dist.models import make_model
@@ -30,7 +32,7 @@ ALL = OffloadConfig(min_tensor_bytes=1, directory="none")
 MOE_FREQ = {"dense": None, "moe": 1, "mixed": [0, 1] * (NUM_LAYERS // 2)}
 
 
-def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overrides: Any) -> TransformerConfig:
+def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, /, **overrides: Any) -> TransformerConfig:
     """Make a configuration for the parallel state of this process; `kind` is a key of `MOE_FREQ`."""
     virtual = ps.get_virtual_pipeline_model_parallel_world_size()
     settings: dict[str, Any] = dict(
@@ -69,14 +71,15 @@ def make_config(kind: str = "dense", dtype: torch.dtype = torch.float32, **overr
 
 
 def make_chunks(
-    config: TransformerConfig, *, wrap: bool = False, change: Callable[[torch.nn.Module], None] | None = None
-) -> list[torch.nn.Module]:
+    config: TransformerConfig, *, wrap: bool = False, change: Callable[[GPTModel], None] | None = None
+) -> list[GPTModel]:
     """Return this rank's model chunks, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     num_stages = ps.get_virtual_pipeline_model_parallel_world_size()
     chunks = [make_chunk(config, stage if num_stages else None) for stage in range(num_stages or 1)]
-    for chunk in chunks if change else ():
-        change(chunk)
+    if change is not None:
+        for chunk in chunks:
+            change(chunk)
     return [_wrapped(config, chunk) for chunk in chunks] if wrap else chunks
 
 
@@ -86,7 +89,7 @@ def _wrapped(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Modu
     return DistributedDataParallel(config, settings, Float16Module(config, chunk))
 
 
-def make_chunk(config: TransformerConfig, stage: int | None) -> torch.nn.Module:
+def make_chunk(config: TransformerConfig, stage: int | None) -> GPTModel:
     """One model chunk, of virtual stage `stage`."""
     chunk = make_model(
         config,
@@ -140,6 +143,11 @@ def engine_of(handle: Handle) -> OffloadEngine:
     """Return the engine, which a step has made."""
     assert handle.engine is not None
     return handle.engine
+
+
+def decoder_of(chunk: torch.nn.Module) -> Any:
+    """Return the decoder of a model chunk, wrapped or not."""
+    return unwrap(chunk).decoder
 
 
 def stats_of(handle: Handle) -> IterationStats:

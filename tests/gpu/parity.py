@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.utils.deterministic
+from torch.utils import deterministic
 
 # Eight buffers of 4 MiB for each stream; PyTorch refuses its deterministic mode without this or `:16:8`.
 CUBLAS_WORKSPACE = ":4096:8"
 
 T = TypeVar("T")
+_DETERMINISTIC: Any = deterministic
 
 
 @contextmanager
@@ -26,14 +27,14 @@ def deterministic_algorithms(warn_only: bool = False) -> Iterator[None]:
     """
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    was_filling = torch.utils.deterministic.fill_uninitialized_memory
+    was_filling = _DETERMINISTIC.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Training has no such kernels: one for each new buffer would change what runs before what.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    _DETERMINISTIC.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = was_filling
+        _DETERMINISTIC.fill_uninitialized_memory = was_filling
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warning)
 
 

@@ -67,7 +67,7 @@ def make_config(**overrides: Any) -> TransformerConfig:
     return (MLATransformerConfig if is_latent else TransformerConfig)(**{**settings, **overrides})
 
 
-def make_chunks(config: TransformerConfig) -> list[torch.nn.Module]:
+def make_chunks(config: TransformerConfig) -> list[GPTModel]:
     """Return this rank's model chunks, one for each virtual stage, with the same weights every time."""
     torch.manual_seed(1 + ps.get_pipeline_model_parallel_rank())
     # Generators that a capture can register; another model begins with a tracker of its own kind.
@@ -118,7 +118,7 @@ def _hybrid(config: TransformerConfig, common: dict[str, Any]) -> torch.nn.Modul
     return model
 
 
-def keep_gradients(chunks: list[torch.nn.Module]) -> None:
+def keep_gradients(chunks: list[GPTModel]) -> None:
     """Give every parameter a gradient for good, which the next steps set to zero in its place."""
     for chunk in chunks:
         grads = [torch.zeros_like(parameter) for parameter in chunk.parameters()]

@@ -81,7 +81,8 @@ def test_several_copies_wait_for_the_work_before_them_and_hold_up_what_comes_beh
 
 
 def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
-    stream, region = device.new_stream("out"), HostRegion(device.new_slab(MIB), 0, MIB)
+    stream, slab = device.new_stream("out"), device.new_slab(MIB)
+    region = HostRegion(slab, 0, MIB)
     source = garbage(MIB)
     torch.cuda.synchronize()
     delay(stream)
@@ -89,7 +90,7 @@ def test_a_copy_does_not_block_the_host(device: CudaDevice) -> None:
     assert not device.is_complete(event)
     device.synchronize(event)
     assert device.is_complete(event)
-    assert torch.equal(region.slab.view(0, MIB), source.cpu())
+    assert torch.equal(slab.view(0, MIB), source.cpu())
 
 
 @pytest.mark.parametrize("for_what", ["event", "stream"])
@@ -205,7 +206,8 @@ def test_a_refused_registration_is_a_memory_error_and_blames_no_kernel() -> None
 
 def test_close_waits_and_is_idempotent() -> None:
     device = CudaDevice()
-    stream, region = device.new_stream("out"), HostRegion(device.new_slab(MIB), 0, MIB)
+    stream, slab = device.new_stream("out"), device.new_slab(MIB)
+    region = HostRegion(slab, 0, MIB)
     delay(stream)
     device.copy_out(stream, [(garbage(MIB), region)])
     event = device.record_event(stream)

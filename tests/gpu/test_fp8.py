@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from offload_engine import ChunkOffloadHandler, OffloadConfig, OffloadEngine, group_commit
+from tests.lookups import import_or_skip
 
 HIDDEN, TOKENS = 256, 512
 BYTE_DTYPES = (torch.uint8, torch.int8)
 
-te = pytest.importorskip("transformer_engine.pytorch", exc_type=Exception)  # type: ignore[call-overload]
-recipes = pytest.importorskip("transformer_engine.common.recipe", exc_type=Exception)  # type: ignore[call-overload]
+te = import_or_skip("transformer_engine.pytorch")
+recipes = import_or_skip("transformer_engine.common.recipe")
 
 RECIPES = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling")
 MODULES: dict[str, Callable[..., Any]] = {
@@ -166,6 +167,7 @@ def test_fused_weight_gradients(name: str, engine: OffloadEngine) -> None:
     """They are added to `main_grad` of the same parameter object, which says so."""
 
     def prepare(layers: torch.nn.ModuleList) -> None:
+        parameter: Any
         for parameter in layers.parameters():
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
             parameter.grad_added_to_main_grad = False

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.test_examples import LOSS, NEEDS, ROOT, skip_without
+from tests.cpu.test_examples import LOSS, NEEDS, skip_without
+from tests.dist.programs import ROOT
 from tests.gpu.parity import run_twice
 from tests.gpu.run_example import run_example
 

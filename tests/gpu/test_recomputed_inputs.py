@@ -16,31 +16,11 @@ import torch
 from megatron_patches import Handle
 from offload_engine import IterationStats
 from tests.dist.launch import Pipeline
+from tests.dist.test_recomputed_inputs import UPSTREAM, UPSTREAM_OVERLAP
 from tests.gpu.parity import deterministic_algorithms, run_twice
 from tests.gpu.ranks import GpuRanks
 from tests.gpu.test_module_names import LATENT
 
-ALL = ["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
-CASES = [
-    (False, True, ["attn_norm"]),
-    (True, False, ["qkv_linear"]),
-    (True, False, ["core_attn"]),
-    (True, True, ["core_attn", "attn_proj"]),
-    (True, False, ["mlp_norm"]),
-    (True, False, ["expert_fc1"]),
-    (True, False, ["moe_act"]),
-]
-OVERLAP_CASES = [
-    (True, ["attn_norm"]),
-    (True, ["core_attn"]),
-    (True, ["attn_norm", "core_attn", "attn_proj"]),
-    (True, ["mlp_norm"]),
-    (False, ["expert_fc1"]),
-    (False, ["moe_act"]),
-    (False, ["mlp_norm", "expert_fc1", "moe_act"]),
-    (True, ALL),
-    (False, ALL),
-]
 SIZES = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 1024}
 OVERLAP = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
@@ -48,12 +28,12 @@ BUFFERS = 2 << 20  # bytes that other buffers than activations may take at the p
 AHEAD = 2  # layers of which ours has more at the peak: they come back beside the backward of the last
 
 
-@pytest.mark.parametrize(("has_experts", "has_latents", "names"), CASES)
+@pytest.mark.parametrize(("has_experts", "has_latents", "names"), UPSTREAM)
 def test_cases(has_experts: bool, has_latents: bool, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
     ranks_of(1).run(_check, _settings(has_experts, has_latents), names, 1, shape=Pipeline())
 
 
-@pytest.mark.parametrize(("has_latents", "names"), OVERLAP_CASES)
+@pytest.mark.parametrize(("has_latents", "names"), [case[1:] for case in UPSTREAM_OVERLAP])
 def test_cases_of_the_overlap(has_latents: bool, names: list[str], ranks_of: Callable[[int], GpuRanks]) -> None:
     ranks_of(2).run(_check, {**_settings(True, has_latents), **OVERLAP}, names, 2, shape=Pipeline(expert=2))
 

@@ -107,7 +107,7 @@ class Job(ABC):
 class ByHand(Job):
     """Two chunks with three groups each; the input of the second is held elsewhere."""
 
-    policy = FixedBounds(max_inflight_bytes=0)
+    policy: PolicySettings | None = FixedBounds(max_inflight_bytes=0)
 
     def start(self) -> None:
         self.held = self.x
@@ -155,7 +155,7 @@ class ByHand(Job):
 class Layers(Job):
     """`enable_activation_offloading`."""
 
-    policy = ResidentLayers()
+    policy: PolicySettings | None = ResidentLayers()
     enable_ckpt = False
 
     def start(self) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from offload_engine import OffloadEngine
 from offload_engine._compat import torch_private
+from offload_engine._devices import CpuDevice
 from offload_engine._host.try_lock import run_if_free
 from offload_engine._saved.handles import PackedTensor
 from offload_engine._saved.storage import RETIRED
@@ -204,6 +205,7 @@ def _check_closed(job: Job) -> None:
     if isinstance(engine.device, AdversarialDevice):
         assert engine.device.is_closed and not engine.device.hazards and engine.device.host_bytes == 0
     else:
+        assert isinstance(engine.device, CpuDevice)
         device_threads = [stream._thread for stream in engine.device._streams if stream._thread is not None]
         assert not device_threads, "a copy thread runs on"
 
