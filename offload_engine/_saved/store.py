@@ -69,7 +69,6 @@ class ActivationStore:
         self._lock = self.retired.lock
         self._dropped = self.retired.dropped
         self.context: TransferContext = context  # the engine and the executor reach recorder and ranges by it
-        self._context = context
         self._torch_device = context.device.torch_device
         self._current_stream = context.device.current_stream  # bound once, like the next: called for each tensor
         self._pool = pool
@@ -138,7 +137,7 @@ class ActivationStore:
     def pack(self, tensor: torch.Tensor, group: TensorGroup) -> PackedTensor | torch.Tensor:
         """Return what autograd keeps for `tensor`: a handle, or the tensor itself if its bytes must not move."""
         # Long, and without `with self.retired`: it runs for each saved tensor, and a call costs as much as its work.
-        found, recorder = self.eligibility.read_movable(tensor), self._context.recorder
+        found, recorder = self.eligibility.read_movable(tensor), self.context.recorder
         if found is None or found[2] < group.min_bytes:
             if recorder is not None:
                 reason = self.eligibility.reason_to_stay(tensor) or Reason.TOO_SMALL
@@ -175,12 +174,12 @@ class ActivationStore:
 
     def note_staying(self, tensor: torch.Tensor, group: TensorGroup, reason: Reason) -> None:
         """Record, while a step is recorded, why a tensor stays that never came to `pack`."""
-        if self._context.recorder is not None:
-            self._context.recorder.note_saved(tensor, group, reason=reason)
+        if self.context.recorder is not None:
+            self.context.recorder.note_saved(tensor, group, reason=reason)
 
     def note_excluded(self, tensor: torch.Tensor, group: TensorGroup) -> None:
         """Record, while a step is recorded, that the checker of the chunk rejected a tensor, a weight for instance."""
-        if self._context.recorder is not None:
+        if self.context.recorder is not None:
             self.note_staying(tensor, group, self.eligibility.reason_to_stay(tensor) or Reason.EXCLUDED)
 
     def would_start_storage(self, tensor: torch.Tensor) -> bool:
@@ -231,7 +230,7 @@ class ActivationStore:
                 return
             tensors = [tensor for holder in holders for tensor in (holder, holder._base) if tensor is not None]
             saved.num_external_refs = len(set(map(id, tensors))) + num_copies
-            record_last_read(saved, self._context)
+            record_last_read(saved, self.context)
             if saved.residency is ON_HOST:  # released already, but its bytes are still there
                 self._mover.hold_again(saved, holders[0])
                 self._mover.leave_device([saved])
@@ -254,8 +253,8 @@ class ActivationStore:
             self._mover.await_copy_in([saved])
 
     def _note_copy_in(self, saved: SavedStorage) -> None:
-        if self._context.recorder is not None:
-            self._context.recorder.note_move(IN, saved.group, saved.nbytes)
+        if self.context.recorder is not None:
+            self.context.recorder.note_move(IN, saved.group, saved.nbytes)
 
     def _hand_over(self, saved: SavedStorage) -> None:
         """Leave the buffer to the tensor just made from it, unless another handle may need it soon."""

@@ -419,7 +419,7 @@ def test_an_interrupt_behind_a_copy_frees_no_memory_under_it(kind: str, engine: 
     """No event tells of that copy, and the graph goes before the reset."""
     device = engine.device
     assert isinstance(device, AdversarialDevice)
-    stream = getattr(engine._store._context, f"copy_{kind}_stream")
+    stream = getattr(engine._store.context, f"copy_{kind}_stream")
     record, interrupts = device.record_event, iter([KeyboardInterrupt])
 
     def record_event(of: AdversarialStream) -> object:

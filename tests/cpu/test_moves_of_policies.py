@@ -285,7 +285,7 @@ def test_they_wait_for_nothing_that_came_after_their_commit() -> None:
         committed = compute.clock[compute.index]
         torch.ones(1)
     chunk.note_launch()
-    waited_for = bench.engine._store._context.copy_out_stream.clock[compute.index]
+    waited_for = bench.engine._store.context.copy_out_stream.clock[compute.index]
     assert waited_for <= committed < compute.clock[compute.index]
     bench.backward(chunk)
     bench.finish()

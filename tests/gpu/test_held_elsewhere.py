@@ -55,7 +55,7 @@ def test_late_copy_out_is_not_overtaken_by_the_next_owner_of_its_bytes(engine: O
     address = x.data_ptr()
     with engine.iteration():
         torch.cuda.synchronize()
-        delay(engine._store._context.copy_out_stream)
+        delay(engine._store.context.copy_out_stream)
         out = square(engine, x)
         engine.held_elsewhere(x)
         release_all(engine)
@@ -72,7 +72,7 @@ def test_a_late_copy_in_is_not_overtaken_by_its_reader(engine: OffloadEngine) ->
         engine.held_elsewhere(x)
         release_all(engine)
         torch.cuda.synchronize()
-        delay(engine._store._context.copy_in_stream)
+        delay(engine._store.context.copy_in_stream)
         out.sum().backward()
     assert x.grad is not None and x.grad.eq(2).all() and x.eq(1).all()
 
