@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
@@ -88,10 +87,10 @@ class GraphDevice(AdversarialDevice):
         return self._noted(super().copy_in(stream, copies), stream)
 
     def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> IssueCopies:
-        return partial(self.copy_out, copies=copies)
+        return lambda stream: self.copy_out(stream, copies)
 
     def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> IssueCopies:
-        return partial(self.copy_in, copies=copies)
+        return lambda stream: self.copy_in(stream, copies)
 
     def new_slab(self, nbytes: int) -> AdversarialSlab:
         assert not self.captures, "nothing can be pinned in a capture"
