@@ -23,7 +23,7 @@ NUM_STEPS = 8
 NUM_FREE = 6
 """Steps before the third that goes by a plan, at most: later ones are within the budget."""
 SHARED = {"moe_shared_expert_intermediate_size": 32}
-OVERLAP = {**SHARED, "overlap_moe_expert_parallel_comm": True, "dtype": torch.bfloat16}
+OVERLAP = {**SHARED, "overlap_moe_expert_parallel_comm": True}
 
 
 class Layout(NamedTuple):
@@ -32,13 +32,16 @@ class Layout(NamedTuple):
     kind: str
     settings: dict[str, Any]
     others: dict[int, int] = {}  # noqa: RUF012
+    dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
         pytest.param(Layout("dense", {}, {5: 2, 6: 6}), Pipeline(2), id="1F1B, other microbatches"),
-        pytest.param(Layout("moe", OVERLAP), Pipeline(2, 2, expert=2), id="interleaved, all-to-all overlap"),
+        pytest.param(
+            Layout("moe", OVERLAP, dtype=torch.bfloat16), Pipeline(2, 2, expert=2), id="interleaved, all-to-all overlap"
+        ),
     ],
 )
 @on_ranks(timeout_s=240.0)
@@ -56,7 +59,8 @@ def test_steps_are_the_same_and_within_the_budget(layout: Layout, shape: Pipelin
 
 def _config(layout: Layout, **budget: Any) -> Any:
     experts = {"expert_model_parallel_size": ps.get_expert_model_parallel_world_size()}
-    return make_config(layout.kind, **layout.settings, **(experts if layout.kind != "dense" else {}), **budget)
+    settings = {**layout.settings, **(experts if layout.kind != "dense" else {}), **budget}
+    return make_config(layout.kind, layout.dtype, **settings)
 
 
 def _largest(*numbers: int) -> list[int]:

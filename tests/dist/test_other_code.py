@@ -41,8 +41,16 @@ Prepare = Callable[[Any], None]
 class Outcome:
     """Losses and gradients of two steps with these modules offloaded, or none, of a model that `prepare` changes."""
 
-    def __init__(self, prepare: Prepare, names: list[str], kind: str = "dense", step: Any = forward_step, **more: Any):
-        (chunk,) = chunks = make_chunks(make_config(kind, **more), change=prepare)
+    def __init__(
+        self,
+        prepare: Prepare,
+        names: list[str],
+        kind: str = "dense",
+        step: Any = forward_step,
+        dtype: torch.dtype = torch.float32,
+        **more: Any,
+    ) -> None:
+        (chunk,) = chunks = make_chunks(make_config(kind, dtype, **more), change=prepare)
         with apply(ALL, modules=names) as handle:
             for _ in range(2):
                 chunk.zero_grad()
@@ -137,7 +145,7 @@ def test_without_other_code_it_is_emptied() -> None:
 @pytest.mark.parametrize("is_given", [False, True], ids=["kept by a hook", "given by the caller"])
 @on_ranks(Pipeline(expert=2))
 def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
-    settings = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2, "dtype": torch.bfloat16}
+    settings = {"overlap_moe_expert_parallel_comm": True, "expert_model_parallel_size": 2}
     seen: list[float] = []
 
     def reading(batches: Iterator[torch.Tensor], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +163,7 @@ def test_under_the_overlap_other_code_may_read_it_too(is_given: bool) -> None:
         seen.clear()
         _kept.clear()
         prepare = (lambda chunk: None) if is_given else _behind_the_embedding
-        outcomes.append((Outcome(prepare, names, "moe", reading, **settings).fingerprint, seen[:]))
+        outcomes.append((Outcome(prepare, names, "moe", reading, torch.bfloat16, **settings).fingerprint, seen[:]))
     assert outcomes[0] == outcomes[1]
 
 
