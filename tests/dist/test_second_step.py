@@ -37,13 +37,15 @@ def train(chunks: list[torch.nn.Module]) -> list[float]:
 class Seen:
     """What one rank has logged of the tables, in which step, and what it has trained."""
 
-    def __init__(self, modules: list[str], settings: dict[str, Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, modules: list[str], settings: dict[str, Any], options: dict[str, Any], kind: str = "dense"
+    ) -> None:
         logged = tables()
         self.tables: list[str] = []
         self.in_steps: list[int] = []
         self.num_emptied: list[int] = []
         with apply(ALL, modules=modules, **options) as handle:
-            chunks = make_chunks(make_config(**settings))
+            chunks = make_chunks(make_config(kind, **settings))
             for step in range(NUM_STEPS):
                 losses = train(chunks)
                 self.in_steps += [step] * (len(logged) - len(self.tables))
@@ -63,8 +65,9 @@ def see(
     shape: Pipeline,
     modules: list[str],
     settings: dict[str, Any] = {},  # noqa: B006
+    kind: str = "dense",
 ) -> list[Seen]:
-    return run_ranks(Seen, modules, settings, {}, pipeline=shape)
+    return run_ranks(Seen, modules, settings, {}, kind, pipeline=shape)
 
 
 def test_it_has_all_stages_once_on_rank_0() -> None:
@@ -79,7 +82,7 @@ def test_it_has_all_stages_once_on_rank_0() -> None:
 
 def test_a_stage_without_groups_is_no_obstacle() -> None:
     """Experts are in the last two layers only: rank 0 has none."""
-    first, second = see(Pipeline(2), ["router_fc1"], {"kind": "moe", "moe_layer_freq": [0, 0, 1, 1]})
+    first, second = see(Pipeline(2), ["router_fc1"], {"moe_layer_freq": [0, 0, 1, 1]}, "moe")
     assert {tuple(cells[:2]) for cells in first.rows("router_fc1")} == {("1", "1")} and not second.tables
     assert first.in_steps in ([2], [3])
 
