@@ -266,17 +266,7 @@ def _size_of(source: Any, name: str) -> int | None:
     Raises:
         ValueError: if the value is no size; names the setting.
     """
-    value = getattr(source, name, None)
-    if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(f"{name} must be a whole number of bytes or a text such as '60GiB', got {value!r}")
-    if value is not None and value < 0:
-        raise ValueError(f"{name} must not be negative, got {value:,}")
-    return value
+    return size_setting(name, getattr(source, name, None), parse_bytes)
 
 
 def _budget_of(source: Any) -> Size | None:

@@ -140,23 +140,15 @@ def accept(rows: Iterable[Patch], version: str, path: Path = KNOWN_TARGETS) -> N
     release = Version(version).public  # without the commit that megatron-core adds in a clone
     for row in rows:
         if not row.is_new and is_in_range(version, row.versions):
-            owner, name = _locate_to_accept(row, version)
+            finding = _check(row, version, {})
+            if finding.state is State.MISSING:
+                raise PatchError(
+                    f"--check accept: {row.target} is missing in megatron-core {version} ({finding.detail}), and has "
+                    "no code to note: mend that row, or give it the versions that have the target, and accept then"
+                )
+            owner, name = locate(row, version)
             known.setdefault(row.target, {})[release] = list(code_of(getattr(owner, name)))
     path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-
-
-def _locate_to_accept(row: Patch, version: str) -> tuple[Any, str]:
-    try:
-        owner, name = locate(row, version)
-        fact = misfit(row, owner, name)
-    except PatchError as error:
-        fact = str(error.__cause__)
-    if fact:
-        raise PatchError(
-            f"--check accept: {row.target} is missing in megatron-core {version} ({fact}), and has no code to note: "
-            "mend that row, or give it the versions that have the target, and accept then"
-        )
-    return owner, name
 
 
 def table_of(findings: Sequence[Finding], version: str, place: str) -> str:

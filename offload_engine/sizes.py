@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_Parsed = TypeVar("_Parsed")
 
 _LETTERS = "KMGTP"
 # As GNU's coreutils: "G" is GiB, and only "GB" is decimal.
@@ -73,6 +75,26 @@ def parse_bytes(text: str, unit: str = "B") -> int:
     if text.strip().lower() == _AUTO or text.strip().endswith("%"):
         raise ValueError(f"{text!r} depends on how much there is, which has no meaning here: {_accepted(unit)}")
     return _whole(text, *_split(text, unit))
+
+
+def size_setting(name: str, value: Any, parse: Callable[[str], _Parsed]) -> _Parsed | int | None:
+    """Return the value of a setting that is a size: bytes as they are, a text as `parse` reads it; None if not set.
+
+    Raises:
+        ValueError: if it is no size; names the setting.
+    """
+    if isinstance(value, str):
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be a whole number of bytes or a text such as '60GiB', got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value:,}")
+    return value
 
 
 def bytes_flag(unit: str = "B") -> Callable[[str], int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_patches._model.modules import drop_parts, row_of
-from offload_engine.sizes import parse_bytes
+from offload_engine.sizes import parse_bytes, size_setting
 
 SETTING = "offload_min_tensor_bytes"
 
@@ -60,17 +60,8 @@ def thresholds_of(source: Any) -> Thresholds:
     Raises:
         ValueError: if the value is neither a size nor such a list, or has an unknown name; names the setting.
     """
-    value = getattr(source, SETTING, None)
-    if isinstance(value, str):
-        try:
-            return parse_thresholds(value)
-        except ValueError as error:
-            raise ValueError(f"{SETTING}: {error}") from None
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(f"{SETTING} must be a whole number of bytes or a text such as '60GiB', got {value!r}")
-    if value is not None and value < 0:
-        raise ValueError(f"{SETTING} must not be negative, got {value:,}")
-    return Thresholds(value)
+    value = size_setting(SETTING, getattr(source, SETTING, None), parse_thresholds)
+    return value if isinstance(value, Thresholds) else Thresholds(value)
 
 
 def parse_thresholds(text: str) -> Thresholds:

@@ -218,11 +218,25 @@ def _check_reports(reports: Sequence[_Report], config: Any) -> None:
         )
     model = merge_surveys(report.survey for report in reports if report.survey is not None)
     names = dict.fromkeys(name for report in reports for name in report.names)
+    check_names(tuple(names), model, config)
+    for report in reports:
+        report.thresholds.check(tuple(names))
+
+
+def check_names(names: Sequence[str], model: Survey, config: Any) -> None:
+    """Reject names that match nothing.
+
+    Args:
+        names: to offload.
+        model: what all of its stages have.
+        config: of the model.
+
+    Raises:
+        ValueError: if there is one; lists what the model has.
+    """
     missing = [name for name in names if not model.sites[name] and not _is_checkpoint_input(config, name)]
     if missing:
         raise ValueError(_missing_message(missing, model))
-    for report in reports:
-        report.thresholds.check(tuple(names))
 
 
 def check_host_room(stats: IterationStats | None, limit_bytes: int | None, pp: Any) -> bool:

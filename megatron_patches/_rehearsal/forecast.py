@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from megatron_patches._arguments import Settings
-from megatron_patches._model.sites import overlaps_expert_comm
+from megatron_patches._model.sites import Survey, merge_surveys, overlaps_expert_comm, survey
+from megatron_patches._model.validate import check_names
 from megatron_patches._rehearsal.job import TrainingJob
 from megatron_patches._rehearsal.stage import StageRehearsal
 from offload_engine import Action, OffloadConfig
@@ -49,7 +50,7 @@ def forecast_job(
     link = hardware.link(min(hardware.num_gpus, job.world_size), num_stages > 1)
     budget = hardware.gpu_bytes if budget_bytes is None else budget_bytes
     rehearsed = [_rehearse_rank(job, hardware, link, rank, on_progress) for rank in range(num_stages)]
-    _check_names(job.settings, rehearsed)
+    _check_names(job, rehearsed)
     ranks = [each.forecast for each in rehearsed]
     if any(rank.ways[0].gpu_bytes > budget for rank in ranks):
         ranks = [_with_choice(each, budget, link) for each in rehearsed]
@@ -68,7 +69,9 @@ class _Rehearsed(NamedTuple):
 
     forecast: RankForecast
     modules: tuple[str, ...]
-    """That it has."""
+    """To offload, of those that it has."""
+    survey: Survey
+    """Of all that it has."""
     actions: tuple[Action, ...]
     """Of the step that was rehearsed, which may have fewer microbatches."""
     boundaries: tuple[NotedBoundary, ...]
@@ -87,6 +90,7 @@ def _rehearse_rank(
         on_progress()
         away = stage.run(settings, number)
         on_progress()
+        held = survey(stage.bare)
         sizes, actions = stage.sizes, tuple(stage.actions(job.num_microbatches))
         is_combined = overlaps_expert_comm(stage.config)
     full = _recomputed(job, hardware, link, rank, number)
@@ -101,16 +105,16 @@ def _rehearse_rank(
     rank_forecast = RankForecast(
         sizes.num_parameters, state, actions, none.shapes, ways, job.bounds, is_combined, kept=kept
     )
-    return _Rehearsed(rank_forecast, settings.modules, away.actions, away.boundaries)
+    return _Rehearsed(rank_forecast, settings.modules, held, away.actions, away.boundaries)
 
 
-def _check_names(settings: Settings, rehearsed: Sequence[_Rehearsed]) -> None:
+def _check_names(job: TrainingJob, rehearsed: Sequence[_Rehearsed]) -> None:
     """Refuse names that no rank has, as a run does."""
+    if not job.settings.is_taken_over:
+        model = merge_surveys(rank.survey for rank in rehearsed)
+        check_names(job.settings.modules, model, job.make_config(**_offloadable(job)))
     found = tuple(dict.fromkeys(name for rank in rehearsed for name in rank.modules))
-    missing = [name for name in settings.modules if name not in found]
-    if missing and not settings.is_taken_over:
-        raise ValueError(f"offload_modules has {', '.join(map(repr, missing))}, and this model has no such module")
-    settings.thresholds.check(found)
+    job.settings.thresholds.check(found)
 
 
 def _with_choice(rehearsed: _Rehearsed, budget_bytes: int, link: Link) -> RankForecast:

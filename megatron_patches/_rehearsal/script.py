@@ -37,22 +37,17 @@ _SIZES = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
+_OWN_OFFLOAD = ("fine_grained_activation_offloading", "cpu_offloading")
 _SWITCHED_OFF = (
+    *_OWN_OFFLOAD,
     "perform_initialization",
     "use_cpu_initialization",
-    "fine_grained_activation_offloading",
-    "cpu_offloading",
     "gradient_accumulation_fusion",
     "moe_permute_fusion",
     "moe_router_fusion",
 )
 """What needs contents, or kernels that are not rehearsed; and megatron-core's own offload."""
-
-
-_OWN_OFFLOAD = ("fine_grained_activation_offloading", "cpu_offloading")
 _NO_OFFLOAD = Settings(OffloadConfig(), ())
-
-
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _NOT_REHEARSED = {
     "fp8": "--fp8-format",

@@ -386,6 +386,13 @@ def test_prepared_copies_are_the_same_calls_each_time_that_they_are_issued(
     cuda: CudaRuntime, runtime: ctypes.CDLL
 ) -> None:
     copies = three_copies()
+    (tensor, region) = copies[0]
+    issue_out, issue_in = cuda.prepare_copy_out(copies[:1]), cuda.prepare_copy_in(backwards(copies[:1]))
+    addresses = HOST + region.offset, tensor.data_ptr()
+    issue_out(STREAM)
+    assert last_call(runtime) == (COPY, *addresses, 1, 2, STREAM)
+    issue_in(STREAM)
+    assert last_call(runtime) == (COPY, *reversed(addresses), 1, 1, STREAM)
     issue_out, issue_in = cuda.prepare_copy_out(copies), cuda.prepare_copy_in(backwards(copies))
     for _ in range(2):
         copied_out = issue_out(STREAM)
