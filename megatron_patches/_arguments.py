@@ -21,7 +21,7 @@ from megatron_patches._take_over import TakeOver
 from offload_engine import OffloadConfig
 from offload_engine.config import HOST_POLICIES
 from offload_engine.policies import PolicySettings, policy_for
-from offload_engine.sizes import Size, parse_bytes, parse_size
+from offload_engine.sizes import Size, parse_bytes, parse_size, size_setting
 
 _CONFIGS = "megatron.core.transformer.transformer_config"
 _WHY = "settings of activation offload in the model's configuration"

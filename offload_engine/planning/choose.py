@@ -41,6 +41,8 @@ class Chosen(NamedTuple):
     """More memory and less time from each to the next; from the floor to a step in which nothing moves."""
     busy_ratio: float = 1.0
     """That these times are predicted with; see `Costs`."""
+    most_busy_ratio: float = 1.0
+    """See `Predictor.most_busy_ratio`."""
 
 
 def choose(
@@ -70,6 +72,7 @@ def choose(
         BudgetError: if the budget is below what the step takes with everything offloaded, or recomputed.
     """
     predictor = Predictor(job, model, costs, steps)
+    ratios = costs.busy_ratio, predictor.most_busy_ratio
     chooser = _Chooser(predictor, budget_bytes - guard_bytes, recomputed)
     curve = chooser.curve()
     everything, top = curve[0], curve[-1]
@@ -79,15 +82,15 @@ def choose(
     if floor.held_bytes > budget_bytes:
         if must_fit:
             raise BudgetError(below_floor_text(budget_bytes, floor))
-        return Chosen(floor, floor, top, _improving([*curve, floor]), costs.busy_ratio)
+        return Chosen(floor, floor, top, _improving([*curve, floor]), *ratios)
     limit = chooser.limit_bytes = max(budget_bytes - guard_bytes, floor.held_bytes)
     if top.held_bytes <= limit:
-        return Chosen(top, floor, top, _improving([*curve, floor]), costs.busy_ratio)
+        return Chosen(top, floor, top, _improving([*curve, floor]), *ratios)
     tried = [*curve, floor]
     if everything.held_bytes <= limit:
         tried += chooser.candidates()
     tried += chooser.recomputing(_best(tried, limit))
-    return Chosen(_best(tried, limit), floor, top, _improving(tried), costs.busy_ratio)
+    return Chosen(_best(tried, limit), floor, top, _improving(tried), *ratios)
 
 
 def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps) -> Chosen:
@@ -106,7 +109,7 @@ def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps
     best, floor, top = chosen.best._replace(held_bytes=held_bytes), again(chosen.floor), again(chosen.top)
     ends = {floor.decision: floor, top.decision: top, best.decision: best}
     curve = [ends.get(each.decision) or again(each) for each in chosen.curve]
-    return Chosen(best, ends[floor.decision], ends[top.decision], _improving(curve), chosen.busy_ratio)
+    return chosen._replace(best=best, floor=ends[floor.decision], top=ends[top.decision], curve=_improving(curve))
 
 
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
@@ -115,8 +118,10 @@ def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
     def again(prediction: Prediction) -> Prediction:
         return with_busy_ratio(prediction, chosen.busy_ratio, busy_ratio)
 
-    best, floor, top, curve, _ = chosen
-    return Chosen(again(best), again(floor), again(top), tuple(map(again, curve)), busy_ratio)
+    best, floor, top = map(again, chosen[:3])
+    return chosen._replace(
+        best=best, floor=floor, top=top, curve=tuple(map(again, chosen.curve)), busy_ratio=busy_ratio
+    )
 
 
 def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:

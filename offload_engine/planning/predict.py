@@ -16,7 +16,7 @@ from offload_engine.planning.shapes import group_keys
 from offload_engine.planning.steps import Decision, Outcome, Steps
 
 _LEAST_BUSY: Final = 1 / 8
-_BUSY_LIMITS: Final = (0.75, 1.5)
+_LEAST_BUSY_RATIO: Final = 0.75
 """What clocks can do. All beyond is something else, of one step."""
 
 
@@ -92,6 +92,12 @@ class Predictor:
             for slot, group in zip(slots, shape.groups, strict=True)
         }
         self.floor: Prediction = self.predict(Decision())
+
+    @property
+    def most_busy_ratio(self) -> float:
+        """Return the largest `Costs.busy_ratio` by which no step that waits less takes longer than the floor."""
+        stalled_ms = self._stall_share * self._floor_stalled_ms
+        return 1.0 + stalled_ms / self.floor.step_ms if self.floor.step_ms else 1.0
 
     def predict(self, decision: Decision) -> Prediction:
         """Predict a step, by a simulation."""
@@ -183,18 +189,20 @@ def _unslowed_ms(prediction: Prediction, busy_ratio: float) -> float:
     return prediction.step_ms / _slower(busy_ratio, prediction.busy)
 
 
-def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: float) -> float:
+def measured_busy_ratio(prediction: Prediction, before: float, measured_ms: float, most: float) -> float:
     """Return the ratio by which a step takes as long as measured; see `Costs`.
 
     Args:
         prediction: of the step, with the ratio `before`.
         before: returned where the step waits for copies as long as the floor, and so says nothing of others.
         measured_ms: of the step.
+        most: see `Predictor.most_busy_ratio`. A step that took longer was held up by something else, and must not
+            make all that stays look as if it slowed steps down.
     """
     if prediction.busy < _LEAST_BUSY:
         return before
     ratio = 1.0 + (measured_ms / _unslowed_ms(prediction, before) - 1.0) / prediction.busy
-    return min(max(ratio, _BUSY_LIMITS[0]), _BUSY_LIMITS[1])
+    return min(max(ratio, _LEAST_BUSY_RATIO), most)
 
 
 def _slower(busy_ratio: float, busy: float) -> float:

@@ -136,9 +136,21 @@ def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_th
         after = decider.chosen
         assert after.best.decision == before.best.decision and after.floor == before.floor
         assert after.best.step_ms == pytest.approx(measured_ms)
-    decider.correct_time(10 * before.best.step_ms)  # no clock does that
-    assert decider.chosen.top.step_ms == pytest.approx(1.5 * before.top.step_ms)
     assert decider.chosen is decider._decisions[()]
+
+
+@pytest.mark.parametrize("name", ["one rank", "all names", "five names"])
+def test_a_step_that_was_held_up_does_not_make_the_floor_the_shortest(name: str) -> None:
+    job = job_of(JOBS[name].ranks[0])
+    model, budget = flat_model(job), budgets(name)[2]
+    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    before = decider.chosen = decider._decisions[()] = choose(job, model, budget, COSTS)
+    decider.correct_time(10 * before.best.step_ms)  # no clock does that
+    after = choose(job, model, budget, dataclasses.replace(COSTS, busy_ratio=decider.chosen.busy_ratio))
+    for found in (decider.chosen, after):
+        assert found.best.decision == before.best.decision and found.busy_ratio > 1
+        assert before.best.step_ms < found.best.step_ms < found.floor.step_ms == before.floor.step_ms
+        assert all(each.step_ms < found.floor.step_ms for each in found.curve if each.busy and each != found.floor)
 
 
 @each_job
