@@ -123,7 +123,8 @@ class RecomputeOptions:
             key, saves_output = (stage, layer, option.switch.name), option.switch.name in _OUTPUT_IS_SAVED
 
             def note(_: Any, args: Any, kwargs: Any, output: Any, key: Any = key, both: bool = saves_output) -> None:
-                self._input_bytes[key] = _bytes_of([*args, *kwargs.values(), *([output] if both else [])])
+                if torch.is_grad_enabled():  # an evaluation saves nothing
+                    self._input_bytes[key] = _bytes_of([*args, *kwargs.values(), *([output] if both else [])])
 
             self._handles.append(modules[option.switch.around].register_forward_hook(note, with_kwargs=True))
 

@@ -138,7 +138,8 @@ def _check_excess() -> list[list[Slot]]:
 @on_ranks()
 def test_what_is_offered() -> None:
     found = _offered("experts")
-    assert {"mlp", "moe", "core_attn"} <= found, found
+    assert {"mlp", "moe", "core_attn"} <= found.keys(), found
+    assert _offered("experts", is_evaluated=True) == found
     for model, settings in (("dense", {"fp8": "e4m3"}), ("dense", {"cuda_graph_impl": "local"})):
         assert not _offered(model, **settings)
     own = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
@@ -155,8 +156,14 @@ def test_what_is_offered() -> None:
     assert layer.recompute_mlp and not layer.self_attention.checkpoint_core_attention
 
 
-def _offered(model: str, **attributes: Any) -> set[str]:
-    """Return what is offered in a model where each group has the same bytes and takes as long."""
+def _offered(model: str, *, is_evaluated: bool = False, **attributes: Any) -> dict[str, int]:
+    """Return what is offered, and the bytes it frees, in a model where each group has the same bytes and time.
+
+    Args:
+        model: in `MODELS`.
+        is_evaluated: a microbatch without gradients is the last one before.
+        attributes: of its configuration, set behind its making.
+    """
     chunks = _chunks(model)
     config: Any = chunks[0].config
     for name, value in attributes.items():
@@ -165,8 +172,10 @@ def _offered(model: str, **attributes: Any) -> set[str]:
     options = RecomputeOptions(chunks, names)
     config.fp8 = None
     run(chunks, 1)
+    if is_evaluated:
+        run(chunks, 1, forward_only=True)
     groups = [GroupShape(name, layer=layer, nbytes=1 << 30, forward_ms=1.0) for layer in range(4) for name in names]
-    return {option.name for option in options.find((ChunkShape(tuple(groups)),))}
+    return {option.name: option.freed_bytes for option in options.find((ChunkShape(tuple(groups)),))}
 
 
 def test_an_engine_without_other_ranks_recomputes_nothing() -> None:

@@ -94,7 +94,8 @@ def test_what_is_not_pinned_is_refused_in_the_capture_and_the_next_one_is_right(
         handle = enable_activation_offloading(training.model, "none", config=config, layers=list(training.model))
         for _ in range(2):
             training.step()
-        handle.engine.trim_host_memory()
+        torch.cuda.synchronize()  # slabs that copies still read are not returned
+        assert handle.engine.trim_host_memory() > 0
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(OffloadError, match="none can be pinned"):
             with handle.engine.graphs.capture(torch.cuda.graph(graph, stream=training.stream)):

@@ -67,10 +67,10 @@ FULL: dict[str, dict[str, Any]] = {
 
 
 def test_no_name_is_left_out(ranks_of: Callable[[int], GpuRanks]) -> None:
-    """But those of Mamba layers, which have a test of their own."""
+    """But those of Mamba layers, which have a test of their own, and of layers that only megatron-core 0.20 has."""
     models = [settings for model, settings in MODELS.items() if model != "hybrid"]  # it has no name of its own
     (names,) = ranks_of(1).run(_names_of_all, models)
-    assert names == {row.name for row in MODULES if not row.name.startswith("mamba_")}
+    assert names == {row.name for row in MODULES if not row.name.startswith("mamba_")} - {"gdp_qkv"}
 
 
 @pytest.mark.parametrize("model", MODELS)
