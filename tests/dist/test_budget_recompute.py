@@ -140,8 +140,9 @@ def test_what_is_offered() -> None:
     found = _offered("experts")
     assert {"mlp", "moe", "core_attn"} <= found.keys(), found
     assert _offered("experts", is_evaluated=True) == found
-    for model, settings in (("dense", {"fp8": "e4m3"}), ("dense", {"cuda_graph_impl": "local"})):
-        assert not _offered(model, **settings)
+    unknown: list[dict[str, Any]] = [{"fp8": "e4m3"}, {"cuda_graph_impl": "local"}]
+    for settings in unknown:
+        assert not _offered("dense", **settings)
     own = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     chunks = _chunks("dense", **own)
     options = RecomputeOptions(chunks, ["layer_input", "qkv_linear", "core_attn", "mlp_norm"])
