@@ -66,7 +66,8 @@ def _check(settings: dict[str, Any], names: list[str], num_microbatches: int) ->
     assert stats is not None and 0 < stats.copied_in_bytes <= stats.copied_out_bytes, stats
     assert (stats.num_storages_left, stats.num_viewed_storages) == (0, 0)
     of_layer = stats.copied_out_bytes // num_microbatches // SIZES["num_layers"]
-    assert got[1] < without[1] and got[1] <= theirs + AHEAD * of_layer + BUFFERS, (without[1], got[1], theirs)
+    peaks = without[1], got[1], theirs
+    assert got[1] < without[1] and got[1] <= theirs + AHEAD * of_layer + BUFFERS, (peaks, of_layer)
 
 
 def _steps(
