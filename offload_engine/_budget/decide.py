@@ -235,7 +235,7 @@ class Decider:
     def correct_time(self, measured_ms: float) -> None:
         """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
         assert self.chosen is not None
-        before, most = self._costs.busy_ratio, self.chosen.most_busy_ratio
+        before, most = self.chosen.busy_ratio, self.chosen.most_busy_ratio
         ratio = measured_busy_ratio(self.chosen.best, before, measured_ms, most)
         self._costs = dataclasses.replace(self._costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, ratio) for actions, each in self._decisions.items()}

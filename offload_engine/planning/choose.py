@@ -72,7 +72,7 @@ def choose(
         BudgetError: if the budget is below what the step takes with everything offloaded, or recomputed.
     """
     predictor = Predictor(job, model, costs, steps)
-    ratios = costs.busy_ratio, predictor.most_busy_ratio
+    ratios = predictor.busy_ratio, predictor.most_busy_ratio
     chooser = _Chooser(predictor, budget_bytes - guard_bytes, recomputed)
     curve = chooser.curve()
     everything, top = curve[0], curve[-1]
@@ -115,13 +115,13 @@ def remeasured(chosen: Chosen, held_bytes: int, model: MemoryModel, steps: Steps
 def retimed(chosen: Chosen, busy_ratio: float) -> Chosen:
     """Return what was chosen, with the times of another ratio; see `Costs.busy_ratio`."""
 
-    def again(prediction: Prediction) -> Prediction:
-        return with_busy_ratio(prediction, chosen.busy_ratio, busy_ratio)
+    ratio = min(busy_ratio, chosen.most_busy_ratio)
 
-    best, floor, top = map(again, chosen[:3])
-    return chosen._replace(
-        best=best, floor=floor, top=top, curve=tuple(map(again, chosen.curve)), busy_ratio=busy_ratio
-    )
+    def again(prediction: Prediction) -> Prediction:
+        return with_busy_ratio(prediction, chosen.busy_ratio, ratio)
+
+    best, floor, top = again(chosen.best), again(chosen.floor), again(chosen.top)
+    return chosen._replace(best=best, floor=floor, top=top, curve=tuple(map(again, chosen.curve)), busy_ratio=ratio)
 
 
 def below_floor_text(budget_bytes: int, lowest: Prediction) -> str:

@@ -74,6 +74,8 @@ class Predictor:
         steps: planned and simulated.
         nbytes: of each slot, for one microbatch.
         floor: a step in which everything is offloaded.
+        most_busy_ratio: the largest `Costs.busy_ratio` by which no step that waits less takes longer than the floor.
+        busy_ratio: that of the costs, which may be of other steps, or the largest.
     """
 
     def __init__(self, job: Job, model: MemoryModel, costs: Costs, steps: Steps | None = None) -> None:
@@ -85,6 +87,8 @@ class Predictor:
         self._stall_share = 1.0  # of simulated waits, those that are real
         self._rest_ms = 0.0  # of a step, not simulated: waits for other ranks, for instance
         self._floor_stalled_ms = 0.0  # as simulated
+        self.most_busy_ratio: float = 1.0
+        self.busy_ratio: float = 1.0
         self._slots = [slots_of(stage, shape.groups) for stage, shape in enumerate(job.shapes)]
         self.nbytes: dict[Slot, int] = {
             slot: group.nbytes
@@ -92,12 +96,6 @@ class Predictor:
             for slot, group in zip(slots, shape.groups, strict=True)
         }
         self.floor: Prediction = self.predict(Decision())
-
-    @property
-    def most_busy_ratio(self) -> float:
-        """Return the largest `Costs.busy_ratio` by which no step that waits less takes longer than the floor."""
-        stalled_ms = self._stall_share * self._floor_stalled_ms
-        return 1.0 + stalled_ms / self.floor.step_ms if self.floor.step_ms else 1.0
 
     def predict(self, decision: Decision) -> Prediction:
         """Predict a step, by a simulation."""
@@ -110,6 +108,7 @@ class Predictor:
         outcome = self.steps.outcome(decision)
         if not self._predictions:
             self._calibrate(outcome)
+            self._limit_ratio(self._fitted_ms(outcome))
         busy = self._busy_share(outcome)
         job, plan, residents = self.steps.planned(decision)
         moved = [move.group for _, move in plan.moves() if move.op is OUT]
@@ -117,7 +116,7 @@ class Predictor:
             decision,
             self.held_bytes(decision),
             residents.most,
-            max(0.0, self._fitted_ms(outcome)) * _slower(self.costs.busy_ratio, busy),
+            max(0.0, self._fitted_ms(outcome)) * _slower(self.busy_ratio, busy),
             summed((label.partition(" ")[2], milliseconds) for label, milliseconds in outcome.stalls.items()),
             *self._bytes_of(job, decision.choices, moved),
             num_moves=len(moved),
@@ -144,6 +143,11 @@ class Predictor:
         if floor.stalled_ms:
             self._stall_share = min(1.0, max(0.0, over_ms / floor.stalled_ms))
         self._rest_ms = over_ms - self._stall_share * floor.stalled_ms
+
+    def _limit_ratio(self, floor_ms: float) -> None:
+        if floor_ms > 0:
+            self.most_busy_ratio = 1.0 + self._stall_share * self._floor_stalled_ms / floor_ms
+        self.busy_ratio = min(self.costs.busy_ratio, self.most_busy_ratio)
 
     def _bytes_of(
         self, job: Job, choices: Choices, moved: Sequence[GroupKey]

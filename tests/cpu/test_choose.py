@@ -153,6 +153,15 @@ def test_a_step_that_was_held_up_does_not_make_the_floor_the_shortest(name: str)
         assert all(each.step_ms < found.floor.step_ms for each in found.curve if each.busy and each != found.floor)
 
 
+def test_what_was_measured_of_shorter_steps_does_not_make_the_floor_the_shortest() -> None:
+    """A step with other microbatches is predicted by the floor's time and the ratio of those that were measured."""
+    (job, model), budget = one_rank(), budgets("one rank")[2]
+    floor_ms = choose(job, model, budget, COSTS).floor.step_ms / 2
+    found = choose(job, model, budget, dataclasses.replace(COSTS, floor_ms=floor_ms, busy_ratio=1.1))
+    assert found.best.num_moves < found.floor.num_moves
+    assert retimed(found, 1.2).best.step_ms == pytest.approx(found.floor.step_ms)
+
+
 @each_job
 def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
     """What is known of all decisions is not found anew for each: the plans, bytes and times are the same."""
