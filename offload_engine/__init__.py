@@ -12,7 +12,8 @@ from offload_engine.frontends.any_model import ManagedActivations, manage_activa
 from offload_engine.frontends.checkpoint import CheckpointOffload, checkpoint
 from offload_engine.frontends.layers import LayerOffload, enable_activation_offloading
 from offload_engine.frontends.wrapper import WrapperHandle, offload_wrapper
-from offload_engine.functions import GroupCommitFunction, GroupStartFunction, group_commit, group_start
+from offload_engine.functions import group_commit, group_start
+from offload_engine.identities import GroupCommitFunction, GroupStartFunction
 from offload_engine.meter import ResidencyMeter
 from offload_engine.policies import (
     FixedBounds,

@@ -14,12 +14,10 @@ from offload_engine._compat.te_base import HandlerBase
 from offload_engine._policy.executor import Executor
 from offload_engine._saved.handles import PackedTensor
 from offload_engine._saved.storage import TensorGroup
-from offload_engine.errors import OffloadError
+from offload_engine.group_boundaries import GroupBoundaries
 from offload_engine.planning.moves import (
-    BACKWARD,
     BACKWARD_END,
     CHUNK_BACKWARD,
-    COMMIT,
     FORWARD,
     FORWARD_END,
     HEAD,
@@ -51,14 +49,13 @@ class ChunkOffloadHandler(HandlerBase):
 
     Attributes:
         key: virtual stage and microbatch.
+        boundaries: of the groups.
         groups: of this forward so far, in order, by iteration or index; `innermost` is the open one.
         hooks: packs the tensors that autograd saves.
 
     Raises:
         NotImplementedError: if `double_buffering` is True.
     """
-
-    current_group: int
 
     def __init__(
         self,
@@ -78,10 +75,12 @@ class ChunkOffloadHandler(HandlerBase):
             )
         # Skips the base's own __init__, which makes two streams per instance and the window map.
         bound = 2**63 - 1 if num_offload_group is None else num_offload_group
+        self.groups: GroupStack = GroupStack(key, keep_groups, bound, has_head)
+        self.boundaries: GroupBoundaries = GroupBoundaries(executor, self.groups)
         super(HandlerBase, self).__init__(bound, tensor_need_offloading_checker or _any_tensor)
+        del self.current_group  # of the base, which would stay at 0: `boundaries` has it
         self.key: ChunkKey = key
         self._executor = executor
-        self.groups: GroupStack = GroupStack(key, keep_groups, bound, has_head)
         self.hooks: SavedTensorHooks = SavedTensorHooks(executor.store, self.groups, tensor_need_offloading_checker)
 
     def __repr__(self) -> str:
@@ -99,16 +98,7 @@ class ChunkOffloadHandler(HandlerBase):
         Raises:
             OffloadError: while a CUDA graph is being captured.
         """
-        if self._executor.is_capturing():  # asked in line: it runs for each group
-            self._executor.refuse_capture(f"group {name!r} begins")
-        groups = self.groups
-        if self.current_group == 0 and groups.progress.groups and groups.progress.is_forward_done:
-            # Another pass of the same handler, after the backward of the last one reached the first group.
-            groups.start_again()
-            self.begin_forward()
-        group = groups.open(name, traits)
-        self.current_group = group.index + 1
-        return group
+        return self.boundaries.open(name, traits)
 
     def close_group(self, *, keep: bool = False, ends_layer: bool = False) -> TensorGroup:
         """Commit the innermost open group: its copy-out is issued, unless the policy keeps or delays it.
@@ -121,16 +111,8 @@ class ChunkOffloadHandler(HandlerBase):
             OffloadError: if no group is open.
             CopyError: if the copy-out of an earlier group has failed.
         """
-        if not self.groups.open_groups:
-            raise OffloadError(f"{self!r} has no open group to commit; call open_group() or group_start() first")
         self.tensor_count_current_group = 0
-        group = self.groups.open_groups.pop()
-        group.ends_layer = ends_layer
-        if keep:
-            self._executor.keep(group)
-        else:
-            self._executor.at(COMMIT, self.groups.progress, group)
-        return group
+        return self.boundaries.close(keep, ends_layer)
 
     def abandon_group(self) -> None:
         """Close the innermost open group, whose forward raised. Its saved tensors are freed with their graph."""
@@ -234,12 +216,7 @@ class ChunkOffloadHandler(HandlerBase):
 
     def on_group_commit_backward(self, group: TensorGroup | None = None) -> None:
         """Begin the backward of `group`; None, as TransformerEngine's function passes, means the next one down."""
-        groups = self.groups.progress.groups
-        index = max(self.current_group - 1, 0) if group is None else group.index
-        self.current_group = index
-        if self.groups.progress.is_over:  # another iteration may have a chunk of the same key
-            return
-        self._executor.at(BACKWARD, self.groups.progress, groups[index] if index < len(groups) else None)
+        self.boundaries.begin_backward(group)
 
     def on_group_start_backward(self) -> None:
         """End the backward of a group."""

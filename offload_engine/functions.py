@@ -7,62 +7,30 @@ An identity returns an alias of its input that is not a view of it, so a model m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from offload_engine._saved.storage import TensorGroup
 from offload_engine.chunk import ChunkOffloadHandler
+from offload_engine.identities import GroupCommitFunction, GroupStartFunction
 from offload_engine.traits import GroupTraits
 
-
-class GroupStartFunction(torch.autograd.Function):
-    """Identity on the input of a bracketed submodule. Its backward is the end of the group's backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, chunk: ChunkOffloadHandler, name: str, traits: GroupTraits | None = None
-    ) -> torch.Tensor:
-        """Open the group `name` of `chunk`."""
-        ctx.chunk = chunk
-        chunk.open_group(name, traits)
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """End the backward of the group; the gradient passes unchanged."""
-        ctx.chunk.on_group_start_backward()
-        return grads[0], None, None, None
-
-
-class GroupCommitFunction(torch.autograd.Function):
-    """Identity on the output of a bracketed submodule. Its backward is the start of the group's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
-        """Commit the open group of `chunk`."""
-        ctx.chunk = chunk
-        ctx.group = chunk.on_group_commit_forward()
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Begin the backward of the group; the gradient passes unchanged."""
-        ctx.chunk.on_group_commit_backward(ctx.group)
-        return grads[0], None
+_apply_start: Final[Any] = GroupStartFunction.apply
+_apply_commit: Final[Any] = GroupCommitFunction.apply
 
 
 class _BackwardBegins:
     """Pre-hook of the last node of a group, whose backward is the first to run."""
 
-    __slots__ = ("_chunk", "_group")
+    __slots__ = ("_begin", "_group")
 
-    def __init__(self, chunk: ChunkOffloadHandler, group: TensorGroup | None) -> None:
-        self._chunk = chunk
+    def __init__(self, begin: Callable[[TensorGroup], None], group: TensorGroup) -> None:
+        self._begin = begin
         self._group = group
 
-    def __call__(self, grads: tuple[torch.Tensor, ...]) -> None:
-        self._chunk.on_group_commit_backward(self._group)
+    def __call__(self, grads: object) -> None:
+        self._begin(self._group)
 
 
 def group_start(
@@ -74,7 +42,7 @@ def group_start(
     on the returned alias only. If the last bit matters, do not mark an input with other readers either: its gradients
     are then summed in another order. `ChunkOffloadHandler.open_group` opens a group without a mark.
     """
-    return GroupStartFunction.apply(tensor, chunk, name, traits)
+    return _apply_start(tensor, chunk, name, traits)
 
 
 def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tensor:
@@ -88,9 +56,10 @@ def group_commit(tensor: torch.Tensor, chunk: ChunkOffloadHandler) -> torch.Tens
     if group is None or node is None or not group.has_made(node) or tensor._is_view():
         # A hook on its node is not enough: if the group did not compute the tensor, the node's backward runs long after
         # the group's; if the model later writes into a view, it never runs.
-        return GroupCommitFunction.apply(tensor, chunk)
+        return _apply_commit(tensor, chunk)
     # The group's backward begins with this node, and a hook on it costs a fraction of an identity after it.
-    _call_before(node, tensor, _BackwardBegins(chunk, chunk.on_group_commit_forward()))
+    boundaries = chunk.boundaries
+    _call_before(node, tensor, _BackwardBegins(boundaries.begin_backward, boundaries.close()))
     return tensor
 
 

@@ -134,6 +134,7 @@ has compiled, else a function."""
 cuda_current_stream: Final[Callable[[int], int]] = take_or_refuse("torch._C._cuda_getCurrentRawStream")
 """The handle of the current stream of the device of that index; 0 is the default stream."""
 cuda_current_device: Final[Callable[[], int]] = take_or_refuse("torch._C._cuda_getDevice")
+cuda_is_capturing: Final[Callable[[], bool]] = take_or_refuse("torch._C._cuda_isCurrentStreamCapturing")
 cuda_empty_strided: Final[Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]] = take_or_refuse(
     "torch._C._dynamo.guards._empty_strided_cuda"
 )

@@ -31,7 +31,7 @@ class CudaGraphs:
     """Captures of CUDA graphs on the device of a runtime; implements `DeviceGraphs`."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
-        self.is_capturing = torch.cuda.is_current_stream_capturing
+        self.is_capturing = torch_private.cuda_is_capturing
         self.record = runtime.record_graph
         self.prepare_copy_out, self.prepare_copy_in = runtime.prepare_copy_out, runtime.prepare_copy_in
 

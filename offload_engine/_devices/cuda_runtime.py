@@ -18,7 +18,7 @@ import torch
 from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError
 from offload_engine._devices.cuda_calls import HANDLE, declare, load_runtime, make_calls
-from offload_engine._devices.regions import HostRegion, TensorSpec, check_copy, new_buffer
+from offload_engine._devices.regions import HostRegion, TensorSpec, check_copy_within, new_buffer
 
 _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a failure
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: no order with the default stream but what is asked for
@@ -267,9 +267,14 @@ class CudaRuntime:
 def _addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
     """Return target, source and size in bytes of each copy, checked."""
     addresses: list[int] = []
+    slab: Any = None  # a `PinnedSlab`; asked once, because regions of one group nearly always share theirs
+    first = slab_bytes = 0
     for source, target in copies:
-        address = check_copy(source, target)
-        addresses.append(_address(target))
+        if target.slab is not slab:
+            slab = target.slab
+            first, slab_bytes = slab.address, slab.nbytes
+        address = check_copy_within(source, target, slab_bytes)
+        addresses.append(first + target.offset)
         addresses.append(address)
         addresses.append(target.nbytes)
     return addresses
@@ -278,14 +283,13 @@ def _addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
 def _addresses_in(copies: list[tuple[HostRegion, torch.Tensor]]) -> list[int]:
     """Return target, source and size in bytes of each copy, checked."""
     addresses: list[int] = []
+    slab: Any = None
+    first = slab_bytes = 0
     for source, target in copies:
-        addresses.append(check_copy(target, source))
-        addresses.append(_address(source))
+        if source.slab is not slab:
+            slab = source.slab
+            first, slab_bytes = slab.address, slab.nbytes
+        addresses.append(check_copy_within(target, source, slab_bytes))
+        addresses.append(first + source.offset)
         addresses.append(source.nbytes)
     return addresses
-
-
-def _address(region: HostRegion) -> int:
-    slab: Any = region.slab  # a `PinnedSlab`
-    address: int = slab.address
-    return address + region.offset

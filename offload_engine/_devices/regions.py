@@ -45,12 +45,16 @@ def check_copy(tensor: torch.Tensor, region: HostRegion) -> int:
     Raises:
         ValueError: if the storage is not of the region's size, or the region is not inside its slab.
     """
+    return check_copy_within(tensor, region, region.slab.nbytes)
+
+
+def check_copy_within(tensor: torch.Tensor, region: HostRegion, slab_bytes: int) -> int:
+    """Work as `check_copy`, for a caller that knows how many bytes the slab has."""
     nbytes = region.nbytes
     address: int | None = _address_of(tensor, nbytes)
     if address is None:
         found = tensor.untyped_storage().nbytes()
         raise ValueError(f"a copy of {nbytes:,} bytes needs a storage of that size, got one of {found:,}")
-    slab_bytes: int = region.slab.nbytes
     if region.offset < 0 or region.offset + nbytes > slab_bytes:
         raise ValueError(f"bytes {region.offset:,} .. {region.offset + nbytes:,} are not inside {region.slab}")
     return address

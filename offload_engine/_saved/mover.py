@@ -233,12 +233,14 @@ class StorageMover:
         if not saved.group.is_ungrouped:
             self.counters.saved_bytes -= saved.nbytes
         # Breaks the reference cycle of storage and groups, which would keep the events of its copies alive.
-        saved.group.storages.pop(saved, None)
+        if saved in saved.group.storages:  # looked up and deleted, as below: `pop` takes twice as long
+            del saved.group.storages[saved]
         for group in saved.sharers:
             group.storages.pop(saved, None)
         if saved.has_address:
             self._forget_address(saved)
-        self.live.pop(saved, None)
+        if saved in self.live:
+            del self.live[saved]
 
     def _move(self, storages: list[SavedStorage], to: Residency) -> None:
         move(storages, to)

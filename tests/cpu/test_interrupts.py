@@ -172,7 +172,7 @@ def test_an_interrupt_in_a_destructor_is_raised_by_the_backward_of_the_next_grou
     interrupt_destructor(1)
     with pytest.raises(KeyboardInterrupt):
         y.sum().backward()
-    assert ignored == [KeyboardInterrupt] and chunk.current_group == 2
+    assert ignored == [KeyboardInterrupt] and chunk.boundaries.current_group == 2
     engine.begin_iteration()  # resets
     assert not engine.has_saved
     engine.end_iteration()

@@ -20,6 +20,9 @@ class Chunk:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.groups = SimpleNamespace(innermost=None)
+        self.boundaries = SimpleNamespace(
+            close=self.on_group_commit_forward, begin_backward=self.on_group_commit_backward
+        )
 
     def open_group(self, name: str, saves: bool = True) -> None:
         group = self.groups.innermost = TensorGroup(ChunkKey(0, 0), 0, name, GroupTraits())

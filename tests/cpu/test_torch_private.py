@@ -311,9 +311,11 @@ def test_cuda_names_are_functions_everywhere() -> None:
     elif torch.cuda.is_available():
         assert torch_private.cuda_current_device() == torch.cuda.current_device()
         assert torch_private.cuda_current_stream(0) == torch.cuda.current_stream(0).cuda_stream
+        assert not torch_private.cuda_is_capturing()
     else:
         assert torch_private.cuda_current_device is torch._C._cuda_getDevice
         assert torch_private.cuda_current_stream is torch._C._cuda_getCurrentRawStream
+        assert torch_private.cuda_is_capturing is torch._C._cuda_isCurrentStreamCapturing
 
 
 # ---- a name that is missing ----

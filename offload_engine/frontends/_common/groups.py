@@ -46,7 +46,7 @@ class SavedInGroup(NamedTuple):
             CopyError: if a copy has failed.
             RuntimeError: if the tensor was modified in place since it was saved, as autograd itself would.
         """
-        if self.group is not None and is_in_backward() and self.chunk.current_group != self.group.index:
+        if self.group is not None and is_in_backward() and self.chunk.boundaries.current_group != self.group.index:
             self.chunk.on_group_commit_backward(self.group)
         return self.chunk.tensor_pop(self.packed)
 
