@@ -116,9 +116,9 @@ class CapturedLayers:
         Raises:
             OffloadError: as `Replays.before`; while layers are captured; and once the memory of the graphs is released.
         """
-        if self._is_released:
-            raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
         if self._replays is None:
+            if self._is_released:
+                raise OffloadError("a CUDA graph is replayed after the release of its memory: capture its layer again")
             raise OffloadError("a CUDA graph is replayed inside capture_layers(): leave that context first")
         self._replays.before(number)
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from offload_engine._devices.base import HostRegion, IssueCopies
+from offload_engine._devices.base import HostRegion, Routine
 from tests.adversarial import AdversarialDevice, AdversarialEvent, AdversarialSlab, AdversarialStream
 
 
@@ -86,11 +86,8 @@ class GraphDevice(AdversarialDevice):
         self._begin_copy(stream)
         return self._noted(super().copy_in(stream, copies), stream)
 
-    def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> IssueCopies:
-        return lambda stream: self.copy_out(stream, copies)
-
-    def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> IssueCopies:
-        return lambda stream: self.copy_in(stream, copies)
+    def new_routine(self) -> Routine:
+        return GraphRoutine(self)
 
     def new_slab(self, nbytes: int) -> AdversarialSlab:
         assert not self.captures, "nothing can be pinned in a capture"
@@ -113,6 +110,50 @@ class GraphDevice(AdversarialDevice):
     def _noted(self, event: AdversarialEvent, stream: AdversarialStream) -> AdversarialEvent:
         of = self.captures if stream in self._captured else 0
         self._events[id(event)] = of, self._captured.get(stream, 0), event
+        return event
+
+
+class RoutineEvent:
+    """The event of a routine's last run."""
+
+    def __init__(self) -> None:
+        self.last: AdversarialEvent | None = None
+
+
+class GraphRoutine:
+    """Makes its calls of the device one by one."""
+
+    def __init__(self, device: GraphDevice) -> None:
+        self._device = device
+        self._calls: list[Callable[[AdversarialStream], None]] = []
+
+    def record_event(self, stream: AdversarialStream) -> RoutineEvent:
+        return self._note(lambda compute: self._device.record_event(stream or compute))
+
+    def wait_event(self, stream: AdversarialStream, event: RoutineEvent) -> None:
+        def call(compute: AdversarialStream) -> None:
+            assert event.last is not None, "a wait for what was never recorded"
+            self._device.wait_event(stream or compute, event.last)
+
+        self._calls.append(call)
+
+    def copy_out(self, stream: AdversarialStream, copies: list[tuple[torch.Tensor, HostRegion]]) -> RoutineEvent:
+        return self._note(lambda _: self._device.copy_out(stream, copies))
+
+    def copy_in(self, stream: AdversarialStream, copies: list[tuple[HostRegion, torch.Tensor]]) -> RoutineEvent:
+        return self._note(lambda _: self._device.copy_in(stream, copies))
+
+    def run(self, compute: AdversarialStream) -> None:
+        for call in self._calls:
+            call(compute)
+
+    def _note(self, record: Callable[[AdversarialStream], AdversarialEvent]) -> RoutineEvent:
+        event = RoutineEvent()
+
+        def call(compute: AdversarialStream) -> None:
+            event.last = record(compute)
+
+        self._calls.append(call)
         return event
 
 

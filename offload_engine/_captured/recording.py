@@ -199,7 +199,7 @@ class Recording:
         saved = packed.saved
         storage = self._brought_back.get(saved)
         if storage is None:
-            storage, after = self._slots.take(saved.nbytes)
+            storage, after = self._slots.take(saved.nbytes, saved.offset)  # as on the host, to be copied at once
             self._brought_back[saved] = storage
             self.uses.append(Use(saved, self.number, after, storage.data_ptr()))
         offset, shape, stride, dtype = packed.place
@@ -227,7 +227,7 @@ class Recording:
                 self._keep(leaving)
                 continue
             pairs = zip(leaving.storages, leaving.regions, strict=True)
-            left = [saved for saved, region in pairs if saved.leave(region)]
+            left = [saved for saved, region in pairs if saved.leave(region, region.offset - leaving.regions[0].offset)]
             self.left_before[leaving.number] = self.number
             self._away.append(leaving._replace(storages=left))
         self._leaving.clear()

@@ -57,6 +57,7 @@ class CapturedStorage:
         nbytes: of the storage.
         is_grouped: a group has saved it, so it may leave.
         region: its bytes on the host; None: it has not left.
+        offset: of these behind the first byte of all that has left with it.
     """
 
     def __init__(self, number: int, found: Reads) -> None:
@@ -65,6 +66,7 @@ class CapturedStorage:
         self.nbytes: int = found[2]
         self.is_grouped: bool = False
         self.region: HostRegion | None = None
+        self.offset: int = 0
         self.key: int = found[1]
         self._handles: list[weakref.ref[CapturedTensor]] = []
 
@@ -86,7 +88,7 @@ class CapturedStorage:
         ours = len(handles) + len({handle.original for handle in handles})
         return torch_private.use_count(self.key) <= ours  # more where a static output, say, holds the storage
 
-    def leave(self, region: HostRegion) -> bool:
+    def leave(self, region: HostRegion, offset: int) -> bool:
         """Drop the tensors, so that the next captures use the bytes again; return whether that has freed them.
 
         Where others hold an original, the tensors are back, and the storage stays.
@@ -100,7 +102,7 @@ class CapturedStorage:
         for handle in handles:
             handle.tensor = None
         if weak.expired():
-            self.region = region
+            self.region, self.offset = region, offset
             return True
         storage = torch_private.storage_of(weak.cdata)
         for handle in handles:

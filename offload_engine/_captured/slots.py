@@ -26,26 +26,30 @@ class Slot:
         self.nbytes: int = buffer.nbytes
         self.last_used: int = -1
         self._buffer = buffer
-        self._taken_bytes = 0
+        self._taken: list[tuple[int, int]] = []  # begin and end of what the running capture has taken
         self._storages: list[torch.UntypedStorage] = []  # of the running capture
         self._left: list[StorageWeakRef] = []  # of the last user, until nothing holds them: a stash of inputs may
 
-    def take(self, nbytes: int, alignment: int) -> torch.UntypedStorage:
-        """Return a storage over the next bytes.
+    def take(self, nbytes: int, offset: int, alignment: int) -> torch.UntypedStorage:
+        """Return a storage over the bytes at `offset`, or over the first others that are free.
 
         Raises:
-            OffloadError: if there are not so many left.
+            OffloadError: if there are none.
         """
-        begin = self._taken_bytes
-        self._taken_bytes = begin + _round_up(nbytes, alignment)
-        if self._taken_bytes > self.nbytes:
+        behind = [_round_up(end, alignment) for _, end in self._taken]
+        found = [begin for begin in (offset, 0, *behind) if self._has_free(begin, begin + nbytes)]
+        if not found:
             raise OffloadError(
                 f"a captured backward reads more than the {self.nbytes:,} bytes that any captured forward has saved: "
                 "capture the backward of each forward by itself, as make_graphed_callables does"
             )
-        storage = storage_at(self._buffer.data_ptr() + begin, nbytes, self._buffer.device)
+        self._taken.append((found[0], found[0] + nbytes))
+        storage = storage_at(self._buffer.data_ptr() + found[0], nbytes, self._buffer.device)
         self._storages.append(storage)
         return storage
+
+    def _has_free(self, begin: int, end: int) -> bool:
+        return end <= self.nbytes and all(end <= taken[0] or taken[1] <= begin for taken in self._taken)
 
     def end_capture(self, number: int) -> None:
         """Note that a capture has ended, which used this slot if anything of it is still there."""
@@ -54,7 +58,7 @@ class Slot:
             self.last_used = number
         self._storages.clear()
         self._left = [left for left in self._left if not left.expired()]
-        self._taken_bytes = 0
+        self._taken.clear()
 
     @property
     def is_free(self) -> bool:
@@ -102,13 +106,18 @@ class Slots:
         free = sum(slot.is_free and slot.nbytes >= self._nbytes for slot in self._all)
         self._all += [Slot(self._allocate(self._nbytes)) for _ in range(free, self._num_free)]
 
-    def take(self, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        """Return a storage for the running capture, and the number of the last capture that used its bytes, or -1."""
+    def take(self, nbytes: int, offset: int) -> tuple[torch.UntypedStorage, int]:
+        """Return a storage for the running capture, and the number of the last capture that used its bytes, or -1.
+
+        Args:
+            nbytes: of the storage.
+            offset: where in the slot it is best, a multiple of the alignment.
+        """
         if self._current is None:
             free = [slot for slot in self._all if slot.is_free and slot.nbytes >= self._nbytes]
             self._current = min(free, key=lambda slot: slot.last_used)
             self._current_after = self._current.last_used
-        return self._current.take(nbytes, self._alignment), self._current_after
+        return self._current.take(nbytes, offset, self._alignment), self._current_after
 
     def close(self) -> None:
         """Free the slots."""

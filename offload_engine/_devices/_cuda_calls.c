@@ -159,6 +159,107 @@ static PyObject *calls_copy_all(PyObject *self, PyObject *const *args, Py_ssize_
     return result;
 }
 
+/* Calls in a row, each a code and its numbers: no object of Python is made or read between them. */
+typedef struct {
+    PyObject_VAR_HEAD
+    Calls *calls;
+    size_t numbers[];
+} Routine;
+
+#define ROUTINE_RECORD 0 /* stream, event */
+#define ROUTINE_WAIT 1   /* stream, event */
+#define ROUTINE_COPY 2   /* stream, event, kind, count; then targets, sources and sizes */
+
+/* Returns how many of `left` numbers the call at `at` has; 0 if it is none. */
+static size_t length_of(const size_t *at, size_t left)
+{
+    if (left >= 3 && (at[0] == ROUTINE_RECORD || at[0] == ROUTINE_WAIT))
+        return 3;
+    if (left >= 5 && at[0] == ROUTINE_COPY && at[1] != 0 && at[4] > 0 && at[4] <= (left - 5) / 3)
+        return 5 + 3 * at[4];
+    return 0;
+}
+
+/* Makes the call at `at`; `compute` takes the place of a stream that is 0. */
+static int make_call(const Calls *calls, size_t *at, void *compute)
+{
+    void *stream = at[1] != 0 ? (void *)at[1] : compute;
+    switch (at[0]) {
+    case ROUTINE_RECORD:
+        return calls->record((void *)at[2], stream);
+    case ROUTINE_WAIT:
+        return calls->wait(stream, (void *)at[2], 0);
+    default:
+        return issue_copies(calls, at + 1, at + 5, at[4]);
+    }
+}
+
+static PyObject *routine_run(PyObject *self, PyObject *argument)
+{
+    Routine *routine = (Routine *)self;
+    size_t *at = routine->numbers, *end = at + Py_SIZE(self), compute = PyLong_AsSize_t(argument);
+    int code = 0;
+    if (compute == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (; at < end && code == 0; at += length_of(at, (size_t)(end - at)))
+        code = make_call(routine->calls, at, (void *)compute);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(code);
+}
+
+static void routine_dealloc(PyObject *self)
+{
+    Py_XDECREF(((Routine *)self)->calls);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMethodDef routine_methods[] = {
+    {"run", routine_run, METH_O, "Make the calls, up to the first that fails; return its code. Takes a stream."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject RoutineType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "offload_engine._devices._cuda_calls.Routine",
+    .tp_doc = "Calls of the CUDA runtime in a row.",
+    .tp_basicsize = sizeof(Routine),
+    .tp_itemsize = sizeof(size_t),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = routine_dealloc,
+    .tp_methods = routine_methods,
+};
+
+/* Fills a routine; false, with an exception set, if the list has other than calls. */
+static int fill(Routine *routine, PyObject *list)
+{
+    size_t *at = routine->numbers, *end = at + Py_SIZE(routine), length;
+    for (Py_ssize_t i = 0; i < Py_SIZE(routine); i++) {
+        at[i] = PyLong_AsSize_t(PyList_GET_ITEM(list, i));
+        if (at[i] == (size_t)-1 && PyErr_Occurred())
+            return 0;
+    }
+    for (; at < end; at += length)
+        if ((length = length_of(at, (size_t)(end - at))) == 0) {
+            PyErr_SetString(PyExc_ValueError, "routine() takes the numbers of whole calls");
+            return 0;
+        }
+    return 1;
+}
+
+static PyObject *calls_routine(PyObject *self, PyObject *list)
+{
+    Routine *routine;
+    if (!PyList_Check(list))
+        return PyErr_Format(PyExc_TypeError, "routine() takes a list of numbers");
+    if ((routine = PyObject_NewVar(Routine, &RoutineType, PyList_GET_SIZE(list))) == NULL)
+        return NULL;
+    routine->calls = (Calls *)Py_NewRef(self);
+    if (!fill(routine, list))
+        Py_CLEAR(routine);
+    return (PyObject *)routine;
+}
+
 static PyObject *calls_last_error(PyObject *self, PyObject *ignored)
 {
     return PyLong_FromLong(((Calls *)self)->last_error());
@@ -194,6 +295,7 @@ static PyMethodDef calls_methods[] = {
     {"copy_all", (PyCFunction)(void (*)(void))calls_copy_all, METH_FASTCALL,
      "cudaMemcpyBatchAsync, or cudaMemcpyAsync for each, then cudaEventRecord; takes (stream, event, kind) and a list: "
      "target, source and size of each copy"},
+    {"routine", calls_routine, METH_O, "Return calls in a row, which are made at once; takes their numbers."},
     {"last_error", calls_last_error, METH_NOARGS, "cudaGetLastError()"},
     {NULL, NULL, 0, NULL},
 };
@@ -214,7 +316,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_cuda_call
 PyMODINIT_FUNC PyInit__cuda_calls(void)
 {
     PyObject *created;
-    if (PyType_Ready(&CallsType) < 0)
+    if (PyType_Ready(&CallsType) < 0 || PyType_Ready(&RoutineType) < 0)
         return NULL;
     created = PyModule_Create(&module);
     if (created != NULL && PyModule_AddObjectRef(created, "Calls", (PyObject *)&CallsType) < 0)

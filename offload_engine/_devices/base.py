@@ -10,8 +10,7 @@ Streams, events and time marks are opaque: only the device that made them looks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -22,8 +21,9 @@ from offload_engine._devices.regions import TensorSpec as TensorSpec
 Stream = Any
 Event = Any
 TimeMark = Any
-IssueCopies = Callable[[Stream], Event]
-"""Issues copies on a stream; returns the event after the last byte."""
+
+COMPUTE: Final[Stream] = 0
+"""In the calls of a `Routine`: the stream that `Routine.run` gets."""
 
 
 class CopyError(RuntimeError):
@@ -73,6 +73,33 @@ class MemoryGauge(Protocol):
         """Return to the device what is reserved and not in use."""
 
 
+class Routine(Protocol):
+    """Calls that are noted once, and then made again and again in one go, in the order in which they were noted.
+
+    Each stands for the method of `Device` that has its name. An event stands for the last run that has recorded it, and
+    routines may wait for events of each other. No byte of what is copied may move.
+    """
+
+    def record_event(self, stream: Stream) -> Event:
+        """Note the record of an event on `stream`, or on `COMPUTE`."""
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Note that `stream`, or `COMPUTE`, waits for an event of this or of another routine."""
+
+    def copy_out(self, stream: Stream, copies: list[tuple[torch.Tensor, HostRegion]]) -> Event:
+        """Note copies on `stream`, and the event after the last byte."""
+
+    def copy_in(self, stream: Stream, copies: list[tuple[HostRegion, torch.Tensor]]) -> Event:
+        """Note copies on `stream`, and the event after the last byte."""
+
+    def run(self, compute: Stream) -> None:
+        """Make the calls; none may be noted from now on.
+
+        Raises:
+            CopyError: if one is refused; those behind it are not made.
+        """
+
+
 class DeviceGraphs(Protocol):
     """Lets the calls of a device become a part of a CUDA graph."""
 
@@ -86,11 +113,8 @@ class DeviceGraphs(Protocol):
         and `Device.synchronize` returns at once, because nothing runs.
         """
 
-    def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> IssueCopies:
-        """Return what issues these copies at each call, as `Device.copy_out`; no byte of theirs may move."""
-
-    def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> IssueCopies:
-        """Return what issues these copies at each call, as `Device.copy_in`; no byte of theirs may move."""
+    def new_routine(self) -> Routine:
+        """Make a routine without any calls."""
 
 
 class Device(Protocol):

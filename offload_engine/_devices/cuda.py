@@ -18,6 +18,7 @@ import torch
 from offload_engine._compat import torch_private
 from offload_engine._devices.base import CopyError, DeviceGraphs, Event, HostRead, MemoryGauge, Stream
 from offload_engine._devices.cuda_memory import CudaMemory
+from offload_engine._devices.cuda_routine import CudaRoutine
 from offload_engine._devices.cuda_runtime import CudaRuntime
 from offload_engine._devices.host_read import MappedReader
 from offload_engine._devices.node_share import share_of_memory
@@ -30,10 +31,10 @@ logger = logging.getLogger(__name__)
 class CudaGraphs:
     """Captures of CUDA graphs on the device of a runtime; implements `DeviceGraphs`."""
 
-    def __init__(self, runtime: CudaRuntime) -> None:
+    def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
         self.is_capturing = torch_private.cuda_is_capturing
         self.record = runtime.record_graph
-        self.prepare_copy_out, self.prepare_copy_in = runtime.prepare_copy_out, runtime.prepare_copy_in
+        self.new_routine = partial(CudaRoutine, runtime, device)
 
 
 class CudaDevice:
@@ -73,7 +74,7 @@ class CudaDevice:
         self.wait_stream = self._runtime.wait_stream
         self.is_complete = self._runtime.is_complete
         self.is_copy_thread = bool  # False without a frame of Python: no thread copies, and each freed storage asks
-        self.graphs: DeviceGraphs | None = CudaGraphs(self._runtime)
+        self.graphs: DeviceGraphs | None = CudaGraphs(self._runtime, self.torch_device)
         self.copy_out, self.copy_in = self._runtime.copy_out, self._runtime.copy_in
         self.allocate = self._runtime.allocate
         self.mark_time, self.milliseconds_between = self._runtime.mark_time, self._runtime.milliseconds_between

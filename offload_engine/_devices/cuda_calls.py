@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -31,6 +33,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cudaRuntimeGetVersion": (ctypes.POINTER(ctypes.c_int),),
 }
 
+RECORD, WAIT, COPY = 0, 1, 2  # the codes of the calls of a routine
+
+
+class Routine(Protocol):
+    """Calls in a row, made by `Calls.routine`."""
+
+    def run(self, compute: int, /) -> int:
+        """Make the calls, with `compute` for a stream of 0, up to the first that fails; return CUDA's error code."""
+
 
 class Calls(Protocol):
     """The calls that each group makes; handles and results are integers, and each returns CUDA's error code."""
@@ -54,8 +65,29 @@ class Calls(Protocol):
         CUDA refuses it.
         """
 
+    def routine(self, numbers: list[int], /) -> Routine:
+        """Return calls that are made at once, in a row.
+
+        Each is a code and numbers: RECORD or WAIT, the stream, for which 0 is the one that `Routine.run` gets, and the
+        event; or COPY, the stream, the event behind the copies, the kind, the count, all targets, sources and sizes.
+        """
+
     def last_error(self) -> int:
         """Call cudaGetLastError."""
+
+
+class CtypesRoutine:
+    """`Routine` through ctypes."""
+
+    def __init__(self, calls: Sequence[Callable[[int], int]]) -> None:
+        self._calls = calls
+
+    def run(self, compute: int, /) -> int:
+        for call in self._calls:
+            code = call(compute)
+            if code:
+                return code
+        return 0
 
 
 class CtypesCalls:
@@ -77,33 +109,56 @@ class CtypesCalls:
         return self.record(event, leader) or self.wait(stream, event)
 
     def copy_all(self, stream: int, event: int, kind: int, copies: list[int], /) -> int:
-        count = len(copies) // 3
-        if count > 1 and stream and self._has_batch:
-            code = self._copy_batch(stream, count, copies)
+        return self._prepared(stream, event, kind, copies[0::3], copies[1::3], copies[2::3])()
+
+    def routine(self, numbers: list[int], /) -> CtypesRoutine:
+        calls: list[Callable[[int], int]] = []
+        while numbers:
+            call, numbers = self._first_of(numbers)
+            calls.append(call)
+        return CtypesRoutine(calls)
+
+    def _first_of(self, numbers: list[int]) -> tuple[Callable[[int], int], list[int]]:
+        """Return the first call of a routine, and the numbers of the others."""
+        code, stream, event, *rest = numbers
+        if code == RECORD:
+            return (lambda compute: self.record(event, stream or compute)), rest
+        if code == WAIT:
+            return (lambda compute: self.wait(stream or compute, event)), rest
+        kind, count, *rest = rest
+        copy = self._prepared(stream, event, kind, *(rest[i * count : (i + 1) * count] for i in range(3)))
+        return (lambda compute: copy()), rest[3 * count :]
+
+    def _prepared(
+        self, stream: int, event: int, kind: int, targets: list[int], sources: list[int], sizes: list[int]
+    ) -> Callable[[], int]:
+        """Return what issues copies, and records `event` after them."""
+        if len(sizes) > 1 and stream and self._has_batch:
+            copy = partial(self._library.cudaMemcpyBatchAsync, *_batch(stream, targets, sources, sizes))
         else:
-            code = self._copy_each(stream, kind, count, copies)
-        return code or self.record(event, stream)
+            copy = partial(self._copy_each, stream, kind, list(zip(targets, sources, sizes, strict=True)))
+        return lambda: copy() or self.record(event, stream)
 
-    def _copy_each(self, stream: int, kind: int, count: int, values: list[int]) -> int:
+    def _copy_each(self, stream: int, kind: int, copies: list[tuple[int, int, int]]) -> int:
         code = 0
-        for i in range(count):
-            code = code or self._copy(*values[3 * i : 3 * i + 3], kind, stream)
+        for copy in copies:
+            code = code or self._copy(*copy, kind, stream)
         return code
 
-    def _copy_batch(self, stream: int, count: int, values: list[int]) -> int:
-        addresses, sizes = HANDLE * count, ctypes.c_size_t * count
-        attributes = (ctypes.c_int * 6)(STREAM_ORDER, 0, 0, 0, 0, OVERLAP_WITH_COMPUTE)  # cudaMemcpyAttributes
-        code: int = self._library.cudaMemcpyBatchAsync(
-            addresses(*values[0::3]),
-            addresses(*values[1::3]),
-            sizes(*values[2::3]),
-            ctypes.c_size_t(count),
-            attributes,
-            ctypes.byref(ctypes.c_size_t(0)),  # they are those of all copies from the first on
-            ctypes.c_size_t(1),
-            HANDLE(stream),
-        )
-        return code
+
+def _batch(stream: int, targets: list[int], sources: list[int], sizes: list[int]) -> tuple[Any, ...]:
+    """Return the arguments of cudaMemcpyBatchAsync."""
+    count = len(sizes)
+    return (
+        (HANDLE * count)(*targets),
+        (HANDLE * count)(*sources),
+        (ctypes.c_size_t * count)(*sizes),
+        ctypes.c_size_t(count),
+        (ctypes.c_int * 6)(STREAM_ORDER, 0, 0, 0, 0, OVERLAP_WITH_COMPUTE),  # cudaMemcpyAttributes
+        ctypes.pointer(ctypes.c_size_t(0)),  # they are those of all copies from the first on
+        ctypes.c_size_t(1),
+        HANDLE(stream),
+    )
 
 
 def make_calls(library: Any) -> Calls:

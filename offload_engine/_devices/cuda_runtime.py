@@ -8,9 +8,7 @@ about fifteen of them. Here a stream is its handle, and an event is a handle tha
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,7 +22,7 @@ _NOT_READY = 600  # cudaErrorNotReady: the answer "no" of cudaEventQuery, not a 
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: no order with the default stream but what is asked for
 _WITH_TIMING = 0  # cudaEventDefault: takes longer to record
 _DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper to record, and all that ordering needs
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 _DEFAULT_STREAM = 0  # `ExternalStream` takes this handle for "none given" and makes a new stream
 
@@ -54,6 +52,9 @@ class CudaRuntime:
         device: with an index.
         library: the CUDA runtime; None: the one that torch has loaded.
 
+    Attributes:
+        calls: of the library.
+
     Raises:
         CopyError: from every call that CUDA refuses, with its name for the reason.
     """
@@ -63,7 +64,8 @@ class CudaRuntime:
         self._index: int = device.index
         self._library: Any = library or load_runtime()
         declare(self._library)
-        calls = make_calls(self._library)
+        self.calls: Any = make_calls(self._library)
+        calls = self.calls
         # Bound once, because each group makes many of them.
         self._record, self._wait, self._wait_stream, self._query = (
             calls.record,
@@ -87,7 +89,7 @@ class CudaRuntime:
     def finish(self) -> None:
         """Block the host until the work of all new streams is over."""
         for stream in self._streams:
-            self._check(self._library.cudaStreamSynchronize(stream))
+            self.check(self._library.cudaStreamSynchronize(stream))
 
     def close(self) -> None:
         """Destroy the streams and the events without a reference; call `finish` first."""
@@ -103,7 +105,7 @@ class CudaRuntime:
 
     def record(self, stream: int) -> CudaEvent:
         """As `Device.record_event`: a new event after all work issued to `stream` so far."""
-        event = self._unrecorded()
+        event = self.unrecorded()
         self._record_on(stream, event)
         return event
 
@@ -116,7 +118,7 @@ class CudaRuntime:
 
     def milliseconds_between(self, first: CudaEvent, last: CudaEvent) -> float:
         """Return the time from one mark to another, as `Device.milliseconds_between`; exact to half a microsecond."""
-        if self._is_current:
+        if self.is_current:
             return self._between(first, last)
         with torch.cuda.device(self._device):  # or the first call of a new thread makes a context on device 0
             return self._between(first, last)
@@ -127,28 +129,28 @@ class CudaRuntime:
                 self.synchronize(mark)
                 mark.is_done = True
         elapsed = ctypes.c_float()
-        self._check(self._elapsed(ctypes.byref(elapsed), first.handle, last.handle))
+        self.check(self._elapsed(ctypes.byref(elapsed), first.handle, last.handle))
         return elapsed.value
 
     def wait(self, stream: int, event: CudaEvent) -> None:
         """Make work issued to `stream` from now on wait for `event`; see `Device.wait_event`."""
         if event.is_done:
             return
-        if stream or self._is_current:
-            self._check(self._wait(stream, event.handle))
+        if stream or self.is_current:
+            self.check(self._wait(stream, event.handle))
         else:
             with torch.cuda.device(self._device):
-                self._check(self._wait(stream, event.handle))
+                self.check(self._wait(stream, event.handle))
 
     def wait_stream(self, stream: int, leader: int) -> None:
         """Make work issued to `stream` from now on wait for all work issued to `leader`; see `Device.wait_stream`."""
         idle = self._idle
         event = idle.pop() if idle else self._new_event(_DISABLE_TIMING)
-        if (stream and leader) or self._is_current:
-            self._check(self._wait_stream(stream, event, leader))
+        if (stream and leader) or self.is_current:
+            self.check(self._wait_stream(stream, event, leader))
         else:
             with torch.cuda.device(self._device):
-                self._check(self._wait_stream(stream, event, leader))
+                self.check(self._wait_stream(stream, event, leader))
         idle.append(event)  # free again as soon as the wait is issued; lost if CUDA refuses it
 
     def is_complete(self, event: CudaEvent) -> bool:
@@ -169,14 +171,14 @@ class CudaRuntime:
             if code == _NOT_READY:
                 self._last_error()
                 return False
-            self._check(code)
+            self.check(code)
             event.is_done = True
         return True
 
     def allocate(self, nbytes: int, stream: int, spec: TensorSpec | None = None) -> torch.Tensor:
         """As `Device.allocate`."""
         if stream == _current_stream(self._index):  # nearly always; saves a context manager
-            if spec is None or not self._is_current:
+            if spec is None or not self.is_current:
                 return new_buffer(nbytes, spec, self._device)
             buffer: torch.Tensor = _empty_strided(spec[1], spec[2], spec[3])
             return buffer
@@ -195,7 +197,7 @@ class CudaRuntime:
         """Block the host until `event` has completed, and let other threads run meanwhile."""
         if self._records_graph:
             return
-        self._check(self._library.cudaEventSynchronize(event.handle))
+        self.check(self._library.cudaEventSynchronize(event.handle))
 
     def device_address(self, address: int) -> int | None:
         """Return where kernels find pinned host memory; None if CUDA has not mapped it for this device."""
@@ -208,42 +210,35 @@ class CudaRuntime:
 
     def copy_out(self, stream: int, copies: list[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
         """Issue copies as `Device.copy_out`; the targets are in slabs of pinned memory."""
-        return self._copy(_DEVICE_TO_HOST, _addresses_out(copies), stream)
+        return self._copy(DEVICE_TO_HOST, addresses_out(copies), stream)
 
     def copy_in(self, stream: int, copies: list[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
         """Issue copies as `Device.copy_in`; the sources are in slabs of pinned memory."""
-        return self._copy(_HOST_TO_DEVICE, _addresses_in(copies), stream)
-
-    def prepare_copy_out(self, copies: list[tuple[torch.Tensor, HostRegion]]) -> Callable[[int], CudaEvent]:
-        """As `DeviceGraphs.prepare_copy_out`."""
-        return partial(self._copy, _DEVICE_TO_HOST, _addresses_out(copies))
-
-    def prepare_copy_in(self, copies: list[tuple[HostRegion, torch.Tensor]]) -> Callable[[int], CudaEvent]:
-        """As `DeviceGraphs.prepare_copy_in`."""
-        return partial(self._copy, _HOST_TO_DEVICE, _addresses_in(copies))
+        return self._copy(HOST_TO_DEVICE, addresses_in(copies), stream)
 
     def _copy(self, kind: int, addresses: list[int], stream: int) -> CudaEvent:
-        event = self._unrecorded()
+        event = self.unrecorded()
         if self._records_graph:  # CUDA refuses several copies in one call, and records the event without a node
             for i in range(0, len(addresses), 3):
-                self._check(self._copy_all(stream, event.handle, kind, addresses[i : i + 3]))
+                self.check(self._copy_all(stream, event.handle, kind, addresses[i : i + 3]))
         else:
-            self._check(self._copy_all(stream, event.handle, kind, addresses))
+            self.check(self._copy_all(stream, event.handle, kind, addresses))
         return event
 
-    def _unrecorded(self) -> CudaEvent:
+    def unrecorded(self) -> CudaEvent:
+        """Return an event that stands for nothing yet."""
         return CudaEvent(self._idle.pop() if self._idle else self._new_event(_DISABLE_TIMING), self._idle)
 
     def _record_on(self, stream: int, event: CudaEvent) -> None:
-        if stream or self._is_current:
-            self._check(self._record(event.handle, stream))
+        if stream or self.is_current:
+            self.check(self._record(event.handle, stream))
         else:
             with torch.cuda.device(self._device):
-                self._check(self._record(event.handle, stream))
+                self.check(self._record(event.handle, stream))
 
     @property
-    def _is_current(self) -> bool:
-        """The default stream has the handle 0 on every device, and means that of the current one."""
+    def is_current(self) -> bool:
+        """Return whether the default stream, which has the handle 0 on every device, is that of this one now."""
         return bool(_current_device() == self._index)
 
     def _new_event(self, flags: int) -> int:
@@ -253,18 +248,19 @@ class CudaRuntime:
         """Create an event or a stream."""
         handle = HANDLE()
         with torch.cuda.device(self._device):  # it belongs to the device that is current at its creation
-            self._check(call(ctypes.byref(handle), flags))
+            self.check(call(ctypes.byref(handle), flags))
         assert handle.value is not None
         return handle.value
 
-    def _check(self, code: int) -> None:
+    def check(self, code: int) -> None:
+        """Raise the error of a code that a call has returned; no-op for 0."""
         if code != 0:
             self._last_error()
             runtime = torch.cuda.cudart()
             raise CopyError(f"CUDA error {code}: {runtime.cudaGetErrorString(runtime.cudaError(code))}")
 
 
-def _addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
+def addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
     """Return target, source and size in bytes of each copy, checked."""
     addresses: list[int] = []
     slab: Any = None  # a `PinnedSlab`; asked once, because regions of one group nearly always share theirs
@@ -280,7 +276,7 @@ def _addresses_out(copies: list[tuple[torch.Tensor, HostRegion]]) -> list[int]:
     return addresses
 
 
-def _addresses_in(copies: list[tuple[HostRegion, torch.Tensor]]) -> list[int]:
+def addresses_in(copies: list[tuple[HostRegion, torch.Tensor]]) -> list[int]:
     """Return target, source and size in bytes of each copy, checked."""
     addresses: list[int] = []
     slab: Any = None

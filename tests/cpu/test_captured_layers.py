@@ -13,14 +13,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload_engine import OffloadConfig, OffloadEngine, OffloadError, captured_layers
+from offload_engine._captured.program import Use, make_program
 from offload_engine._captured.saves import CapturedStorage, CapturedTensor
+from offload_engine._captured.slots import Slot
 from offload_engine._compat import reads
 from offload_engine._devices.base import HostRegion
 from offload_engine.captured_layers import CapturedLayers
 from tests.graph_device import GraphDevice
 from tests.lookups import present
 from tests.program_order import edges_of, unordered
-from tests.toy_graphs import GraphedChunk, Layer, ToyPool
+from tests.toy_graphs import GraphedChunk, Layer, ToyPool, alias
 
 WIDTH, NUM_LAYERS = 64, 6
 LAYER_BYTES = 2 * 4 * WIDTH  # that a layer saves
@@ -143,6 +145,8 @@ def test_a_pass_that_was_broken_off_leaves_the_next_one_right(engine: OffloadEng
 def test_another_order_of_replays_is_refused(engine: OffloadEngine) -> None:
     graphs = Graphs("F0 F1 B1 B0")
     captured(graphs, engine)
+    with pytest.raises(OffloadError, match="CUDA graph 6 is replayed where graph 0 was captured"):
+        graphs.run(0, ["F1"])
     graphs.run(0)
     with pytest.raises(OffloadError, match="CUDA graph 18 is replayed where graph 12 was captured"):
         graphs.run(0, ["F0", "F1", "B0"])
@@ -270,6 +274,108 @@ def test_what_a_backward_leaves_behind_keeps_its_slot(engine: OffloadEngine, gra
         late.replay()
         for layer, x, found in zip(reversed(graphs.layers), reversed(inputs[:-1]), sums, strict=True):
             assert torch.equal(found, -(x * layer.factor))
+
+
+class Two(Layer):
+    """A layer whose backward reads first what it has saved last."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        call = super().__call__
+        return call(call(x))
+
+
+def test_what_a_backward_reads_in_another_order_comes_back_in_one_copy(engine: OffloadEngine, graphs: Graphs) -> None:
+    graphs.layers[:] = wanted = [Two(graphs.pool, WIDTH, factor) for factor in FACTORS]
+    layers = captured(graphs, engine)
+    assert [len(step.copy_outs) for step in layers.steps].count(4) == len(wanted) - 1
+    copied = [copy_in.copies for step in layers.steps for copy_in in step.copy_ins]
+    assert [[region.nbytes for region, _ in copies] for copies in copied] == [[2 * LAYER_BYTES]] * (len(wanted) - 1)
+    found = graphs.run(3)
+    without = Graphs("F0 B0")
+    without.layers[:] = [Two(without.pool, WIDTH, factor) for factor in FACTORS]
+    without.capture()
+    assert are_equal(found, without.run(3))
+
+
+class OneBackwardOfTwo:
+    """Four layers, of which one graph is the backward of the first two; the others save twice as much as these."""
+
+    def __init__(self, graphs: Graphs) -> None:
+        pool = graphs.pool
+        layers = [*graphs.layers[:2], *(Two(pool, WIDTH, factor) for factor in FACTORS[2:4])]
+        self._owner = graphs.owner
+        self._graphs: list[tuple[Any, list[torch.Tensor]]] = []  # with what they write
+        inputs = [pool.empty(WIDTH).fill_(1.0).requires_grad_() for _ in layers]
+        self._grads = [pool.empty(WIDTH).fill_(1.0) for _ in layers]
+        outputs = [self._capture(layer, x)[0] for layer, x in zip(layers, inputs, strict=True)]
+        for read in (slice(3, 4), slice(2, 3), slice(2)):
+            self._capture(torch.autograd.grad, outputs[read], inputs[read], self._grads[read])
+        self._inputs = [x.detach() for x in inputs]
+
+    def _capture(self, call: Callable[..., Any], *args: Any) -> Sequence[torch.Tensor]:
+        graph = self._owner.CUDAGraph()
+        graph.capture_begin()
+        found = call(*args)
+        graph.capture_end()
+        results: Sequence[torch.Tensor] = [found] if isinstance(found, torch.Tensor) else found
+        self._graphs.append((graph, [alias(result.detach()) for result in results]))
+        return results
+
+    def run(self, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        for x in self._inputs:
+            x.copy_(torch.rand(WIDTH, generator=generator))
+        found = []
+        for graph, results in self._graphs:
+            graph.replay()
+            found += [result.clone() for result in results]
+        return found
+
+
+def test_a_backward_of_two_forwards_finds_room_for_both_in_a_slot(engine: OffloadEngine, graphs: Graphs) -> None:
+    without = OneBackwardOfTwo(Graphs(""))
+    with engine.graphs.capture_layers(owner=graphs.owner, graphs_beside=0) as layers:
+        several = OneBackwardOfTwo(graphs)
+    assert layers.copied_out_bytes == 4 * LAYER_BYTES and layers.slot_bytes == 2 * LAYER_BYTES
+    for seed in range(3):
+        assert all(map(torch.equal, several.run(seed), without.run(seed)))
+
+
+def test_a_slot_gives_what_is_free_where_it_is_asked_for_if_it_is() -> None:
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    slot = Slot(buffer)
+    taken = [slot.take(nbytes, offset, 16) for nbytes, offset in ((10, 32), (16, 32), (16, 16), (16, 16))]
+    assert [storage.data_ptr() - buffer.data_ptr() for storage in taken] == [32, 0, 16, 48]
+    with pytest.raises(OffloadError, match="more than the 64 bytes"):
+        slot.take(1, 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("places", "num_copies"),  # on the host and on the device
+    [
+        ([(0, 0), (64, 64), (128, 128)], 1),
+        ([(64, 64), (0, 0)], 1),
+        ([(0, 0), (64, 128)], 2),
+        ([(0, 0), (128, 64)], 2),
+        ([(64, 0), (0, 64)], 2),
+    ],
+)
+def test_adjacent_bytes_are_one_copy(places: list[tuple[int, int]], num_copies: int) -> None:
+    slab = GraphDevice().new_slab(256)
+    tensors, device = [torch.zeros(16) for _ in places], torch.zeros(256, dtype=torch.uint8)
+    uses = []
+    for tensor, (on_host, on_device) in zip(tensors, places, strict=True):
+        saved = CapturedStorage(0, present(reads.read_plain(tensor, torch.device("cpu"), 1)))
+        saved.region = HostRegion(slab, on_host, 64)
+        uses.append(Use(saved, 1, -1, device.data_ptr() + on_device))
+    (copy_in,) = make_program(uses, {0: 1}, 2, torch.device("cpu"))[0].copy_ins
+    assert len(copy_in.copies) == num_copies
+    bytes_of = {
+        (region.offset + i, target.data_ptr() - device.data_ptr() + i)
+        for region, target in copy_in.copies
+        for i in range(0, region.nbytes, 64)
+    }
+    assert bytes_of == set(places) and sum(target.nbytes for _, target in copy_in.copies) == 64 * len(places)
 
 
 @pytest.mark.parametrize(("least", "is_moved"), [(4 * WIDTH, True), (4 * WIDTH + 1, False)])
@@ -451,11 +557,11 @@ def test_a_storage_that_another_holds_unseen_is_found_when_it_is_dropped() -> No
     saved = CapturedStorage(0, found)
     handle = CapturedTensor(tensor, found, saved)
     slab = GraphDevice().new_slab(64)
-    assert not saved.leave(HostRegion(slab, 0, 32)) and (saved.region, saved.may_leave()) == (None, False)
+    assert not saved.leave(HostRegion(slab, 0, 32), 0) and (saved.region, saved.may_leave()) == (None, False)
     assert handle.tensor is not None and handle.tensor.data_ptr() == tensor.data_ptr()
     assert torch.equal(handle.tensor, tensor) and not handle.is_modified
     del tensor, found
-    assert saved.leave(HostRegion(slab, 0, 32)) and saved.region is not None and handle.tensor is None
+    assert saved.leave(HostRegion(slab, 0, 32), 0) and saved.region is not None and handle.tensor is None
 
 
 def test_inside_the_context_nothing_is_replayed_or_released(engine: OffloadEngine, graphs: Graphs) -> None:

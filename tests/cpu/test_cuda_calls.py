@@ -21,8 +21,10 @@ import pytest
 import torch
 
 from offload_engine import IS_COMPILED
-from offload_engine._devices.base import CopyError, HostRegion
+from offload_engine._devices import cuda_calls, cuda_runtime
+from offload_engine._devices.base import COMPUTE, CopyError, HostRegion
 from offload_engine._devices.cuda_calls import Calls, CtypesCalls, declare, has_batch_copy, make_calls
+from offload_engine._devices.cuda_routine import CudaRoutine
 from offload_engine._devices.cuda_runtime import CudaEvent, CudaRuntime
 from offload_engine._devices.host_read import MappedRead
 from tests.lookups import present
@@ -258,6 +260,83 @@ def test_each_copy_arrives_and_the_event_is_recorded_last(
         assert last_call(runtime) == (COPY, *copies[-1], KIND, stream)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "noted", "recorded"),
+    [
+        ([cuda_calls.RECORD, STREAM, EVENT], None, (EVENT, STREAM)),
+        ([cuda_calls.RECORD, 0, EVENT], None, (EVENT, LEADER)),
+        ([cuda_calls.WAIT, STREAM, EVENT], (WAIT, STREAM, EVENT, 0, 0, 0), None),
+        ([cuda_calls.WAIT, 0, EVENT], (WAIT, LEADER, EVENT, 0, 0, 0), None),
+        (
+            [cuda_calls.COPY, STREAM, EVENT, KIND, 1, HOST, DEVICE, NBYTES],
+            (COPY, HOST, DEVICE, NBYTES, KIND, STREAM),
+            (EVENT, STREAM),
+        ),
+    ],
+)
+def test_each_call_of_a_routine_arrives_whenever_it_runs(
+    numbers: list[int],
+    noted: tuple[int, ...] | None,
+    recorded: tuple[int, int] | None,
+    calls: Calls,
+    runtime: ctypes.CDLL,
+) -> None:
+    routine = calls.routine(numbers)
+    for _ in range(2):
+        calls.record(1, 2)
+        calls.query(3)
+        assert routine.run(LEADER) == 0
+        assert last_call(runtime) == (noted or (3, 3, 0, 0, 0, 0))
+        assert last_record(runtime) == (recorded or (1, 2))
+
+
+def test_a_routine_makes_its_calls_in_their_order_up_to_an_error(calls: Calls, runtime: ctypes.CDLL) -> None:
+    copies = [HOST, HOST + 512, DEVICE, DEVICE + 1024, NBYTES, 1]
+    numbers = [cuda_calls.COPY, STREAM, EVENT, KIND, 2, *copies, cuda_calls.WAIT, 0, EVENT]
+    routine = calls.routine([cuda_calls.RECORD, 0, EVENT, cuda_calls.WAIT, STREAM, EVENT, *numbers])
+    for _ in range(2):
+        with having(runtime, "num_calls", 0):
+            assert routine.run(LEADER) == 0
+            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, WAIT]
+        with having(runtime, "num_calls", 0), having(runtime, "result", 700):
+            assert routine.run(LEADER) == 700
+            assert order_of_calls(runtime) == [RECORD]
+    assert calls.routine(numbers[:-3]).run(LEADER) == 0
+    assert last_call(runtime) == (BATCH, 2, STREAM, 1 << 8 | 1, 0, 1)
+    assert last_batch(runtime) == [(HOST, DEVICE, NBYTES), (HOST + 512, DEVICE + 1024, 1)]
+    with having(runtime, "num_calls", 0):
+        assert calls.routine([]).run(LEADER) == 0
+        assert number(runtime, "num_calls").value == 0
+
+
+def test_numbers_that_are_no_routine_are_refused(extension: Any, runtime: ctypes.CDLL) -> None:
+    native = extension.Calls(*addresses(runtime))
+    copy, huge = cuda_calls.COPY, 1 << 63
+    for wrong in (
+        [cuda_calls.RECORD, STREAM],
+        [3, STREAM, EVENT],
+        [cuda_calls.WAIT, STREAM, EVENT, 0],
+        [copy, STREAM, EVENT, KIND],
+        [copy, STREAM, EVENT, KIND, 0],
+        [copy, STREAM, EVENT, KIND, 2, HOST, DEVICE, 1],
+        [copy, STREAM, EVENT, KIND, huge, HOST, DEVICE, 1],
+        [copy, 0, EVENT, KIND, 1, HOST, DEVICE, 1],  # copies are never on the compute stream
+    ):
+        with pytest.raises(ValueError, match="whole calls"):
+            native.routine(wrong)
+    with pytest.raises(TypeError, match="a list of numbers"):
+        native.routine((cuda_calls.WAIT, STREAM, EVENT))
+    with pytest.raises(TypeError):
+        native.routine([cuda_calls.WAIT, STREAM, "event"])
+    routine = native.routine([cuda_calls.RECORD, STREAM, EVENT])
+    with pytest.raises(TypeError):
+        routine.run("stream")
+    with pytest.raises(TypeError, match="cannot create"):
+        type(routine)()
+    del native
+    assert routine.run(0) == 0
+
+
 def test_the_compiled_package_does_not_call_through_ctypes(runtime: ctypes.CDLL) -> None:
     assert isinstance(make_calls(runtime), CtypesCalls) != IS_COMPILED
 
@@ -331,9 +410,9 @@ def order_of_calls(runtime: ctypes.CDLL) -> list[int]:
     return list((ctypes.c_uint64 * 8).in_dll(runtime, "calls"))[: number(runtime, "num_calls").value]
 
 
-def last_batch(runtime: ctypes.CDLL) -> list[tuple[int, int, int]]:
-    """Return target, source and size of each copy."""
-    values = iter((ctypes.c_uint64 * (3 * last_call(runtime)[1])).in_dll(runtime, "copies"))
+def last_batch(runtime: ctypes.CDLL, count: int | None = None) -> list[tuple[int, int, int]]:
+    """Return target, source and size of each copy; None: as many as the last call, of a batch, has."""
+    values = iter((ctypes.c_uint64 * (3 * (count or last_call(runtime)[1]))).in_dll(runtime, "copies"))
     return list(zip(values, values, values, strict=True))
 
 
@@ -382,24 +461,74 @@ def test_several_copies_and_their_event_are_two_calls(cuda: CudaRuntime, runtime
         assert order_of_calls(runtime) == [BATCH, RECORD, BATCH, RECORD]
 
 
-def test_prepared_copies_are_the_same_calls_each_time_that_they_are_issued(
-    cuda: CudaRuntime, runtime: ctypes.CDLL
+@pytest.fixture
+def routine(cuda: CudaRuntime) -> CudaRoutine:
+    return CudaRoutine(cuda, torch.device("cuda", 0))
+
+
+def test_a_routine_records_the_same_events_each_time(
+    cuda: CudaRuntime, routine: CudaRoutine, runtime: ctypes.CDLL
 ) -> None:
     copies = three_copies()
-    (tensor, region) = copies[0]
-    issue_out, issue_in = cuda.prepare_copy_out(copies[:1]), cuda.prepare_copy_in(backwards(copies[:1]))
-    addresses = HOST + region.offset, tensor.data_ptr()
-    issue_out(STREAM)
-    assert last_call(runtime) == (COPY, *addresses, 1, 2, STREAM)
-    issue_in(STREAM)
-    assert last_call(runtime) == (COPY, *reversed(addresses), 1, 1, STREAM)
-    issue_out, issue_in = cuda.prepare_copy_out(copies), cuda.prepare_copy_in(backwards(copies))
-    for _ in range(2):
-        copied_out = issue_out(STREAM)
-        assert last_batch(runtime) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
-        copied_in = issue_in(STREAM)
-        assert last_batch(runtime) == [(t.data_ptr(), HOST + 512 * t.nbytes, t.nbytes) for t, _ in copies]
-        assert last_record(runtime) == (copied_in.handle, STREAM) and copied_in.handle != copied_out.handle
+    ran = routine.record_event(COMPUTE)
+    routine.wait_event(STREAM, ran)
+    copied_out = routine.copy_out(STREAM, copies)
+    copied_in = routine.copy_in(STREAM, backwards(copies[:1]))
+    with having(runtime, "num_calls", 0):
+        for _ in range(2):
+            number(runtime, "num_calls").value = 0
+            routine.run(LEADER)
+            assert order_of_calls(runtime) == [RECORD, WAIT, BATCH, RECORD, COPY, RECORD]
+            assert last_record(runtime) == (copied_in.handle, STREAM)
+            tensor, region = copies[0]
+            assert last_call(runtime) == (COPY, tensor.data_ptr(), HOST + region.offset, 1, 1, STREAM)
+            assert last_batch(runtime, 3) == [(HOST + 512 * t.nbytes, t.data_ptr(), t.nbytes) for t, _ in copies]
+    assert len({ran.handle, copied_out.handle, copied_in.handle}) == 3
+
+
+def test_another_routine_keeps_the_event_that_it_waits_for(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:
+    routine, other = (CudaRoutine(cuda, torch.device("cuda", 0)) for _ in range(2))
+    ran = routine.record_event(STREAM)
+    handle = ran.handle
+    other.wait_event(COMPUTE, ran)
+    del routine, ran
+    assert cuda.unrecorded().handle != handle
+    other.run(LEADER)
+    assert last_call(runtime) == (WAIT, LEADER, handle, 0, 0, 0)
+    del other
+    assert cuda.unrecorded().handle == handle
+
+
+def test_a_routine_on_the_default_stream_is_on_that_of_its_device(
+    routine: CudaRoutine, runtime: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[torch.device] = []
+
+    @contextmanager
+    def entering(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    event = routine.record_event(COMPUTE)
+    entered.clear()
+    current = 1
+    if not IS_COMPILED:
+        monkeypatch.setattr(cuda_runtime, "_current_device", lambda: current)
+        routine.run(0)
+        assert entered == [torch.device("cuda", 0)] and last_record(runtime) == (event.handle, 0)
+        current = 0
+        routine.run(0)
+        assert len(entered) == 1
+    routine.run(LEADER)
+    assert len(entered) == (not IS_COMPILED) and last_record(runtime) == (event.handle, LEADER)
+
+
+def test_a_routine_that_is_refused_is_a_copy_error(routine: CudaRoutine, runtime: ctypes.CDLL, reasons: None) -> None:
+    routine.copy_out(STREAM, three_copies())
+    with having(runtime, "result", 1), pytest.raises(CopyError, match="CUDA error 1: reason 1"):
+        routine.run(LEADER)
+    routine.run(LEADER)
 
 
 def test_in_a_capture_each_copy_is_a_call_and_no_event_is_asked(cuda: CudaRuntime, runtime: ctypes.CDLL) -> None:

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CudaRoutine`: calls of the CUDA runtime that are noted once, and made again and again by one call of C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offload_engine._devices.cuda_calls import COPY, RECORD, WAIT
+from offload_engine._devices.cuda_runtime import (
+    DEVICE_TO_HOST,
+    HOST_TO_DEVICE,
+    CudaEvent,
+    CudaRuntime,
+    addresses_in,
+    addresses_out,
+)
+from offload_engine._devices.regions import HostRegion
+
+
+class CudaRoutine:
+    """Implements `Routine` on the device of a runtime.
+
+    An event is one of CUDA's, recorded anew in each run: CUDA's wait is for the last record that was issued before it.
+    """
+
+    def __init__(self, runtime: CudaRuntime, device: torch.device) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._numbers: list[int] = []
+        self._events: list[CudaEvent] = []  # whose handles are among the numbers
+        self._run: Any = None  # once it has run
+
+    def record_event(self, stream: int) -> CudaEvent:
+        """As `Routine.record_event`."""
+        event = self._new_event()
+        self._numbers += (RECORD, stream, event.handle)
+        return event
+
+    def wait_event(self, stream: int, event: CudaEvent) -> None:
+        """As `Routine.wait_event`."""
+        self._events.append(event)
+        self._numbers += (WAIT, stream, event.handle)
+
+    def copy_out(self, stream: int, copies: list[tuple[torch.Tensor, HostRegion]]) -> CudaEvent:
+        """As `Routine.copy_out`."""
+        return self._copy(stream, DEVICE_TO_HOST, addresses_out(copies))
+
+    def copy_in(self, stream: int, copies: list[tuple[HostRegion, torch.Tensor]]) -> CudaEvent:
+        """As `Routine.copy_in`."""
+        return self._copy(stream, HOST_TO_DEVICE, addresses_in(copies))
+
+    def run(self, compute: int) -> None:
+        """As `Routine.run`."""
+        if self._run is None:
+            self._run = self._runtime.calls.routine(self._numbers).run
+        if compute or self._runtime.is_current:
+            code = self._run(compute)
+        else:
+            with torch.cuda.device(self._device):
+                code = self._run(compute)
+        if code:
+            self._runtime.check(code)
+
+    def _copy(self, stream: int, kind: int, addresses: list[int]) -> CudaEvent:
+        event = self._new_event()
+        self._numbers += (COPY, stream, event.handle, kind, len(addresses) // 3)
+        self._numbers += addresses[0::3] + addresses[1::3] + addresses[2::3]
+        return event
+
+    def _new_event(self) -> CudaEvent:
+        event = self._runtime.unrecorded()
+        self._events.append(event)
+        return event
