@@ -29,11 +29,11 @@ from offload_engine.planning.choices import Allowance, Choices, Slot
 from offload_engine.planning.choose import Chosen, choose, remeasured, retimed
 from offload_engine.planning.clocks import Link
 from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.predict import Costs, measured_busy_ratio
+from offload_engine.planning.predict import Costs, floor_ms_of, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
-from offload_engine.planning.steps import Steps
+from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
 
 logger = logging.getLogger(__name__)
@@ -279,7 +279,7 @@ class Decider:
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
         assert self._model is not None
         steps, guard = self._steps_of(actions), self.guard_bytes
-        arguments = steps.job, self._model, self.budget_bytes, self._costs
+        arguments = steps.job, self._model, self.budget_bytes, self._costs_of(steps)
         try:
             return choose(*arguments, recomputed=recomputed, steps=steps, guard_bytes=guard)
         except BudgetError as error:
@@ -287,6 +287,15 @@ class Decider:
                 raise
             logger.warning("%s", error)
             return choose(*arguments, recomputed=recomputed, must_fit=False, steps=steps)
+
+    def _costs_of(self, steps: Steps) -> Costs:
+        """Return the costs in these steps: the time of the floor was measured with the actions of one step."""
+        assert self._job is not None
+        measured, floor_ms = self._steps_of(self._job.actions), self._costs.floor_ms
+        if steps is measured or floor_ms is None:
+            return self._costs
+        other, floor = (each.outcome(Decision()) for each in (steps, measured))
+        return dataclasses.replace(self._costs, floor_ms=floor_ms_of(other, floor, floor_ms))
 
     def _steps_of(self, actions: tuple[Action, ...]) -> Steps:
         assert self._job is not None

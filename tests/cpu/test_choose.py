@@ -162,6 +162,23 @@ def test_what_was_measured_of_shorter_steps_does_not_make_the_floor_the_shortest
     assert retimed(found, 1.2).best.step_ms == pytest.approx(found.floor.step_ms)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=lambda share: f"{share:.0%} of the waits are real")
+@pytest.mark.parametrize("rest", [0.0, 0.2], ids=lambda rest: f"{rest:.0%} of compute are not simulated")
+def test_the_measured_time_of_a_step_is_not_that_of_one_with_other_microbatches(share: float, rest: float) -> None:
+    """Else a step with half as many would be predicted to take as long, and its waits not to exist, or to be longer."""
+    job, model = one_rank()
+    shorter = dataclasses.replace(job, actions=tuple(no_pipelining(2)))
+    floors = [Steps(each, Link()).outcome(Decision()) for each in (job, shorter)]
+    measured_ms, expected_ms = (
+        each.busy_ms + share * each.stalled_ms + (rest * each.busy_ms if share == 1.0 else 0.0) for each in floors
+    )
+    decider = Decider(1 << 50, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    decider._job, decider._model, decider._costs = job, model, Costs(floor_ms=measured_ms)
+    for actions, floor_ms in ((job.actions, measured_ms), (shorter.actions, expected_ms)):
+        decider.decide(actions)
+        assert present(decider.chosen).floor.step_ms == pytest.approx(floor_ms)
+
+
 @each_job
 def test_steps_are_as_planned_and_simulated_one_by_one(name: str) -> None:
     """What is known of all decisions is not found anew for each: the plans, bytes and times are the same."""
