@@ -31,9 +31,9 @@ from offload_engine.stats import IterationStats
 
 logger = logging.getLogger(__name__)
 
-_TIMED_STEP: Final = 2
-"""Of those after the first with optimizer state: there host memory may become one piece, and the allocator, which was
-trimmed, reserves what it needs. Both take as long."""
+_SETTLING_STEPS: Final = 1
+"""After the first with optimizer state: there host memory may become one piece, and the allocator, which was trimmed,
+reserves what it needs."""
 _MAX_TRIES: Final = 8
 """To measure a step whose chunks can be planned."""
 _WINDOW_STEPS: Final = 50
@@ -76,7 +76,7 @@ class BudgetController(BudgetView):
         self._optimizers = OptimizerWatch()
         self._recorder: MeasuringRecorder | None = None
         self._verifier, self._idleness = Verifier(decider), Idleness(is_early_certain)
-        self._floor_ms = 0.0
+        self._floor_ms = float("inf")  # the least of all steps like the measured one, any of which may be held up
         self._num_steps = self._num_tries = 0
         self._num_steps_without_state: int | None = None  # None: an optimizer is yet to step
         self._has_trimmed = False  # for the first decision
@@ -182,14 +182,16 @@ class BudgetController(BudgetView):
                 self._num_steps_without_state = self._num_steps
                 self._optimizers.close()
                 self._gauge.trim()
-        elif self._num_steps - self._num_steps_without_state >= _TIMED_STEP:
-            self._floor_ms = self._last.milliseconds
+            return
+        self._floor_ms = min(self._floor_ms, self._last.milliseconds)
+        if self._num_steps - self._num_steps_without_state >= _SETTLING_STEPS:
             self._go(State.MEASURE)
 
     def _conclude_measuring(self, is_combined: bool) -> None:
         recorder = self._recorder
         assert recorder is not None
         self._num_tries += 1
+        self._floor_ms = min(self._floor_ms, self._last.milliseconds)
         if self.decider.learn(recorder, self._gauge, self._floor_ms, is_combined):
             self._decide_first()
         elif self._num_tries >= _MAX_TRIES:
@@ -290,6 +292,7 @@ class BudgetController(BudgetView):
 
     def _measure_again(self, why: str) -> None:
         self._wants_measure = False
+        self._floor_ms = float("inf")  # it was of other bytes
         logger.info("gpu_budget: %s, so one more step is measured with everything offloaded", why)
         self._gauge.trim()
         self._allow(Allowance())

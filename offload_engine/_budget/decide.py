@@ -160,7 +160,7 @@ class Decider:
         Args:
             recorder: of the step; blocks until the device has come to its end.
             gauge: not reset since the step ended.
-            floor_ms: of a step like it that was not measured.
+            floor_ms: of a step like it, at the least.
             is_combined: each forward runs together with the next backward.
 
         Returns:

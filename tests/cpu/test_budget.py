@@ -218,10 +218,10 @@ def test_budgets_between_floor_and_no_offload_hold_and_change_no_result(make: Ma
         make(config(gpu_budget=lowest - 1, recompute="off")).steps(8)
 
 
-def test_it_is_held_within_five_steps_that_measure_memory_at_every_boundary() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(7)
+def test_it_is_held_after_four_steps_that_measure_memory_at_every_boundary() -> None:
+    job = ByHand(config(gpu_budget=1 << 40)).steps(6)
     floor, measure, verify = State.FLOOR, State.MEASURE, State.VERIFY
-    assert job.states == [floor, floor, floor, measure, verify, State.HOLD, State.HOLD]
+    assert job.states == [floor, floor, measure, verify, State.HOLD, State.HOLD]
     measured = job.controller.decider._model.other_bytes
     for chunk in {action.chunk for action in job.actions(4)}:
         for index in range(2 * DEPTH):
@@ -307,7 +307,7 @@ def test_files_need_a_budget_and_a_decision(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_a_measured_step_measures_the_next() -> None:
-    job = ByHand(config(gpu_budget=1 << 40)).steps(3)
+    job = ByHand(config(gpu_budget=1 << 40)).steps(2)
     with pytest.raises(ZeroDivisionError), job.engine.iteration(job.actions(4)):
         raise ZeroDivisionError
     assert job.controller.state is State.MEASURE and job.steps(3).states[-1] is State.HOLD
@@ -415,7 +415,7 @@ class Fragments(Allocator):
         self._controller, self._in_floor, self._of_steps = controller, in_floor, of_steps or (in_floor,)
 
     def _note(self) -> None:
-        number = self._controller.num_planning_steps - 5
+        number = self._controller.num_planning_steps - 4
         wasted = self._in_floor if number < 0 else self._of_steps[min(number, len(self._of_steps) - 1)]
         self._reserved = max(self._reserved, self.peak_bytes() + wasted + self.before_trim * (not self.num_trims))
 
@@ -526,7 +526,7 @@ def test_what_a_first_decision_leaves_is_used_and_given_back_where_it_was_too_mu
         for _ in range(10):
             waiting(job).step()
         assert job.states[-1] is State.HOLD
-        first, used, last = job.moved[4], job.moved[5], job.moved[-1]
+        first, used, last = job.moved[3], job.moved[4], job.moved[-1]
         assert used < first
         verified = job.states.count(State.VERIFY)
         assert (verified, last) == ((2, used) if second < wasted else (3, first))

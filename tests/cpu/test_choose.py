@@ -349,6 +349,25 @@ def test_time_and_memory_are_as_predicted(share: float) -> None:
     rank.engine.close()
 
 
+@pytest.mark.parametrize("slow", [1, 2], ids=["the step before", "the measured step"])
+def test_one_slow_step_of_those_that_are_timed_changes_no_prediction(slow: int) -> None:
+    """A budget of experts was predicted to take 30% longer than it did, by the one step that was timed."""
+    [job] = ONE_RANK.ranks
+    budget = round(LEAST_BYTES + 0.2 * (MOST_BYTES - LEAST_BYTES))
+    predicted = []
+    for slow_ms in (0.0, 500.0):
+        rank = BudgetRank(job, budget)
+        while rank.controller.decider.chosen is None:
+            rank.step()
+            if rank.controller._num_steps == slow + 1:
+                rank.device.compute(slow_ms)  # behind the last backward
+                rank.controller._last._end_mark = rank.device.mark_time("compute")
+        predicted.append(rank.controller.decider.chosen)
+        rank.engine.close()
+    for plain, slowed in zip(*(chosen.curve for chosen in predicted), strict=True):
+        assert slowed.step_ms == pytest.approx(plain.step_ms)
+
+
 def test_times_of_groups_are_those_of_the_job() -> None:
     [job] = ONE_RANK.ranks
     rank = BudgetRank(job, 1 << 40)
