@@ -17,6 +17,7 @@ from offload_engine._budget.agreement import (
     text_of_shapes,
 )
 from offload_engine._budget.allowing import TOLERANCE, allowance_of
+from offload_engine._budget.known import Known
 from offload_engine._budget.learn import learned
 from offload_engine._budget.link import measure_link
 from offload_engine._budget.measure import MeasuringRecorder
@@ -26,14 +27,13 @@ from offload_engine._policy.planned import PlannedPolicy
 from offload_engine._saved.transfers import TransferContext
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Allowance, Choices, Slot
-from offload_engine.planning.choose import Chosen, choose, remeasured, retimed
+from offload_engine.planning.choose import Chosen, retimed
 from offload_engine.planning.clocks import Link
-from offload_engine.planning.memory import Job, MemoryModel
-from offload_engine.planning.predict import Costs, floor_ms_of, measured_busy_ratio
+from offload_engine.planning.memory import Job
+from offload_engine.planning.predict import Costs, measured_busy_ratio
 from offload_engine.planning.recompute import RecomputeOption, options_of, with_recomputation
 from offload_engine.planning.saved_plan import SavedPlan
 from offload_engine.planning.shapes import Shapes, largest_bytes
-from offload_engine.planning.steps import Decision, Steps
 from offload_engine.schedule import Action
 
 logger = logging.getLogger(__name__)
@@ -83,22 +83,19 @@ class Decider:
         self._is_early_certain = is_early_certain
         self._taken: TakenPlan | None = None  # to begin with
         self._is_checked = False
-        self._job: Job | None = None
-        self._model: MemoryModel | None = None
-        self._costs = Costs()
+        self._known: Known | None = None
         self._decisions: dict[tuple[Action, ...], Chosen] = {}
-        self._steps: dict[tuple[Action, ...], Steps] = {}  # planned and simulated, whatever memory is corrected by
         self.actions: tuple[Action, ...] = ()
 
     @property
     def has_model(self) -> bool:
         """Return whether a step has been measured."""
-        return self._model is not None
+        return self._known is not None
 
     @property
     def extra_bytes(self) -> int:
         """Return what the process holds besides its peak of allocated bytes, by what is known now."""
-        return 0 if self._model is None else self._model.overhead_bytes + self._model.correction_bytes
+        return 0 if self._known is None else self._known.model.overhead_bytes + self._known.model.correction_bytes
 
     @property
     def is_alone(self) -> bool:
@@ -173,20 +170,20 @@ class Decider:
         if shapes is None or cannot:
             return False
         job = Job(actions, shapes, self._policy.own_bounds, is_combined)
-        self._job, self._model, wasted = learned(job, recorder, gauge, self.agree, self._is_early_certain)
-        link = _measured_link(self._context, self._job.shapes, meet, self.start_together)
+        job, model, wasted = learned(job, recorder, gauge, self.agree, self._is_early_certain)
+        link = _measured_link(self._context, job.shapes, meet, self.start_together)
         link = agreed_link(self.agree, link)
-        options = agreed_options(self.agree, self.find_options(self._job.shapes))
-        self._costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
+        options = agreed_options(self.agree, self.find_options(job.shapes))
+        costs = Costs(link, options=options, floor_ms=agreed_ms(self.agree, floor_ms))
+        self._known = Known(job, model, costs)
         self.guard_bytes = round(_WASTED_SHARE * wasted)
         self._decisions.clear()
-        self._steps.clear()
         return True
 
     def correct(self, nbytes: int) -> None:
         """Take in that steps hold so many bytes more than predicted; what was decided before is void."""
-        assert self._model is not None
-        self._model = self._model.corrected(nbytes)
+        assert self._known is not None
+        self._known.model = self._known.model.corrected(nbytes)
         self._decisions.clear()
 
     def take_in(self, error: int) -> None:
@@ -194,22 +191,23 @@ class Decider:
 
         Where they hold less only that of this decision: others are bounds from above.
         """
-        assert self.chosen is not None and self._model is not None
+        assert self.chosen is not None and self._known is not None
         held = self.chosen.best.held_bytes + error
         self.correct(max(0, error))
-        self.chosen = remeasured(self.chosen, held, self._model, self._steps_of(self.actions))
+        self.chosen = self._known.remeasured(self.chosen, self.actions, held)
         self._decisions[self.actions] = self.chosen
 
     def go_back(self, to: Chosen) -> Allowance:
         """Return to a decision that was in force, as `take_in` has left it."""
-        self.chosen = self._decisions[self.actions] = retimed(to, self._costs.busy_ratio)
+        assert self._known is not None
+        self.chosen = self._decisions[self.actions] = retimed(to, self._known.costs.busy_ratio)
         return allowance_of(self.chosen, self._shapes())
 
     def level(self) -> bool:
         """Take over the largest correction of the ranks that decide alike; return whether one had another."""
-        own = 0 if self._model is None else self._model.correction_bytes
+        own = 0 if self._known is None else self._known.model.correction_bytes
         high, low = self.agree((own, -own))
-        if high == -low or self._model is None:
+        if high == -low or self._known is None:
             return False
         self.correct(high - own)
         return True
@@ -234,10 +232,14 @@ class Decider:
 
     def correct_time(self, measured_ms: float) -> None:
         """Take in how long a step of the decision in force takes. It stays as it is, and all predictions change."""
-        assert self.chosen is not None
+        known = self._known
+        assert self.chosen is not None and known is not None
+        found = known.refit(self.chosen, self.actions, measured_ms)
+        if found is not None:
+            self.chosen, self._decisions = found, {self.actions: found}
         before, most = self.chosen.busy_ratio, self.chosen.most_busy_ratio
         ratio = measured_busy_ratio(self.chosen.best, before, measured_ms, most)
-        self._costs = dataclasses.replace(self._costs, busy_ratio=ratio)
+        known.costs = dataclasses.replace(known.costs, busy_ratio=ratio)
         self._decisions = {actions: retimed(each, ratio) for actions, each in self._decisions.items()}
         self.chosen = self._decisions[self.actions]
 
@@ -252,8 +254,8 @@ class Decider:
         Raises:
             BudgetError: in the first decision, if the budget is below the floor. Later ones choose the floor.
         """
-        assert self._job is not None
-        self.actions = actions or self._job.actions
+        assert self._known is not None
+        self.actions = actions or self._known.job.actions
         found = self._decisions.get(self.actions)
         if found is None:
             recomputed = recomputed_by(self.chosen) if is_alone and not self.is_alone else None
@@ -268,41 +270,24 @@ class Decider:
     def bytes_of_chunks(self) -> list[int]:
         """Return how many bytes each chunk saves by the decision in force, by virtual stage."""
         shapes = self._shapes()
-        if self.chosen is not None:
+        if self.chosen is not None and self._known is not None:
             choices = self.chosen.best.decision.choices
-            shapes = with_recomputation(shapes, options_of(self._costs.options, choices.recomputed))
+            shapes = with_recomputation(shapes, options_of(self._known.costs.options, choices.recomputed))
         return [sum(group.nbytes for group in shape.groups) for shape in shapes]
 
     def _shapes(self) -> Shapes:
-        return () if self._job is None else self._job.shapes
+        return () if self._known is None else self._known.job.shapes
 
     def _choose(self, actions: tuple[Action, ...], recomputed: frozenset[Slot] | None) -> Chosen:
-        assert self._model is not None
-        steps, guard = self._steps_of(actions), self.guard_bytes
-        arguments = steps.job, self._model, self.budget_bytes, self._costs_of(steps)
+        known = self._known
+        assert known is not None
         try:
-            return choose(*arguments, recomputed=recomputed, steps=steps, guard_bytes=guard)
+            return known.choose(actions, self.budget_bytes, guard_bytes=self.guard_bytes, recomputed=recomputed)
         except BudgetError as error:
             if self.chosen is None and self._taken is None:
                 raise
             logger.warning("%s", error)
-            return choose(*arguments, recomputed=recomputed, must_fit=False, steps=steps)
-
-    def _costs_of(self, steps: Steps) -> Costs:
-        """Return the costs in these steps: the time of the floor was measured with the actions of one step."""
-        assert self._job is not None
-        measured, floor_ms = self._steps_of(self._job.actions), self._costs.floor_ms
-        if steps is measured or floor_ms is None:
-            return self._costs
-        other, floor = (each.outcome(Decision()) for each in (steps, measured))
-        return dataclasses.replace(self._costs, floor_ms=floor_ms_of(other, floor, floor_ms))
-
-    def _steps_of(self, actions: tuple[Action, ...]) -> Steps:
-        assert self._job is not None
-        if actions not in self._steps:
-            job = dataclasses.replace(self._job, actions=actions)
-            self._steps[actions] = Steps(job, self._costs.link, self._costs.options)
-        return self._steps[actions]
+            return known.choose(actions, self.budget_bytes, recomputed=recomputed, must_fit=False)
 
 
 def _measured_link(context: TransferContext, shapes: Shapes, meet: Agree, start_together: Callable[[], None]) -> Link:

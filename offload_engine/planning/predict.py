@@ -196,6 +196,27 @@ def floor_ms_of(other: Outcome, floor: Outcome, floor_ms: float) -> float:
     return other.busy_ms + share * other.stalled_ms + scale * rest_ms
 
 
+def refitted_floor_ms(
+    floor: Outcome, floor_ms: float, prediction: Prediction, busy_ratio: float, measured_ms: float
+) -> float:
+    """Return what a step takes with everything offloaded: less than was measured, where a later step shows that.
+
+    The measured one may have been held up, which is in all predictions. Only as much is taken from it as no simulation
+    explains, unless the later step waits for copies as long.
+
+    Args:
+        floor: simulated, with everything offloaded.
+        floor_ms: measured.
+        prediction: of the later step, by these.
+        busy_ratio: that it was predicted with; see `Costs`.
+        measured_ms: of the later step.
+    """
+    over_ms = _unslowed_ms(prediction, busy_ratio) - measured_ms
+    if prediction.busy >= _LEAST_BUSY:
+        over_ms = min(over_ms, _fit(floor, floor_ms)[1])
+    return floor_ms - max(0.0, over_ms)
+
+
 def held_with(model: MemoryModel, steps: Steps, decision: Decision) -> int:
     """Predict what the process holds at the most, with a decision about a step."""
     job, _, residents = steps.planned(decision)

@@ -13,6 +13,7 @@ import pytest
 
 from offload_engine import OffloadConfig, OffloadEngine
 from offload_engine._budget.decide import Decider
+from offload_engine._budget.known import Known
 from offload_engine._budget.state import State
 from offload_engine.errors import BudgetError
 from offload_engine.planning.choices import Choices, Slot, slots_of
@@ -130,6 +131,7 @@ def test_compute_is_slower_the_less_it_waits() -> None:
 def test_a_step_that_takes_longer_than_predicted_corrects_all_predictions_but_the_floor() -> None:
     (job, model), budget = one_rank(), budgets("one rank")[2]
     decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    decider._known = Known(job, model, COSTS)
     before = decider.chosen = decider._decisions[()] = choose(job, model, budget, COSTS)
     for measured_ms in (1.1 * before.best.step_ms, before.best.step_ms):
         decider.correct_time(measured_ms)
@@ -144,6 +146,7 @@ def test_a_step_that_was_held_up_does_not_make_the_floor_the_shortest(name: str)
     job = job_of(JOBS[name].ranks[0])
     model, budget = flat_model(job), budgets(name)[2]
     decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    decider._known = Known(job, model, COSTS)
     before = decider.chosen = decider._decisions[()] = choose(job, model, budget, COSTS)
     decider.correct_time(10 * before.best.step_ms)  # no clock does that
     after = choose(job, model, budget, dataclasses.replace(COSTS, busy_ratio=decider.chosen.busy_ratio))
@@ -173,10 +176,27 @@ def test_the_measured_time_of_a_step_is_not_that_of_one_with_other_microbatches(
         each.busy_ms + share * each.stalled_ms + (rest * each.busy_ms if share == 1.0 else 0.0) for each in floors
     )
     decider = Decider(1 << 50, None, None, is_early_certain=True)  # type: ignore[arg-type]
-    decider._job, decider._model, decider._costs = job, model, Costs(floor_ms=measured_ms)
+    decider._known = Known(job, model, Costs(floor_ms=measured_ms))
     for actions, floor_ms in ((job.actions, measured_ms), (shorter.actions, expected_ms)):
         decider.decide(actions)
         assert present(decider.chosen).floor.step_ms == pytest.approx(floor_ms)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_floor_that_was_held_up_is_found_out_by_the_step_that_verifies(number: int) -> None:
+    """Also where both steps that are timed were held up; and no step is predicted to take less than it can."""
+    (job, model), budget = one_rank(), budgets("one rank")[number]
+    held_up_ms = 2 * Steps(job, Link()).outcome(Decision()).milliseconds
+    decider = Decider(budget, None, None, is_early_certain=True)  # type: ignore[arg-type]
+    decider._known = Known(job, model, Costs(floor_ms=held_up_ms))
+    decider.decide()
+    truth = {each.decision: each.step_ms for each in choose(job, model, budget, COSTS).curve}
+    measured_ms = choose(job, model, budget, COSTS).best.step_ms
+    decider.correct_time(measured_ms)
+    found = present(decider.chosen)
+    assert found.best.step_ms == pytest.approx(measured_ms) and found.busy_ratio == pytest.approx(1.0, abs=0.01)
+    for each in (*found.curve, found.floor):
+        assert each.step_ms == pytest.approx(truth.get(each.decision, each.step_ms), rel=0.01)
 
 
 @each_job
@@ -315,7 +335,7 @@ class BudgetRank(EngineRank):
         self.engine.pool._slab_bytes //= SCALE
         controller = present(self.engine.budget)
         self.controller = controller
-        self.controller._optimizers._has_stepped.set()
+        self.controller._floor.optimizers._has_stepped.set()
 
     def begin_step(self) -> None:
         clocks = self.device.clocks
@@ -344,7 +364,7 @@ def test_time_and_memory_are_as_predicted(share: float) -> None:
     assert summary.measured_step_ms == pytest.approx(summary.predicted_step_ms, rel=0.01)
     assert rank.engine.stats.peak_resident_bytes <= summary.predicted_peak_bytes <= summary.budget_bytes
     assert summary.predicted_step_ms <= summary.lowest_step_ms
-    link = rank.controller.decider._costs.link
+    link = present(rank.controller.decider._known).costs.link
     assert (link.out_gbps * SCALE, link.in_gbps * SCALE) == pytest.approx((50.0, 48.0), rel=0.01)
     rank.engine.close()
 
@@ -373,7 +393,7 @@ def test_times_of_groups_are_those_of_the_job() -> None:
     rank = BudgetRank(job, 1 << 40)
     while rank.controller.decider.chosen is None:
         rank.step()
-    measured = present(rank.controller.decider._job)
+    measured = present(rank.controller.decider._known).job
     [expected], [found] = job.shapes, measured.shapes
     for group, known in zip(found.groups, expected.groups, strict=True):
         assert group.forward_ms == pytest.approx(known.lead_ms + known.forward_ms)
